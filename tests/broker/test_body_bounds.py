@@ -10,7 +10,7 @@ from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES, MAX_STRUCTURE_BYTES
 from tokenbus.protocol.messages import MAX_BODY_BYTES
 
-from .bench import Bench, peer_of
+from ..worlds.broker import Bench, peer_of
 
 IDS = [1] * (MAX_STRUCTURE_BYTES // 2)
 """More token ids than a body may have."""

@@ -10,7 +10,7 @@ from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.messages import Buffer, Token
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 
 def buffer(bench: Bench, client: str, name: str, **fields: Any) -> list[str]:

@@ -17,7 +17,7 @@ from tokenbus.protocol.header import Flag, decode_header, encode_header
 from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 
 Socket = zmq.Socket[bytes]
 

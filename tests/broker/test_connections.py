@@ -19,9 +19,9 @@ from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Heartbeat
 
 from ..processes import until
-from .bench import Bench
-from .keyed import KeyedBroker, registration
-from .running import RawPeer, intrude, running
+from ..worlds.broker import Bench
+from ..worlds.keyed_broker import KeyedBroker, registration
+from ..worlds.running_broker import RawPeer, intrude, running
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.packing import pack
 from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.messages import Cancel
 from tokenbus.protocol.worker_messages import Journal, LiveRequest, Register
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 LIMIT_S = 3.0
 

@@ -10,7 +10,7 @@ from tokenbus.protocol.header import Flag, Header
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.worker_messages import Drain, Unregister
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 from .test_controllers import START, controller_worker
 
 

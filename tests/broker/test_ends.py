@@ -13,7 +13,7 @@ from tokenbus.broker.tables import Request, Session
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.messages import Token
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check, check_empty
 
 HELLO = {"capabilities": ["ping", "ack", "recover"]}

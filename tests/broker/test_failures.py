@@ -23,7 +23,7 @@ from tokenbus.protocol.packing import pack, unpack
 from tokenbus.protocol.worker_messages import Register
 
 from ..processes import until
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 Socket = zmq.Socket[bytes]
 WAIT_MS = 300_000

@@ -8,7 +8,7 @@ from tokenbus.protocol.header import Header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Token
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 
 ANN, BEN, OPERATOR = "a" * 64, "b" * 64, "d" * 64
 

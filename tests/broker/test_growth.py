@@ -12,7 +12,7 @@ from tokenbus.broker.sweep import Sweep
 from tokenbus.broker.tables import Worker, WorkerState
 from tokenbus.protocol.messages import ModelInfo, Token
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 from .invariants import check, check_empty
 
 MODELS = ("m", "n", "embedded", "other")

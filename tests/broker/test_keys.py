@@ -25,7 +25,7 @@ from tokenbus.transport import dealer as dealers
 from tokenbus.transport.dealer import Dealer, open_dealer
 
 from ..processes import clean_environment, free_port, until
-from .keyed import KeyedBroker, registration
+from ..worlds.keyed_broker import KeyedBroker, registration
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tokenbus.protocol.header import decode_header
 from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Register, Registered
 from tokenbus.workers.lease import Lease
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 
 class Worker:

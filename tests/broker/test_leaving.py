@@ -8,7 +8,7 @@ import pytest
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.worker_messages import Drain, Heartbeat, Unregister
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tokenbus.broker.tables import Request
 from tokenbus.protocol.messages import Token
 
 from ..processes import Bus
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 
 
 def live(bench: Bench, name: str, key: str = "") -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from tokenbus.protocol.messages import Token
 from tokenbus.protocol.metrics import Histogram, Series
 from tokenbus.protocol.worker_messages import Heartbeat
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 
 
 @pytest.fixture

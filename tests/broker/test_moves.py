@@ -12,7 +12,7 @@ from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.transcript import Transcript, decode_transcript
 from tokenbus.protocol.worker_messages import Heartbeat, Unregister
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check, check_empty
 
 

@@ -10,7 +10,7 @@ from tokenbus.broker.outgoing import Outgoing, Side
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Drain, Heartbeat, Register
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check
 
 

@@ -15,7 +15,7 @@ from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.worker_messages import Register
 
-from .bench import generate
+from ..worlds.broker import generate
 
 
 class Core:

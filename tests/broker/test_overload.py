@@ -11,7 +11,7 @@ from tokenbus.broker.dispatch import room_for
 from tokenbus.protocol.pace import BOUNDS_S, RETRY_AFTER_S, Pace
 from tokenbus.protocol.shares import fits_share
 
-from .bench import Bench, generate
+from ..worlds.broker import Bench, generate
 from .test_queues import end, started
 
 

@@ -13,7 +13,7 @@ from tokenbus.protocol.messages import Token
 from tokenbus.protocol.pages import PAGE_TOKENS, first_key, join_keys, page_keys
 from tokenbus.protocol.worker_messages import Pages
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check
 
 LONG = [n % 997 for n in range(4 * PAGE_TOKENS)]

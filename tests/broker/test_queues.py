@@ -11,7 +11,7 @@ from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import MAX_TIMEOUT_S, ModelInfo, Token
 from tokenbus.protocol.worker_messages import Heartbeat, Register
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tokenbus.protocol.packing import pack
 from tokenbus.protocol.tenants import Tenant
 from tokenbus.protocol.worker_messages import Heartbeat
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 ANN, BEN = "a" * 64, "b" * 64
 WORKER = "c" * 64

@@ -17,7 +17,7 @@ from tokenbus.protocol.worker_messages import (
     VocabularyName,
 )
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 START = Start(
     controller="mine",

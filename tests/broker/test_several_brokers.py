@@ -23,7 +23,7 @@ from tokenbus.protocol.worker_messages import (
     Released,
 )
 
-from .bench import Bench, generate, peer_of
+from ..worlds.broker import Bench, generate, peer_of
 
 TOKEN = "0123456789abcdef" * 2
 """A session that began at another broker."""

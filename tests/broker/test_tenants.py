@@ -12,7 +12,7 @@ from tokenbus.clients import OwnKey
 from tokenbus.transport.dealer import open_dealer
 
 from ..processes import until
-from .keyed import WAIT_MS, KeyedBroker
+from ..worlds.keyed_broker import WAIT_MS, KeyedBroker
 
 
 class Raw:

@@ -15,7 +15,7 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.broker.settings import BrokerSettings
 from tokenbus.protocol.messages import MAX_ATTACHMENT_BYTES
 
-from .running import WAIT_MS, RawPeer, running
+from ..worlds.running_broker import WAIT_MS, RawPeer, running
 
 pytestmark = pytest.mark.process
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenbus.clients.calls import Call, Ended, Event
 from tokenbus.clients.connection import Connection
-from tokenbus.clients.lanes import hand_out
 from tokenbus.clients.request_options import generate_call
 from tokenbus.clients.results import Sequences
-from tokenbus.clients.session import ClientSession
 from tokenbus.clients.streams import AsyncStream, Stream
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.errors import SlowClientError
-from tokenbus.protocol.messages import Generate, Token
+from tokenbus.protocol.messages import Token
 
-CALLS, SEQS = 3, 2
+from ..worlds.token_columns import CALLS, KEYS, World
 
-KEYS = [(which, seq) for which in range(CALLS) for seq in range(SEQS)]
 STEP = st.tuples(
     st.just("step"),
     st.sampled_from([KEYS, KEYS, KEYS[2:], KEYS[1::2]]),
@@ -38,131 +33,6 @@ OTHER = st.tuples(
     st.integers(0, 3),
 )
 STORY = st.lists(st.one_of(STEP, STEP, OTHER), min_size=5, max_size=25)
-
-
-class World:
-    """A session and the broker that it talks to, which sends tokens in one form."""
-
-    def __init__(self, columns: bool) -> None:
-        self.columns = columns
-        self.now = 0.0
-        self.session = ClientSession("tcp://front", 60.0, self.now)
-        self.events: list[list[Event]] = []
-        self.calls: list[Call] = []
-        self._sent: dict[int, list[Token]] = {}
-        """By stream: what the worker has sent of this attempt."""
-        self.session.connected(self.now)
-        self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "a"})
-        for _ in range(CALLS):
-            call = generate_call([1], {"n": SEQS, "retry_s": 60.0, "seed": 1})
-            events: list[Event] = []
-            call.stall_s = 2.0
-            call.take = events.extend
-            # Rows are noted as the entries that they stand for, in the order of all events.
-            call.unread.watched, call.unread.wake = True, _noting(call, events)
-            self.calls.append(call)
-            self.events.append(events)
-            self.session.submit(call, self.now)
-        self._work()
-
-    def play(self, what: str, which: Any, number: Any) -> None:
-        """One event of the story."""
-        match what:
-            case "step":
-                self._tokens([self._token(call, seq, call == number) for call, seq in which])
-            case "end":
-                self._end(self.calls[which])
-            case "cancel":
-                self.session.cancel(self.calls[which])
-            case "time":
-                self.now += number
-                self.session.on_time(self.now)
-            case "fail":
-                body = {"code": "worker_lost", "message": "", "stream_id": self.calls[which].number}
-                self._sent.pop(self.calls[which].number, None)
-                self._hear("ERROR", body)
-            case "lost":
-                self._sent.clear()
-                self._hear("PONG", {"session": False})
-                self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "b"})
-            case "resume":
-                self._resume(lost=number)
-        self._work()
-
-    def _work(self) -> None:
-        """Delivers what is ready; begins the streams that were asked for."""
-        hand_out(self.session.ready)
-        self.session.ready = []
-        self.session.on_time(self.now)
-        for frames in self.session.outgoing:
-            if frames[0] == b"GENERATE":
-                self._sent[msgspec.msgpack.decode(frames[1], type=Generate).stream_id] = []
-        self.session.outgoing = []
-
-    def _resume(self, lost: int) -> None:
-        """The connection breaks while messages are on their way; a new one takes it over."""
-        for _ in range(lost):
-            for stream in self._sent:
-                self._token_of(stream, 0, with_text=False)
-        self.session.connected(self.now)
-        welcome = {"version": 1, "encoding": "msgpack", "session": "a", "resumed": True}
-        self.session.outgoing = []
-        self._hear("WELCOME", welcome | {"streams": list(self._sent)})
-        attached = [
-            msgspec.msgpack.decode(f[1]) for f in self.session.outgoing if f[0] == b"ATTACH"
-        ]
-        # What arrives before the answer is discarded.
-        self._tokens([self._token(call, seq, False) for call, seq in KEYS])
-        for body in attached:
-            stream = body["stream_id"]
-            self._hear("MSG", {"stream_id": stream, "attached": body["received"]})
-            self._send(self._sent[stream][body["received"] :])
-
-    def _token(self, which: int, seq: int, with_text: bool) -> Token | None:
-        number = self.calls[which].number
-        return self._token_of(number, seq, with_text) if number in self._sent else None
-
-    def _token_of(self, stream: int, seq: int, with_text: bool) -> Token:
-        """The next token of a sequence: the same in each attempt."""
-        sent = self._sent[stream]
-        pos = sum(entry.seq == seq for entry in sent)
-        entry = plain_entry(stream, 10 * pos + seq, -1 / (pos + 1), pos, seq)
-        if with_text:
-            entry.text = "x" if pos % 3 else ""
-        sent.append(entry)
-        return entry
-
-    def _tokens(self, entries: Sequence[Token | None]) -> None:
-        self._send([entry for entry in entries if entry is not None])
-
-    def _end(self, call: Call) -> None:
-        if call.number in self._sent:
-            end = Token(token=None, stream_id=call.number, logprob=None, finish_reason="length")
-            del self._sent[call.number]
-            self._send([end])
-
-    def _send(self, entries: list[Token]) -> None:
-        body = pack_columns(entries, texts=True) if self.columns else entries
-        self.session.on_frames([b"TOKEN", encode_body(body, "msgpack")], self.now)
-
-    def _hear(self, word: str, body: Any) -> None:
-        self.session.on_frames([word.encode(), msgspec.msgpack.encode(body)], self.now)
-
-    def state(self) -> list[Any]:
-        """The state of the calls themselves."""
-        self.session._settle()
-        return [
-            (c.received, c.came, c.seen, c.heard, c.failed_at, c.over, c.number) for c in self.calls
-        ]
-
-
-def _noting(call: Call, events: list[Event]) -> Any:
-    def note() -> None:
-        row = call.unread.pop()
-        assert isinstance(row, tuple)
-        events.append(plain_entry(*row))
-
-    return note
 
 
 ALL = ("step", KEYS, None)

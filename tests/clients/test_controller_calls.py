@@ -15,8 +15,8 @@ from tokenbus.clients.request_options import stored_module, upload_call
 from tokenbus.protocol.messages import Msg
 
 from ..processes import Bus
+from ..worlds.client_session import Bench
 from .controller_command import PROMPT
-from .test_session import Bench
 from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, guest
 
 pytestmark = pytest.mark.anyio

@@ -6,79 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenbus.clients.calls import Call, Ended, Event
-from tokenbus.clients.lanes import Step
+from tokenbus.clients.calls import Call, Ended
 from tokenbus.clients.request_options import buffer_call, generate_call, status_call
-from tokenbus.clients.session import ClientSession
-from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.messages import Token
 
-PATIENCE = 10.0
-
-
-class Bench:
-    """A session that says HELLO, and a broker played by hand."""
-
-    def __init__(self, front: str = "tcp://front") -> None:
-        self.now = 0.0
-        self.session = ClientSession(front, PATIENCE, self.now)
-        self.session.connected(self.now)
-
-    def welcome(self, **fields: Any) -> None:
-        body = {"version": 1, "encoding": "json", "session": "tok"} | fields
-        self.hear("WELCOME", body)
-
-    def hear(self, word: str, body: Any) -> None:
-        """A message of the broker's."""
-        self.session.on_frames([word.encode(), msgspec.json.encode(body)], self.now)
-
-    def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
-        """The next entries of a call's stream."""
-        first = call.came.get(seq, 0)
-        entries = [
-            Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=first + i)
-            for i, t in enumerate(tokens)
-        ]
-        for entry in entries:
-            entry.seq = seq
-        if last:
-            entries[-1].finish_reason = "length"
-        self.hear("TOKEN", entries)
-
-    def submit(self, call: Call) -> Call:
-        self.session.submit(call, self.now)
-        return call
-
-    def pass_time(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.now = min(end, self.now + 0.05)
-            self.session.on_time(self.now)
-
-    def sent(self) -> list[tuple[str, Any]]:
-        """Messages that it sent since the last look."""
-        taken, self.session.outgoing = self.session.outgoing, []
-        return [(f[0].decode(), _decode(f[1])) for f in taken]
-
-    def events(self, call: Call) -> list[Event]:
-        """Events that a call got since the last look."""
-        ready = [part for part in self.session.ready if not isinstance(part, Step)]
-        assert len(ready) == len(self.session.ready), "this broker sends no columns"
-        self.session.ready = [(c, e) for c, e in ready if c is not call]
-        return [e for c, events in ready if c is call for e in events]
-
-
-def _decode(body: bytes) -> Any:
-    return msgspec.json.decode(body) if body[:1] in b"{[" else msgspec.msgpack.decode(body)
-
-
-def ids(events: list[Event]) -> list[int | None]:
-    return [e.token for e in events if isinstance(e, Token)]
-
-
-def error_of(events: list[Event]) -> TokenbusError | None:
-    [end] = [e for e in events if isinstance(e, Ended)]
-    return end.error
+from ..worlds.client_session import PATIENCE, Bench, error_of, ids
 
 
 def generate(**options: Any) -> Call:

@@ -13,7 +13,7 @@ from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import Error
 from tokenbus.protocol.worker_messages import Registered
 
-from ..broker.bench import Bench, generate
+from ..worlds.broker import Bench, generate
 
 
 @pytest.mark.parametrize("ping_s", [0.0, -1.0, 1e-300, float("nan"), float("inf")])

@@ -12,8 +12,8 @@ from tokenbus.clients.system.up import joining
 from tokenbus.protocol.keys import KeyFolder
 from tokenbus.protocol.settings import Settings
 
-from ..broker.keyed import KeyedBroker
 from ..processes import until
+from ..worlds.keyed_broker import KeyedBroker
 from .foreground import Foreground, tokenbus
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenbus.clients import Client, OwnKey, RequestError
+from tokenbus.clients import Client, RequestError
 from tokenbus.clients.cli.keys import new_pair
 from tokenbus.protocol.keys import Allowed, KeyFolder
 
-from ..processes import Bus
 from ..workers.controller.wasm.guests import compile_guest
+from ..worlds.two_tenants import KeyedBus, Machines
 
 GUEST = """
 #include "tokenbus.h"
@@ -30,44 +30,6 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 }
 """
 """Stops after this many tokens."""
-TIMEOUT_S = 300.0
-
-
-class KeyedBus(Bus):
-    """A bus with keys, whose own client is the operator's."""
-
-    def __init__(self, keys: KeyFolder) -> None:
-        self._keys = keys
-        super().__init__(keys=keys.path, heartbeat_s=0.2)
-
-    def client(self, patience_s: float = 120.0) -> Client:
-        """The operator's."""
-        key = OwnKey.read(self._keys.own("client"))
-        return Client(self.front, patience_s=patience_s, key=key)
-
-
-class Machines:
-    """A broker, a GPU worker, a state worker and a controller worker on one machine, a second
-    controller worker on another, and clients of two tenants."""
-
-    def __init__(self, bus: Bus, ann: Client, ben: Client) -> None:
-        self.bus = bus
-        self.ann = ann
-        self.ben = ben
-        self.second = bus.folder / "second"
-
-    def tokens(self, client: Client, controller: str) -> int:
-        """The tokens of a stream with this controller."""
-        stream = client.generate(
-            [40, 41, 42], controller=controller, max_tokens=9, ignore_eos=True, timeout_s=TIMEOUT_S
-        )
-        [sequence] = stream.wait()
-        assert sequence.error is None
-        return len(sequence.tokens)
-
-    def files(self, folder: Path) -> set[str]:
-        """The modules in a run directory."""
-        return {file.stem for file in (folder / "modules/modules").glob("*.wasm")}
 
 
 @pytest.fixture(scope="module")

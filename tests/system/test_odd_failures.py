@@ -8,149 +8,31 @@ All processes of this file have 64 descriptors each, and a wall clock that the t
 from __future__ import annotations
 
 import contextlib
-import mmap
 import resource
 import shutil
 import signal
 import socket
-import struct
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tokenbus.clients import Client, TokenbusError, UnavailableError, request_options
-from tokenbus.clients.client import Stream
+from tokenbus.clients import TokenbusError, UnavailableError, request_options
 
-from ..processes import Bus, Gateway, Process, until
-from ..workers.controller.wasm.hostile.guests import FREE, call, guest
-
-BOUND_S = 300.0
-"""Only bounds a hang."""
-DESCRIPTORS = 64
-PROMPT = "def add(a, b):"
-TOKENS = 300
-COUNTS = guest(
-    mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
-      {call("log", FREE, 1)}"""
+from ..processes import Bus, until
+from ..workers.controller.wasm.hostile.guests import guest
+from ..worlds.odd_failures import (
+    BOUND_S,
+    COUNTS,
+    DESCRIPTORS,
+    PROMPT,
+    Clock,
+    Reader,
+    System,
+    limited,
 )
-"""In each round it appends a byte to a variable, and logs the version that this made."""
-
-
-def limit(process: Process, kind: int, soft: int) -> None:
-    """Sets a limit of a running process."""
-    _, hard = resource.prlimit(process.pid, kind)
-    resource.prlimit(process.pid, kind, (soft, hard))
-
-
-@contextlib.contextmanager
-def limited(process: Process, kind: int, soft: int) -> Iterator[None]:
-    """The same for the block."""
-    before, _ = resource.prlimit(process.pid, kind)
-    limit(process, kind, soft)
-    try:
-        yield
-    finally:
-        limit(process, kind, before)
-
-
-class Clock:
-    """The wall clock of processes that were started with ``environment``."""
-
-    def __init__(self, folder: Path) -> None:
-        library, offset = folder / "clock.so", folder / "offset"
-        source = Path(__file__).with_name("clock.c")
-        compiler = [sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1"]
-        subprocess.run([*compiler, "-o", library, source], check=True, capture_output=True)
-        offset.write_bytes(bytes(8))
-        self.environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
-        with offset.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 8)
-
-    def jump(self, seconds: int) -> None:
-        """Sets it to so much more than the time."""
-        self._map[:8] = struct.pack("<q", seconds)
-
-
-class System:
-    """A worker of each role, a gateway and a client."""
-
-    def __init__(self, bus: Bus, clock: Clock) -> None:
-        self.bus, self.clock = bus, clock
-        self._bounded(bus.broker)
-        self.gpu = self._bounded(bus.start_worker())
-        self.state = self._bounded(bus.start_other("state"))
-        self.controller = self._bounded(bus.start_other("controller"))
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller", "state")
-        self.gateway: Gateway = bus.start_gateway()
-        self._bounded(self.gateway.process)
-        self.client = bus.client()
-        self.client.upload_controller(COUNTS, "counts")
-        [self.reference] = self.stream("counts").wait()
-        [self.plain] = self.stream(None).wait()
-
-    @staticmethod
-    def _bounded(process: Process) -> Process:
-        limit(process, resource.RLIMIT_NOFILE, DESCRIPTORS)
-        return process
-
-    def load(self, role: str) -> dict[str, float]:
-        """The report of the worker of a role."""
-        return next(w.load for w in self.client.status().workers if w.role == role)
-
-    def stream(self, controller: str | None, client: Client | None = None, **more: Any) -> Stream:
-        given: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "text": False} | more
-        if controller is not None:
-            given["controller"] = controller
-        return (client or self.client).generate(PROMPT, **given)
-
-    @contextlib.contextmanager
-    def undisturbed(self, *controllers: str | None) -> Iterator[None]:
-        """Streams that run when the block begins end as they would have without it."""
-        controllers = controllers or ("counts", None, "counts", None)
-        readers = [Reader(self.stream(controller)) for controller in controllers]
-        for reader in readers:
-            assert reader.began.wait(BOUND_S), "a stream has not begun"
-        yield
-        for reader, controller in zip(readers, controllers, strict=True):
-            [sequence] = reader.end()
-            expected = self.plain if controller is None else self.reference
-            assert sequence.tokens == expected.tokens
-            assert sequence.logs == expected.logs
-            assert sequence.finish_reason == expected.finish_reason
-
-
-class Reader:
-    """Reads a stream to its end, on a thread of its own."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.began = threading.Event()
-        self._error: TokenbusError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for _ in self.stream:
-                self.began.set()
-        except TokenbusError as error:
-            self._error = error
-        self.began.set()
-
-    def end(self) -> list[Any]:
-        """Waits for its end; its sequences."""
-        self._thread.join(BOUND_S)
-        assert not self._thread.is_alive(), "a stream hangs"
-        assert self._error is None
-        return self.stream.sequences
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +61,7 @@ def test_streams_wait_for_a_full_disk_under_the_state_worker(system: System) -> 
             # The others may be over.
             reader = Reader(system.stream("counts"))
             until(lambda: system.load("state")["log_failures"] > failures, BOUND_S, "a failure")
-        [sequence] = reader.end()
+        [sequence] = reader.whole()
         assert sequence.tokens == system.reference.tokens
 
 
@@ -242,7 +124,7 @@ def test_a_broker_without_descriptors_serves_those_that_are_connected(system: Sy
             reader = Reader(system.stream(None, newcomer))
             assert system.stream(None).wait()[0].tokens == system.plain.tokens
         # Those that could not connect do so when there is room.
-        [sequence] = reader.end()
+        [sequence] = reader.whole()
         assert sequence.tokens == system.plain.tokens
 
 

@@ -16,8 +16,8 @@ from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError
 from tokenbus.protocol.tenants import Tenant
 from websockets.sync.client import connect
 
-from ...broker.keyed import KeyedBroker, Worker, registration
 from ...processes import Gateway, Process, clean_environment, free_port, until
+from ...worlds.keyed_broker import KeyedBroker, Worker, registration
 
 WAIT_S = 120.0
 

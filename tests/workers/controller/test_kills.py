@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenbus.clients import Client, ControllerError, TokenbusError
-from tokenbus.clients.client import Stream
+from tokenbus.clients import ControllerError
 from tokenbus.protocol.bodies import encode_body
-from tokenbus.protocol.messages import WorkerStatus
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import variable_calls
 from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import Bus, Process, clean_environment, until
-from .wasm.hostile.guests import FREE, call, guest, set_word
+from ...worlds.killed_workers import (
+    BOUND_S,
+    PROMPT,
+    Reader,
+    System,
+)
 
-PROMPT = "def add(a, b):"
-BOUND_S = 300.0
-"""Only bounds a hang: within so long everything has ended, whatever was killed."""
-TOKENS = 200
 CLIENT = f"""
 import sys
 from tokenbus.clients import Client
@@ -37,20 +36,6 @@ with Client(sys.argv[1]) as client:
 """
 """A client that reads streams until it is killed, and writes a byte for each token."""
 
-CALM = guest()
-COUNTS = guest(
-    mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
-      (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
-      {call("log", FREE, 2)}"""
-)
-"""In each round it appends a byte to a variable, and logs the version that this made and the length
-that the variable has then."""
-FORKS = guest(
-    pre=f"""(if (i32.eq (global.get $round) (i32.const 1)) (then
-        {set_word(1056, 2)} (return (i32.const 3))))
-      (if (call $seq_id) (then (return (i32.const 2))))"""
-)
-"""Two sequences, of which one is suspended in its second round."""
 PATIENT = """
 import sys
 from tokenbus.workers.controller import variable_calls
@@ -59,103 +44,6 @@ variable_calls.GIVE_UP_S = 3600.0
 sys.exit(main())
 """
 """A controller worker whose guests wait for the state worker for as long as the test does."""
-LARGE = guest(pages=512, init="(memory.fill (i32.const 65536) (i32.const 1) (i32.const 33488896))")
-"""One that has 32 MiB."""
-
-
-class System:
-    """A broker, a GPU worker, a state worker, and a client."""
-
-    def __init__(self, bus: Bus, client: Client) -> None:
-        self.bus, self.client = bus, client
-        self.start_state()
-        self.controllers: list[Process] = []
-        self.with_controllers(1)
-        for tag, wasm in (("calm", CALM), ("counts", COUNTS), ("forks", FORKS), ("large", LARGE)):
-            client.upload_controller(wasm, tag)
-        [self.reference] = self.stream().wait()
-
-    def with_controllers(self, count: int) -> None:
-        """Starts controller workers until there are this many."""
-        self.controllers = [c for c in self.controllers if c.alive]
-        while len(self.controllers) < count:
-            self.controllers.append(self.bus.start_other("controller"))
-        until(lambda: len(self.of("controller")) >= count, BOUND_S, f"{count} controller workers")
-
-    def start_state(self) -> None:
-        """Starts the state worker."""
-        self.state = self.bus.start_other("state")
-        until(
-            lambda: self.state.pid in [w.pid for w in self.of("state")], BOUND_S, "a state worker"
-        )
-
-    def of(self, role: str) -> list[WorkerStatus]:
-        """The broker's report on the workers of a role."""
-        return [w for w in self.client.status().workers if w.role == role]
-
-    def stream(self, controller: str = "calm", **options: Any) -> Stream:
-        given = {
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "text": False,
-            "retry_s": BOUND_S,
-        } | options
-        return self.client.generate(PROMPT, controller=controller, **given)
-
-    def streams(self, count: int, controller: str = "calm", **options: Any) -> list[Reader]:
-        """Streams, each of which has brought a token."""
-        readers = [Reader(self.stream(controller, **options)) for _ in range(count)]
-        for reader in readers:
-            assert reader.began.wait(BOUND_S), "a stream has not begun"
-        return readers
-
-    def wait_until_free(self) -> None:
-        """Waits until no worker has a request, and no controller worker a session."""
-
-        def free() -> bool:
-            workers = self.client.status().workers
-            controllers = [w for w in workers if w.role == "controller"]
-            idle = all(w.load.get("sessions") == 0 for w in controllers)
-            return idle and all(w.requests == 0 for w in workers if w.role != "state")
-
-        until(free, BOUND_S, "everything is free")
-        until(lambda: self.of("state")[0].load.get("requests") == 0, BOUND_S, "no variables")
-
-
-class Reader:
-    """Reads a stream to its end, on a thread of its own."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.error: TokenbusError | None = None
-        self.began = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def end(self) -> TokenbusError | None:
-        """Waits for its end, for a bounded time; its error."""
-        self._thread.join(BOUND_S)
-        assert not self._thread.is_alive(), "a stream hangs"
-        return self.error
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has been read to its end."""
-        return not self._thread.is_alive()
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.stream.sequences[0].tokens if self.stream.sequences else []
-
-    def _run(self) -> None:
-        try:
-            for _ in self.stream:
-                self.began.set()
-        except TokenbusError as error:
-            self.error = error
-        except RuntimeError:
-            pass  # The test closed the stream.
-        self.began.set()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import contextlib
 import math
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -22,11 +21,11 @@ from tokenbus.clients import (
     RequestTimeoutError,
     UnavailableError,
 )
-from tokenbus.clients.results import GeneratedSequence
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from ...processes import Bus, Process, until
+from ...processes import Bus, until
+from ...worlds.controllers import GUEST, PROMPT, SCRIPTED, Options, System, _serving
 from ..gpu import shapes
 from .tokens.small_tokenizers import byte_level
 from .wasm.guests import compile_guest
@@ -34,68 +33,9 @@ from .wasm.hostile.neighbour import Neighbour
 
 pytestmark = pytest.mark.process
 
-PROMPT = "def add(a, b):"
 IDS = [40, 41, 42, 43, 44]
-Options = dict[str, Any]
-"""The controller of a stream, by name."""
 SEEDED: Options = {"temperature": 1.0, "seed": 11}
-SCRIPTED = "scripted:Scripted"
 EOS = 0
-
-GUEST = """
-#include "tokenbus.h"
-static uint32_t *mask;
-static char mode;
-static volatile uint32_t rounds;
-void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
-    (void)prompt, (void)n;
-    mode = arg_len ? arg[0] : 0;
-    mask = tb_mask_new();
-    if (mode != 'e') tb_mask_set_all(mask);
-}
-tb_answer tb_pre_process(void) {
-    static bool forked;
-    if (mode != 'e' || forked) return forked && tb_seq_id() == 0 ? tb_suspend() : tb_go_on();
-    forked = true;
-    return tb_fork(2);
-}
-tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
-    (void)fork_group;
-    if (mode == 'l' && ++rounds == 3) for (;;) rounds = 3;
-    if (mode == 'e' && n == 2 && tb_seq_id() == 0) return tb_sample(0);
-    return tb_sample(mask);
-}
-"""
-"""The argument: "mask" allows every token by a mask, "loop" computes without end in its third
-round, "empty" forks and has an empty mask in the fork, for which the other sequence waits."""
-
-
-class System:
-    """A bus with two models, uploaded modules and Python controllers."""
-
-    def __init__(self, bus: Bus, client: Client, second: str) -> None:
-        self.bus = bus
-        self.client = client
-        self.second = second
-        """The model of another vocabulary."""
-
-    def run(self, prompt: str | list[int] = PROMPT, **options: Any) -> list[GeneratedSequence]:
-        options.setdefault("timeout_s", 300)
-        return self.client.generate(prompt, **options).wait()
-
-    def script(
-        self, *do: Any, prompt: str | list[int] = PROMPT, **options: Any
-    ) -> list[GeneratedSequence]:
-        """A run of ``Scripted``."""
-        arg = {"do": do, "tells": options.pop("tells", False)}
-        return self.run(prompt, controller=SCRIPTED, controller_arg=arg, **options)
-
-    def idle(self) -> bool:
-        """Whether no worker has anything left of any request."""
-        workers = self.client.status().workers
-        pages = sum(w.load.get("kv_pages_used", 0) for w in workers)
-        rooms = sum(w.load.get("sessions", 0) for w in workers if w.role == "controller")
-        return pages == 0 and rooms == 0 and sum(w.requests for w in workers) == 0
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +58,6 @@ def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         with bus.client() as client:
             client.upload_controller(wasm, tag="guest")
             yield System(bus, client, str(second))
-
-
-def _serving(bus: Bus, *names: str) -> Process:
-    """A worker of Python controllers."""
-    shutil.copy(Path(__file__).with_name("scripted.py"), bus.folder)
-    (bus.folder / "serve_controllers.py").write_text(
-        "import sys\n"
-        "from tokenbus.workers.controller.__main__ import main\n"
-        f"sys.argv[1:] = {list(names)}\n"
-        "sys.exit(main())\n"
-    )
-    return Process("serve_controllers", bus.folder / "python.log", bus.environment)
 
 
 @cache

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from .....processes import Bus
+from .....worlds.hostile_guests import INIT_MS, System
 from .guests import guest
-from .system import INIT_MS, System
 
 
 @pytest.fixture(scope="package")

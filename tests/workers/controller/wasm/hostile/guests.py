@@ -110,3 +110,11 @@ def until_refused(grow: str) -> str:
 
 GROW = until_refused("(memory.grow (i32.const 1))")
 """Takes all the memory that a guest can have."""
+
+COUNTS = guest(
+    mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
+      (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
+      {call("log", FREE, 2)}"""
+)
+"""In each round it appends a byte to a variable, and logs the version that this made and the length
+that the variable has then."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tokenbus.clients import ControllerError
 
+from .....worlds.hostile_guests import System
 from ..aici_guests import puppet
 from .guests import DROP, FREE, LIST, MASK, MASK_AT, N, guest, set_word
-from .system import System
 
 pytestmark = pytest.mark.process
 

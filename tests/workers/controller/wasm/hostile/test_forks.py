@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenbus.clients import ControllerError
 
+from .....worlds.hostile_guests import System
 from .guests import N, call, guest, set_word
-from .system import System
 
 pytestmark = pytest.mark.process
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from .....worlds.hostile_guests import System
 from .guests import FREE, GROW, MASK_AT, call, guest, set_word, until_refused
-from .system import System
 
 pytestmark = pytest.mark.process
 

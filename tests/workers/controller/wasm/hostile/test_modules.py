@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenbus.clients import RequestError
 
+from .....worlds.hostile_guests import System
 from .guests import guest
-from .system import System
 
 pytestmark = pytest.mark.process
 

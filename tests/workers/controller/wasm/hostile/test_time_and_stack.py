@@ -7,8 +7,8 @@ import threading
 import pytest
 from tokenbus.clients import ControllerError
 
+from .....worlds.hostile_guests import INIT_MS, System
 from .guests import FREE, INBOX_SIZE, LIST, LOOP, RECURSE, N, call, guest, set_word
-from .system import INIT_MS, System
 
 pytestmark = pytest.mark.process
 

@@ -9,8 +9,8 @@ import pytest
 from tokenbus.clients import Client, ControllerError, RequestError, TokenbusError
 from tokenbus.clients.results import GeneratedSequence
 
-from .....processes import Bus, Process
-from .neighbour import Neighbour
+from ..processes import Bus, Process
+from ..workers.controller.wasm.hostile.neighbour import Neighbour
 
 INIT_MS = 400.0
 """Shorter than the default, so that these tests are."""

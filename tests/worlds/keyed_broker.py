@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,11 +22,11 @@ from tokenbus.protocol.worker_messages import Register
 from tokenbus.protocol.worker_messages import Role as WorkerRole
 from tokenbus.transport.dealer import open_dealer
 
+from .running_broker import WAIT_MS, running
+
 Socket = zmq.Socket[bytes]
 
 NONE = Quotas()
-WAIT_MS = 120_000
-"""How long a socket waits for an answer: far longer than one takes."""
 
 
 class KeyedBroker:
@@ -48,13 +46,10 @@ class KeyedBroker:
             "tcp://127.0.0.1:*", back or f"ipc://{self.path}/back.sock", settings, keys=self.keys
         )
         self.front, self.back = self.server.front_endpoint, self.server.back_endpoint
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_until_complete, args=(self.server.run(),)
-        )
+        self._running = running(self.server)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._running.__enter__()
         return self
 
     def __exit__(
@@ -63,9 +58,7 @@ class KeyedBroker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loop.call_soon_threadsafe(self.server.stop)
-        self._thread.join(300)
-        self._loop.close()
+        self._running.__exit__(kind, error, trace)
         self._temporary.cleanup()
 
     def new_key(self, name: str, role: Role = "client", quotas: Quotas = NONE) -> OwnKey:

@@ -1,0 +1,171 @@
+"""A state worker as a process, over a real broker; the workers around it are played by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Self
+
+import zmq
+from msgspec import msgpack, structs
+from tokenbus.protocol.header import Header, decode_header, encode_header
+from tokenbus.protocol.messages import PROTOCOL_VERSION, ModelInfo, WorkerStatus
+from tokenbus.protocol.packing import pack, unpack
+from tokenbus.protocol.worker_messages import Register, Role, Variable, VariableAnswer
+
+from ..processes import Bus, Process, until
+
+AGAIN_S = 0.3
+_NOBODY = WorkerStatus(
+    name="",
+    role="state",
+    pid=0,
+    host="",
+    state="",
+    models=[],
+    requests=0,
+    capacity=0,
+    heartbeat_age_s=0.0,
+)
+
+
+class Dealer:
+    """A connection that closes with its test."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 300_000)
+        self.socket.connect(endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(0)
+
+
+class Client(Dealer):
+    """A client that starts and cancels streams with a controller."""
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(bus.front)
+        self.say(b"HELLO", {})
+
+    def say(self, word: bytes, body: Any) -> None:
+        self.socket.send_multipart([word, json.dumps(body).encode()])
+
+
+class Worker(Dealer):
+    """A worker that has registered."""
+
+    def __init__(self, bus: Bus, role: Role, **more: Any) -> None:
+        super().__init__(f"ipc://{bus.folder}/back.sock")
+        register = Register(
+            name=f"{role} by hand",
+            role=role,
+            version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            host="here",
+            capacity=100,
+            **more,
+        )
+        self.say(b"REGISTER", msgpack.encode(register))
+        self.hear(b"REGISTERED")
+
+    def say(self, word: bytes, body: bytes, request: int = 0) -> None:
+        self.socket.send_multipart(pack([word, encode_header(request), body]))
+
+    def hear(self, word: bytes) -> tuple[Header, bytes]:
+        """The next message of that type."""
+        while True:
+            frames = unpack(self.socket.recv_multipart())
+            if frames[0] == word:
+                return decode_header(frames[1]), frames[2]
+
+
+class System:
+    """A broker, a state worker, and by hand: a client, a GPU worker and a controller worker."""
+
+    def __init__(self) -> None:
+        # The workers by hand send no heartbeats.
+        # This broker has no earlier run whose variables are to be kept for a while.
+        self.bus = Bus(expiry_s=600, recover_s=0.1)
+        self.state = self.start_state_worker()
+        self.client = Client(self.bus)
+        model = ModelInfo(
+            name="m", vocab_size=9, context_length=9, eos_token_ids=[0], fingerprint="f"
+        )
+        self.gpu = Worker(self.bus, "gpu", models=[model], default="m")
+        self.controller = Worker(self.bus, "controller", patterns=["mine"])
+        self.streams = count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for dealer in (self.client, self.gpu, self.controller):
+            dealer.__exit__()
+        self.bus.__exit__()
+
+    def start_state_worker(self) -> Process:
+        """Starts it, again after it was killed, and waits until it has registered."""
+        log = self.bus.folder / "state.log"
+        self.state = Process("tokenbus.workers.state", log, self.bus.environment)
+        self.bus.workers.append(self.state)
+        until(lambda: self.status.pid == self.state.pid, 120.0, "the state worker is there")
+        return self.state
+
+    @property
+    def status(self) -> WorkerStatus:
+        """The broker's report on the state worker."""
+        with self.bus.client() as client:
+            states = [worker for worker in client.status().workers if worker.role == "state"]
+        return max(states, key=lambda worker: worker.pid == self.state.pid, default=_NOBODY)
+
+    def start_request(self) -> tuple[int, int]:
+        """A request whose controller has started: its id, and its stream."""
+        stream = next(self.streams)
+        body = {"stream_id": stream, "model": "m", "prompt": [5], "controller": "mine"}
+        self.client.say(b"GENERATE", body)
+        request = self.gpu.hear(b"GENERATE")[0].request
+        self.gpu.say(b"START", b"", request)
+        self.controller.hear(b"START")
+        return request, stream
+
+    def send(self, op: Variable) -> None:
+        """An operation, unanswered."""
+        self.controller.say(b"VARIABLE", msgpack.encode(op), op.request)
+
+    def answers(self, wait_s: float) -> Iterator[bytes]:
+        """The answers that come, as they are the first time, until none came for ``wait_s``."""
+        while self.controller.socket.poll(int(1000 * wait_s)):
+            frames = unpack(self.controller.socket.recv_multipart())
+            if frames[0] == b"VARIABLE_ANSWER":
+                answer = msgpack.decode(frames[2], type=VariableAnswer)
+                yield msgpack.encode(structs.replace(answer, repeated=False))
+
+    def do(self, *ops: Variable) -> list[bytes]:
+        """The answers to operations, as they come; what is not answered is sent again."""
+        waiting = {(op.request, op.lineage, op.count): op for op in ops}
+        answered: dict[tuple[int, int, int], bytes] = {}
+        deadline = time.monotonic() + 300.0
+        while waiting:
+            assert time.monotonic() < deadline
+            for op in waiting.values():
+                self.send(op)
+            for body in self.answers(AGAIN_S):
+                answer = msgpack.decode(body, type=VariableAnswer)
+                name = answer.request, answer.lineage, answer.count
+                if waiting.pop(name, None) is not None:
+                    answered[name] = body
+                if not waiting:
+                    break
+        return [answered[op.request, op.lineage, op.count] for op in ops]
+
+    def one(self, op: Variable) -> VariableAnswer:
+        """The answer to an operation."""
+        return msgpack.decode(self.do(op)[0], type=VariableAnswer)
