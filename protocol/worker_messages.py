@@ -330,7 +330,7 @@ class StepResult(Struct, array_like=True):
 
     request: Id
     seq: int
-    then: Literal["sample", "fork", "suspend", "stop", "error"]
+    action: Literal["sample", "fork", "suspend", "stop", "error"]
     """``fork``: the results of the sequence and of its children follow."""
     backtrack: int = 0
     """Tokens to drop from the end of the sequence, not counting the one about to be sampled."""

@@ -157,7 +157,7 @@ def _encoded(made: Result) -> bytes:
             what = "the result of sequence %d cannot be encoded: %s"
             log.error(what, result.seq, error, extra=about(result.request))
             text = result.error or f"the controller's result cannot be encoded: {error}"
-            result.then, result.code = "error", result.code or str(Code.CONTROLLER_FAILED)
+            result.action, result.code = "error", result.code or str(Code.CONTROLLER_FAILED)
             result.error = text.encode("utf-8", "backslashreplace").decode()
             result.backtrack, result.ff_tokens, result.children = 0, [], []
             result.row = result.attachment = None

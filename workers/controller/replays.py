@@ -149,14 +149,14 @@ class GroupReplay:
         left = len(told.tokens) - past.tokens
         if not left and past.forks == len(told.forks):
             return None
-        if last.then == "suspend":
+        if last.action == "suspend":
             past.idle_wakes = 0 if sequence.variables.repeated else past.idle_wakes + 1
             if past.idle_wakes <= MAX_IDLE_WAKES:
                 return self._rounds.again(sequence)
             past.failure = f"{_where(past)} it stays suspended, the first time it went on"
-        elif last.then == "error":
+        elif last.action == "error":
             past.failure = f"{last.error}"
-        elif last.then == "stop":
+        elif last.action == "stop":
             past.failure = f"{_where(past)} it stops, the first time it went on"
         elif not left:
             past.failure = f"{_where(past)} it samples, the first time it forked"
@@ -181,7 +181,7 @@ class GroupReplay:
             past.last = result
             past.keep(self._places, result)
             self._places += 1
-            if result.then != "fork":
+            if result.action != "fork":
                 continue
             applied = result.children[0] in self.recorded
             if applied:
@@ -198,7 +198,7 @@ class GroupReplay:
         sequence = past.sequence
         if past.told.ended:
             self._drop(sequence)
-        elif past.last is not None and past.last.then == "suspend":
+        elif past.last is not None and past.last.action == "suspend":
             # Woken once, as a change may have been made since its last round.
             sequence.seen_changes = -1
 

@@ -41,7 +41,7 @@ class RoundEvents:
         if len(self._events) < MAX_EVENTS:
             attributes: dict[str, Any] = {
                 "tokenbus.seq": first.seq,
-                "tokenbus.action": first.then,
+                "tokenbus.action": first.action,
                 "tokenbus.duration_us": int(duration_s * 1e6),
                 "tokenbus.backtrack": first.backtrack,
                 "tokenbus.appended_tokens": len(first.ff_tokens),

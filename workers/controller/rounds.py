@@ -301,8 +301,8 @@ def _end_of_sequence(results: list[StepResult]) -> None:
     """Ends a sequence after the end-of-sequence token, where its controller would just sample."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
-    if alone and first.then in ("sample", "stop"):
-        first.then, first.finish = "stop", "stop"
+    if alone and first.action in ("sample", "stop"):
+        first.action, first.finish = "stop", "stop"
         first.row = first.attachment = None
         first.bias_row = first.bias_attachment = None
         first.query = first.override = None
@@ -327,7 +327,7 @@ def _look_along(
     """Adds the masks along a draft to the result of a round that just samples under a mask."""
     first, controller = results[0], sequence.controller
     masked = first.row is not None or first.attachment is not None
-    if len(results) > 1 or first.then != "sample" or not masked:
+    if len(results) > 1 or first.action != "sample" or not masked:
         return
     if first.backtrack or first.ff_tokens or not isinstance(controller, TakesDrafts):
         return
@@ -350,13 +350,13 @@ def _stopped(
 
 
 def _result(
-    sequence: ControlledSequence, then: str, change: Change | None = None, masked: bool = False
+    sequence: ControlledSequence, action: str, change: Change | None = None, masked: bool = False
 ) -> StepResult:
     """The result of a round, with its log and its writes to variables."""
     return StepResult(
         sequence.host.request,
         sequence.seq,
-        then,  # type: ignore[arg-type]
+        action,  # type: ignore[arg-type]
         change.backtrack if change is not None else 0,
         change.tokens if change is not None else [],
         row=sequence.row if masked else None,

@@ -200,7 +200,7 @@ class SequenceGroup:
                 sequence = self._sequences.get(result.seq)
                 if sequence is None:
                     continue
-                sequence.stage = _STAGES[result.then]
+                sequence.stage = _STAGES[result.action]
                 if sequence.stage is Stage.FINISHED:
                     self._drop(sequence)
                     self._changes += 1

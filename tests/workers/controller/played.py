@@ -132,9 +132,9 @@ class Run:
         self.dropped += result.backtrack
         for child in result.children:
             self.tokens[child] = list(tokens)
-        if result.then in ("stop", "error"):
+        if result.action in ("stop", "error"):
             self.ended[seq] = result.error or "stop"
-        return [lambda: self._sample(result)] if result.then == "sample" else []
+        return [lambda: self._sample(result)] if result.action == "sample" else []
 
     def _sample(self, result: StepResult) -> list[StepResult]:
         seq, tokens, size = result.seq, self.tokens[result.seq], self._vocabulary.size

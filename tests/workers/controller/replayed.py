@@ -169,7 +169,7 @@ class Stream:
             for result in results:
                 self._event()
                 self._apply(result)
-                if result.then == "sample":
+                if result.action == "sample":
                     ready.add(result.seq)
             self.group.free()
             results = failed
@@ -206,12 +206,12 @@ class Stream:
         life.noted_logs += result.logs[chars:]
         life.noted_storage += result.storage[writes:]
         life.given = max(0, chars - len(result.logs)), max(0, writes - len(result.storage))
-        life.suspended = result.then == "suspend"
+        life.suspended = result.action == "suspend"
         del life.tokens[len(life.tokens) - result.backtrack :]
         life.tokens += result.ff_tokens
         if result.ff_tokens:
             life.carry()
-        match result.then:
+        match result.action:
             case "sample":
                 mask = self.group.mask(result.seq) if result.attachment is not None else None
                 life.masks.append(mask)

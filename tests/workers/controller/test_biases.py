@@ -65,7 +65,7 @@ def test_a_bias_is_sent_dense_or_sparse_with_and_without_a_mask(
 ) -> None:
     for mask in (None, {7, 9}):
         group, [result] = opened(decides([], [sample(mask, bias)]))
-        assert result.then == "sample"
+        assert result.action == "sample"
         assert (result.attachment is not None) == (mask is not None)
         assert sent(group, result) == wanted(values)
 
@@ -96,7 +96,7 @@ def test_a_round_without_a_bias_sends_none(bias: Any) -> None:
 )
 def test_a_wrong_bias_ends_the_sequence_with_an_error_that_names_it(bias: Any, error: str) -> None:
     _, [result] = opened(decides([], [sample(None, bias)]))
-    assert result.then == "error"
+    assert result.action == "error"
     assert result.error is not None
     assert error in result.error
 
@@ -160,7 +160,7 @@ def test_a_round_that_ends_the_sequence_has_no_bias(eos: bool) -> None:
     group, _ = opened(decides([], [sample(None, {4: 1.0}), end]))
     eos_id = vocabulary(BYTES).eos
     [result] = stepped(group, eos_id if eos else 10)
-    assert result.then == "stop"
+    assert result.action == "stop"
     assert not result.biased
 
 
@@ -181,7 +181,7 @@ def replayed(kind: Callable[[], Any], *tokens: int) -> list[StepResult]:
             results: list[StepResult] = ended.value
             for result in results:
                 result.logs = ""
-            assert sent(group, results[-1]) is not None or results[-1].then == "error"
+            assert sent(group, results[-1]) is not None or results[-1].action == "error"
             return results
 
 
@@ -191,9 +191,9 @@ def test_a_replay_sends_the_last_bias_and_refuses_a_token_that_it_forbids(dense:
     bias = wanted(values) if dense else values
     kind = decides([], [sample(None, bias), sample({6}, bias)])
     [result] = replayed(kind, 6)  # type: ignore[arg-type]
-    assert result.then == "sample"
+    assert result.action == "sample"
     assert result.biased
     [result] = replayed(kind, 4)  # type: ignore[arg-type]
-    assert result.then == "error"
+    assert result.action == "error"
     assert result.error is not None
     assert "it does not allow token 4, which was sampled then" in result.error

@@ -213,18 +213,18 @@ def test_a_start_that_fails_in_any_way_gets_a_result(
     worker: Worker, controller: str, says: str
 ) -> None:
     result = worker.start(1, controller)
-    assert result.then == "error"
+    assert result.action == "error"
     assert says in (result.error or "")
-    assert worker.start(2, "free").then == "sample", "the worker goes on"
+    assert worker.start(2, "free").action == "sample", "the worker goes on"
 
 
 def test_a_start_that_cannot_be_read_gets_a_result(worker: Worker) -> None:
     worker.send(b"START", msgpack.encode({"controller": 5}), 3, b"tenant")
     result = worker.result(3)
-    assert result.then == "error"
+    assert result.action == "error"
     assert "$.controller" in (result.error or "")
     worker.send(b"START", b"\xc1", 4)
-    assert worker.result(4).then == "error"
+    assert worker.result(4).action == "error"
 
 
 def test_the_first_result_of_a_start_names_its_attempt(worker: Worker) -> None:
@@ -242,18 +242,18 @@ def test_the_first_result_of_a_start_names_its_attempt(worker: Worker) -> None:
 
 def test_a_round_that_raises_what_is_no_exception_ends_its_sequence(worker: Worker) -> None:
     result = worker.start(1, "fails")
-    assert (result.then, result.code) == ("error", "controller_failed")
+    assert (result.action, result.code) == ("error", "controller_failed")
     assert "CancelledError: cancelled by itself" in (result.error or "")
-    assert worker.start(2, "free").then == "sample", "no thread was lost"
+    assert worker.start(2, "free").action == "sample", "no thread was lost"
 
 
 def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) -> None:
-    assert worker.start(1, "free").then == "sample"
+    assert worker.start(1, "free").action == "sample"
     for request, seq in ((1, 5), (99, 0)):
         result = worker.step(request, seq)
-        assert result.then == "error"
+        assert result.action == "error"
         assert f"has no sequence {seq}" in (result.error or "")
-    assert worker.step(1).then == "sample"
+    assert worker.step(1).action == "sample"
 
 
 def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Worker) -> None:
@@ -268,9 +268,9 @@ def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Work
 
 def test_a_suspended_sequence_that_the_gpu_worker_ends_gets_a_result(worker: Worker) -> None:
     worker.start(1, "suspends", n=2)
-    assert worker.step(1).then == "suspend"
-    assert worker.step(1, ended="length").then == "stop"
-    assert worker.step(1, seq=1).then == "sample"
+    assert worker.step(1).action == "suspend"
+    assert worker.step(1, ended="length").action == "stop"
+    assert worker.step(1, seq=1).action == "sample"
 
 
 def test_a_step_whose_mask_file_cannot_be_mapped_gets_masks_as_attachments(worker: Worker) -> None:
@@ -282,7 +282,7 @@ def test_a_step_whose_mask_file_cannot_be_mapped_gets_masks_as_attachments(worke
         row_bytes=1 << 62,
     )
     worker.send(b"STEP", msgpack.encode(step))
-    assert worker.result(1).then == "sample"
+    assert worker.result(1).action == "sample"
 
 
 def test_the_main_loop_waits_for_no_group(worker: Worker) -> None:
@@ -295,11 +295,11 @@ def test_the_main_loop_waits_for_no_group(worker: Worker) -> None:
             step = Step(sequences=[StepSequence(request, 0, [5])])
             worker.send(b"STEP", msgpack.encode(step))
         worker.send(b"END", msgpack.encode({"requests": [3]}))
-        assert worker.result(2).then == "sample"
-        assert worker.step(2).then == "sample"
+        assert worker.result(2).action == "sample"
+        assert worker.step(2).action == "sample"
         until(lambda: ended.closed, BOUND_S, "the request has ended")
         assert (0, 3) not in worker.worker._groups
-    assert worker.result(1).then == "sample"
+    assert worker.result(1).action == "sample"
 
 
 def test_the_main_loop_waits_for_no_result_that_is_being_sent(worker: Worker) -> None:
@@ -310,7 +310,7 @@ def test_the_main_loop_waits_for_no_result_that_is_being_sent(worker: Worker) ->
         for request in (2, 3):
             worker.send(b"END", msgpack.encode({"requests": [request]}))
         until(lambda: (0, 3) not in worker.worker._groups, BOUND_S, "the request has ended")
-    assert worker.result(1).then == "sample"
+    assert worker.result(1).action == "sample"
 
 
 @pytest.mark.parametrize("body", [b"\xc1", b"not msgpack", b""])
@@ -329,7 +329,7 @@ def test_a_malformed_answer_of_the_state_worker_disturbs_no_other_message(worker
 def test_a_second_start_of_a_request_closes_the_controllers_of_the_first(worker: Worker) -> None:
     worker.start(1, "free")
     first = worker.worker._groups[0, 1]
-    assert worker.start(1, "free").then == "sample"
+    assert worker.start(1, "free").action == "sample"
     assert not first._sequences
     assert worker.worker._groups[0, 1] is not first
 
@@ -339,7 +339,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     assert Reads.began.wait(BOUND_S)
     worker.send(b"END", msgpack.encode({"requests": [1]}))
     # The next START shows that END has been handled.
-    assert worker.start(2, "free").then == "sample"
+    assert worker.start(2, "free").action == "sample"
     Reads.ended.set()
     until(lambda: Reads.errors, BOUND_S, "no error of the operation")
     assert Reads.errors == ["the request 1 has ended, and its variables with it"]
@@ -370,9 +370,9 @@ def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
 
 def test_a_replay_is_answered_and_its_sequences_go_on(worker: Worker) -> None:
     worker.begin(1, "suspends", 2, Replay(0, [], [4]), Replay(4, [5, 6]))
-    assert worker.result(1, 4).then == "sample"
-    assert worker.step(1, seq=4).then == "sample"
-    assert worker.step(1, seq=0).then == "suspend"
+    assert worker.result(1, 4).action == "sample"
+    assert worker.step(1, seq=4).action == "sample"
+    assert worker.step(1, seq=0).action == "suspend"
 
 
 def test_a_replay_whose_controller_cannot_be_made_gets_an_error_for_each_live_sequence(
@@ -381,7 +381,7 @@ def test_a_replay_whose_controller_cannot_be_made_gets_an_error_for_each_live_se
     worker.begin(1, "refuses", 1, Replay(0, [5], [1, 2], ended=True), Replay(1, []), Replay(2, []))
     frames = worker.first(b"RESULT")
     results = msgpack.decode(frames[2], type=Result).sequences
-    assert [(one.seq, one.then) for one in results] == [(1, "error"), (2, "error")]
+    assert [(one.seq, one.action) for one in results] == [(1, "error"), (2, "error")]
 
 
 def test_a_worker_that_registers_anew_drops_all_controllers_and_what_they_would_send(
@@ -391,7 +391,7 @@ def test_a_worker_that_registers_anew_drops_all_controllers_and_what_they_would_
     first = worker.worker._groups[0, 1]
     registered = Registered(worker=8, heartbeat_s=1.0, expiry_s=5.0)
     worker.send(b"REGISTERED", msgpack.encode(registered))
-    assert worker.start(2, "free").then == "sample"
+    assert worker.start(2, "free").action == "sample"
     assert first.closed
     assert list(worker.worker._groups) == [(0, 2)]
 
@@ -406,4 +406,4 @@ def test_a_long_replay_lets_other_requests_go_first(worker: Worker) -> None:
     worker.begin(3, "free")
     frames = worker.first(b"RESULT")
     assert msgpack.decode(frames[2], type=Result).sequences[0].request == 3
-    assert worker.result(2).then == "sample"
+    assert worker.result(2).action == "sample"

@@ -264,7 +264,7 @@ def test_a_controller_that_decides_otherwise_than_the_first_time_fails_and_says_
     children = [Replay(seq, []) for seq in failed if seq and len(told) == 1]
     group = group_of(kind)
     results = replayed(group, kind, *told, *children)
-    errors = [result for result in results if result.then == "error"]
+    errors = [result for result in results if result.action == "error"]
     assert [result.seq for result in errors] == failed
     assert says in (errors[0].error or "")
     assert errors[0].code == "controller_failed"
@@ -276,7 +276,7 @@ def test_what_has_ended_is_run_for_its_forks_only() -> None:
     group = group_of(Even)
     told = [Replay(0, [4, 6], [3], ended=True), Replay(3, [8])]
     [result] = replayed(group, Even, *told)
-    assert (result.seq, result.then) == (3, "sample")
+    assert (result.seq, result.action) == (3, "sample")
     assert list(group._sequences) == [3]
     assert group.record([result]) == ([], [])
     assert group.step(3, [8], False, None) is not None
@@ -285,7 +285,7 @@ def test_what_has_ended_is_run_for_its_forks_only() -> None:
 def test_a_fork_that_was_not_applied_has_its_number_and_is_sent_with_its_results() -> None:
     group = group_of(Even)
     results = replayed(group, Even, Replay(0, [4, 6]), Replay(5, [4], ended=True))
-    assert [(r.seq, r.then, r.children) for r in results] == [
+    assert [(r.seq, r.action, r.children) for r in results] == [
         (0, "fork", [1]),
         (0, "sample", []),
         (1, "sample", []),

@@ -52,9 +52,9 @@ def test_rounds_in_a_batch_give_what_they_give_alone(constraint: str, arg: str, 
         assert together.masks == alone.masks
         rounds += len(ours)
         masks.update(together.masks)
-        live -= {one.request for one in ours if one.then in ("stop", "error")}
+        live -= {one.request for one in ours if one.action in ("stop", "error")}
         for one in ours:
-            if one.then == "sample":
+            if one.action == "sample":
                 group = together.groups[one.request]
                 length = group._sequences[0].length
                 assert length == alone.groups[one.request]._sequences[0].length
@@ -81,13 +81,13 @@ def test_usual_rounds_are_one_call_and_others_are_run_alone(
     world.step(every)  # The masks after one letter are computed, by each round alone.
     world.step(every)
     later = world.step(every)
-    assert {one.then for one in later} == {"sample"}
+    assert {one.action for one in later} == {"sample"}
     assert batched[0] == (GROUPS, 0)
     batched.clear()
     for request in (1, 2):
         every[request] = [not_allowed]
     results = world.step(every)
-    assert [one.then for one in results] == ["error"] * 2 + ["sample"] * (GROUPS - 2)
+    assert [one.action for one in results] == ["error"] * 2 + ["sample"] * (GROUPS - 2)
     assert "does not allow the tokens" in (results[0].error or "")
     assert [count for count, _ in batched] == [GROUPS]
     assert world.num_jobs == 1, "all of them wait for one instance, so one thread runs them"
@@ -100,5 +100,5 @@ def test_each_sequence_of_a_guest_that_fails_gets_the_error() -> None:
     world.step(every)
     world.controller._guest.dead = True
     results = world.step(every)
-    assert [one.then for one in results] == ["error"] * GROUPS
+    assert [one.action for one in results] == ["error"] * GROUPS
     assert {one.error for one in results} == {"the grammar failed for another sequence; try again"}

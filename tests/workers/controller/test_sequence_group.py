@@ -114,7 +114,7 @@ def test_splices_of_a_round_add_up_to_one(splices: list[tuple[int, list[int]]]) 
 def test_what_a_controller_does_by_itself_is_one_result() -> None:
     kind = decides([append([5, 6]), append([7])], [splice(2, [8]), splice(1, []), sample({3})])
     group, [result] = opened(kind)
-    assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 0, [5])
+    assert (result.action, result.backtrack, result.ff_tokens) == ("sample", 0, [5])
     assert result.logs == "[5, 6] 0;[7] 0;[8] 2;[] 1;"
     mask = group.mask(0)
     assert mask is not None
@@ -125,7 +125,7 @@ def test_more_is_taken_back_than_was_appended() -> None:
     group, _ = opened(decides([], [sample(), sample(), splice(2, [4]), sample()]))
     group.record(stepped(group, 10))
     [result] = stepped(group, 11)
-    assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 2, [4])
+    assert (result.action, result.backtrack, result.ff_tokens) == ("sample", 2, [4])
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_a_wrong_decision_ends_its_sequence_and_says_why(
     pre: Decisions, mid: Decisions, says: str
 ) -> None:
     group, [result] = opened(decides(pre, mid))
-    assert (result.then, result.code) == ("error", "controller_failed")
+    assert (result.action, result.code) == ("error", "controller_failed")
     assert says in (result.error or "")
     assert not group._sequences
 
 
 @pytest.mark.parametrize(
-    ("mid", "ignore_eos", "then", "finish"),
+    ("mid", "ignore_eos", "action", "finish"),
     [
         ([], False, "stop", "stop"),
         ([sample({3})], False, "stop", "stop"),
@@ -161,21 +161,21 @@ def test_a_wrong_decision_ends_its_sequence_and_says_why(
     ],
 )
 def test_after_the_end_of_sequence_token_only_a_controller_that_does_more_goes_on(
-    mid: Decisions, ignore_eos: bool, then: str, finish: str
+    mid: Decisions, ignore_eos: bool, action: str, finish: str
 ) -> None:
     group, _ = opened(decides([], [sample(), *mid]), ignore_eos=ignore_eos)
     [result] = stepped(group, EOS)
-    assert (result.then, result.finish, result.attachment) == (then, finish, None)
+    assert (result.action, result.finish, result.attachment) == (action, finish, None)
 
 
 def test_an_end_that_the_gpu_worker_reports_is_passed_on_and_answered_with_the_last_log() -> None:
     group, _ = opened(decides())
     results = stepped(group, 7, ended=True)
-    assert [(r.then, r.logs) for r in results] == [("stop", "[7] 0;")]
+    assert [(r.action, r.logs) for r in results] == [("stop", "[7] 0;")]
     group.record(results)
     assert not group._sequences
     group, _ = opened(decides())
-    assert [(r.then, r.logs) for r in stepped(group, ended=True)] == [("stop", "")]
+    assert [(r.action, r.logs) for r in stepped(group, ended=True)] == [("stop", "")]
 
 
 def test_the_log_of_a_round_is_bounded_and_counts_what_is_dropped() -> None:
@@ -216,7 +216,7 @@ class Pair(Controller):
 
 def test_a_fork_is_reported_first_and_each_of_its_sequences_after_it() -> None:
     _, results = opened(Pair)
-    assert [(r.seq, r.then, r.children) for r in results] == [
+    assert [(r.seq, r.action, r.children) for r in results] == [
         (0, "fork", [1]),
         (0, "sample", []),
         (1, "sample", []),
@@ -238,7 +238,7 @@ def test_who_waits_for_a_variable_is_woken_by_another_s_write_and_not_by_its_own
     results = stepped(group, 6, seq=1)
     assert [w["WriteVar"]["name"] for w in results[0].storage] == ["go"]
     [round_], [] = group.record(results)
-    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
+    assert [(r.seq, r.action) for r in round_()] == [(0, "stop")]
 
 
 def test_a_write_of_a_round_that_began_before_the_suspension_is_not_missed() -> None:
@@ -251,7 +251,7 @@ def test_a_write_of_a_round_that_began_before_the_suspension_is_not_missed() -> 
     waits = stepped(group, 5)
     acts = stepped(group, 6, seq=1)
     [round_], [] = group.record([*waits, *acts])
-    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
+    assert [(r.seq, r.action) for r in round_()] == [(0, "stop")]
 
 
 def test_the_end_of_a_fork_wakes_who_waits() -> None:
@@ -268,7 +268,7 @@ def test_the_end_of_a_fork_wakes_who_waits() -> None:
     group, _ = opened(Ends)
     group.record(stepped(group, 5))
     [round_], [] = group.record(stepped(group, 6, seq=1))
-    assert [(r.seq, r.then) for r in round_()] == [(0, "stop")]
+    assert [(r.seq, r.action) for r in round_()] == [(0, "stop")]
 
 
 def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
@@ -281,7 +281,7 @@ def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
     group.record(stepped(group, 5))
     rounds, failed = group.record(stepped(group, 6, seq=1))
     assert rounds == []
-    assert {(r.seq, r.then, r.code) for r in failed} == {
+    assert {(r.seq, r.action, r.code) for r in failed} == {
         (seq, "error", str(Code.DEADLOCK)) for seq in (0, 1)
     }
     group.record(failed)
@@ -309,11 +309,11 @@ def test_sequences_that_only_wake_each_other_are_ended(monkeypatch: pytest.Monke
 
 def test_more_forks_than_are_allowed_end_the_sequence_that_wants_them_and_no_other() -> None:
     group, results = opened(decides([fork(3), fork(3)]), Limits(forks=4))
-    assert [r.seq for r in results if r.then == "sample"] == [0, 1, 2]
+    assert [r.seq for r in results if r.action == "sample"] == [0, 1, 2]
     [failed] = stepped(group, 5)
     assert "the fork of 2 more sequences would make 5" in (failed.error or "")
     group.record([failed])
-    assert [r.then for r in stepped(group, 5, seq=1)] == ["error"]
+    assert [r.action for r in stepped(group, 5, seq=1)] == ["error"]
     assert group._sequences
 
 
@@ -343,7 +343,7 @@ def test_nothing_is_made_of_a_number_of_forks_before_it_is_checked(
     made: list[int] = []
     monkeypatch.setattr(sequence_group, "lineage_of_fork", lambda *which: made.append(which[2]))
     _, results = opened(decides([fork(2_000_000)]))
-    assert [r.then for r in results] == ["error"]
+    assert [r.action for r in results] == ["error"]
     assert "the fork of 1999999 more sequences would make 2000000" in (results[0].error or "")
     assert not made
 

@@ -128,21 +128,21 @@ class Play:
         if one.full:
             one.over = True
             return [StepResult(*key, "stop")]
-        then = rng.choice(["sample"] * 12 + ["fork", "suspend", "stop", "error"])
+        action = rng.choice(["sample"] * 12 + ["fork", "suspend", "stop", "error"])
         if quietly:
-            then = "sample"
-        result = StepResult(*key, then)  # type: ignore[arg-type]
-        if rng.random() < 0.25 and then != "error":
+            action = "sample"
+        result = StepResult(*key, action)  # type: ignore[arg-type]
+        if rng.random() < 0.25 and action != "error":
             drop = rng.randrange(min(4, len(one.tokens)) + 1)
             append = [rng.randrange(VOCAB) for _ in range(rng.randrange(6))]
             if drop or append:
                 one.splice(drop, append)
                 result.backtrack, result.ff_tokens = drop, append
-        if then == "fork":
+        if action == "fork":
             return self._forked(key, result)
-        one.suspended = then == "suspend" and not one.full
-        one.over = then in ("stop", "error")
-        if then == "sample" and not one.full:
+        one.suspended = action == "suspend" and not one.full
+        one.over = action in ("stop", "error")
+        if action == "sample" and not one.full:
             allowed = self._mask(result)
             one.asked = list(one.tokens), Under(allowed, self._bias(result, allowed))
         return [result]
@@ -151,7 +151,7 @@ class Play:
         one, request = self.sequences[key], key[0]
         first, count = self.next[request], self.rng.randrange(1, 4)
         if first + count > MAX_FORKS:
-            result.then = "sample"
+            result.action = "sample"
             one.asked = None if one.full else (list(one.tokens), Under())
             return [result]
         result.children = list(range(first, first + count))

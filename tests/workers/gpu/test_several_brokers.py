@@ -55,11 +55,11 @@ def claim(loop: Loop, request: int, link: int) -> None:
 
 
 def decide(
-    loop: Loop, request: int, then: Any, worker: int, *, link: int, attempt: int = 0
+    loop: Loop, request: int, action: Any, worker: int, *, link: int, attempt: int = 0
 ) -> None:
     """A controller worker has decided; ``attempt``: it is its first decision after this START."""
     attempts = {request: attempt} if attempt else {}
-    result = Result(sequences=[StepResult(request, 0, then)], host="elsewhere", attempts=attempts)
+    result = Result(sequences=[StepResult(request, 0, action)], host="elsewhere", attempts=attempts)
     loop.give(b"RESULT", result, 0, worker, link=link)
 
 

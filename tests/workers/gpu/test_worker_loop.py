@@ -99,9 +99,9 @@ class Loop:
         body = {name: value for name, value in body.items() if value is not None}
         self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request, link=link)
 
-    def decide(self, request: int, then: Any) -> None:
+    def decide(self, request: int, action: Any) -> None:
         """The controller of a request has decided."""
-        results = Result(sequences=[StepResult(request, 0, then)], host="elsewhere")
+        results = Result(sequences=[StepResult(request, 0, action)], host="elsewhere")
         self.give(b"RESULT", results, 0, CONTROLLER)
 
     def turn(self) -> None:

@@ -107,20 +107,20 @@ class NativeController:
         """Calls tokenbus_pre_process."""
         block = self._block
         block[_COUNT] = 0
-        then = self._guest.call(self._pre, self._host.limits.pre_s, "pre_process")
-        if then == 1:
+        action = self._guest.call(self._pre, self._host.limits.pre_s, "pre_process")
+        if action == 1:
             return CONTINUE
-        if then == 0:
+        if action == 0:
             return STOP
-        if then == 2:
+        if action == 2:
             self._guest.count()
             return SUSPEND
-        if then == 3:
+        if action == 3:
             return Answer(Action.FORK, count=block[_N])
-        if then == 4:
+        if action == 4:
             return Answer(Action.SPLICE, tokens=self._tokens())
         known = "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"
-        raise _unknown("pre_process", then, known)
+        raise _unknown("pre_process", action, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """Calls tokenbus_mid_process, copies the mask that it wrote and checks its bias."""
@@ -130,9 +130,9 @@ class NativeController:
             self._put_one(fork_group[0])
         else:
             self._put(fork_group, self._host.limits.mid_s)
-        then = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
+        action = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
         self._guest.count()
-        if then == 1:
+        if action == 1:
             address = block[_MASK]
             bias = self._bias() if block[_BIAS] else None
             if not address:
@@ -143,11 +143,11 @@ class NativeController:
                 guest.check(address, size)
             mask[:] = memoryview(self._mask.from_address(guest.base + address)).cast("B")
             return _MASKED if bias is None else _MASKED._replace(bias=bias)
-        if then == 0:
+        if action == 0:
             return STOP
-        if then == 4:
+        if action == 4:
             return Answer(Action.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
-        raise _unknown("mid_process", then, "0 (stop), 1 (sample), 4 (splice)")
+        raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice)")
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Calls tokenbus_post_process."""
@@ -157,14 +157,14 @@ class NativeController:
         else:
             self._put(tokens, self._host.limits.post_s)
         block[_BACKTRACK] = backtrack
-        then = self._guest.call(self._post, self._host.limits.post_s, "post_process")
+        action = self._guest.call(self._post, self._host.limits.post_s, "post_process")
         if backtrack:
             block[_BACKTRACK] = 0
-        if then == 1:
+        if action == 1:
             return CONTINUE
-        if then == 0:
+        if action == 0:
             return STOP
-        raise _unknown("post_process", then, "0 (stop), 1 (go on)")
+        raise _unknown("post_process", action, "0 (stop), 1 (go on)")
 
     def fork(self, host: Host) -> Controller:
         """A controller with a copy of the instance."""
@@ -236,9 +236,9 @@ class NativeController:
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
-def _unknown(phase: str, then: int, known: str) -> ControllerError:
+def _unknown(phase: str, action: int, known: str) -> ControllerError:
     return ControllerError(
-        Code.CONTROLLER_FAILED, f"{phase} returned {then}; it must return one of {known}"
+        Code.CONTROLLER_FAILED, f"{phase} returned {action}; it must return one of {known}"
     )
 
 

@@ -147,7 +147,9 @@ def masks_along(
 
 def just_samples(one: StepResult) -> bool:
     """Whether a decision is the usual one: nothing but a mask and a bias."""
-    return one.then == "sample" and not (one.backtrack or one.ff_tokens or one.logs or one.storage)
+    return one.action == "sample" and not (
+        one.backtrack or one.ff_tokens or one.logs or one.storage
+    )
 
 
 def _no_bias(what: str) -> ControllerError:

@@ -318,13 +318,13 @@ class Steering:
     def _on_decision(
         self, steered: Steered, one: StepResult, attachments: list[bytes]
     ) -> list[TokenOutput]:
-        if one.then in ("stop", "error"):
+        if one.action in ("stop", "error"):
             steered.stopped.add(one.seq)
         if steered.inspect:
             steered.round_us[one.seq] = steered.round_us.get(one.seq, 0) + one.round_us
         if one.constraint is not None:
             steered.constrained = True
-            if one.then == "stop":
+            if one.action == "stop":
                 steered.text_ends[one.seq] = one.constraint
         if one.takes_drafts and not steered.inspect:
             steered.takes_drafts = True
@@ -374,14 +374,14 @@ class Steering:
             self._forks[before].append((one, under))
             self._behind.update(((one.request, child), before) for child in one.children)
         elif key not in self._awaited:
-            self._void(steered, key, one.then)
+            self._void(steered, key, one.action)
         elif just_samples(one) and engine.sample_under(*key, *under):
             del self._awaited[key]
         elif not engine.alive(*key):
-            self._void(steered, key, one.then)
+            self._void(steered, key, one.action)
         elif not self._changed(steered, one):
             del self._awaited[key]
-        elif one.then == "fork" and not engine.ready(*key):
+        elif one.action == "fork" and not engine.ready(*key):
             # Its forks would each compute what it still has to compute.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
@@ -389,12 +389,12 @@ class Steering:
         else:
             self._apply(engine, one, under)
 
-    def _void(self, steered: Steered, key: Key, then: str) -> None:
+    def _void(self, steered: Steered, key: Key, action: str) -> None:
         """A decision that no sequence waits for has no effect: its sequence has ended, or was never
         made, or has had its decision."""
-        log.debug("the decision of %s for %s is void", then, key)
+        log.debug("the decision of %s for %s is void", action, key)
         self._awaited.pop(key, None)
-        if then == "sample" and not steered.engine.alive(*key):
+        if action == "sample" and not steered.engine.alive(*key):
             # For its controller the sequence is with the model: a round may have run as it ended.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
@@ -412,7 +412,7 @@ class Steering:
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:
         """Applies the action of a decision to a live sequence."""
         key = (one.request, one.seq)
-        match one.then:
+        match one.action:
             case "sample":
                 engine.set_mask(*key, *under)
                 engine.reschedule(*key)
@@ -454,7 +454,7 @@ class Steering:
         key = (one.request, one.seq)
         if isinstance(error, TokenbusError):
             return self._fail(steered, key, error.message, error.code)
-        log.error("the decision of %s for %s cannot be applied", one.then, key, exc_info=error)
+        log.error("the decision of %s for %s cannot be applied", one.action, key, exc_info=error)
         text = f"its decision cannot be applied: {type(error).__name__}: {error}"
         return self._fail(steered, key, text, Code.INTERNAL)
 

@@ -109,14 +109,14 @@ class Run:
         del tokens[len(tokens) - result.backtrack :]
         tokens += result.ff_tokens
         self.sent_back += result.backtrack
-        if result.then == "fork":
+        if result.action == "fork":
             for child in result.children:
                 self.tokens[child] = list(tokens)
-        elif result.then in ("stop", "error"):
-            self.ended[seq] = result.then
+        elif result.action in ("stop", "error"):
+            self.ended[seq] = result.action
             if result.error:
                 self.errors[seq], self.codes[seq] = result.error, result.code
-        elif result.then == "sample":
+        elif result.action == "sample":
             return [lambda: self._sample(result)]
         return []
 

@@ -172,10 +172,10 @@ class Request:
             del had[len(had) - result.backtrack :]
             had += result.ff_tokens
             self.logs[result.seq] += result.logs
-            self.sequences[result.seq].stage = _STAGES[result.then]
+            self.sequences[result.seq].stage = _STAGES[result.action]
             for child in result.children:
                 self.tokens[child] = list(had)
-            if result.then in ("stop", "error"):
+            if result.action in ("stop", "error"):
                 self._changes += 1
         for sequence in list(self.sequences.values()):
             asleep = sequence.stage is Stage.SUSPENDED

@@ -72,7 +72,7 @@ def test_a_module_without_start_functions_starts(engine: wasmtime.Engine) -> Non
         (func (export "aici_create") (result i32) (i32.const -1))
         {stops})
     """
-    assert one(Request(engine, bytes(wasmtime.wat2wasm(wat))).begin()).then == "stop"
+    assert one(Request(engine, bytes(wasmtime.wat2wasm(wat))).begin()).action == "stop"
 
 
 def test_each_call_has_its_argument(puppets: Puppets) -> None:
@@ -195,7 +195,7 @@ def test_a_splice_counts_the_token_about_to_be_generated(puppets: Puppets) -> No
     request.begin([1])
     request.tokens[0].append(97)
     result = one(request.sampled(0, 97))
-    assert (result.then, result.backtrack, result.ff_tokens) == ("sample", 1, [98, 99])
+    assert (result.action, result.backtrack, result.ff_tokens) == ("sample", 1, [98, 99])
     assert result.logs.endswith('{"tokens":[98,99],"backtrack":1}\n')
 
 
@@ -211,12 +211,12 @@ def test_pre_process_appends_without_mid_process_in_between(puppets: Puppets) ->
 def test_post_process_may_stop(puppets: Puppets) -> None:
     request = puppets('post = {"stop":true}')
     request.begin()
-    assert one(request.sampled(0, 65)).then == "stop"
+    assert one(request.sampled(0, 65)).action == "stop"
 
 
 def test_of_two_results_the_last_counts(puppets: Puppets) -> None:
     request = puppets("mid say nonsense", 'mid = "Stop"')
-    assert one(request.begin()).then == "stop"
+    assert one(request.begin()).action == "stop"
 
 
 @pytest.mark.parametrize("call", ["prompt", "pre", "mid", "post"])
@@ -283,10 +283,10 @@ def test_a_suspended_fork_goes_on_when_another_writes(puppets: Puppets) -> None:
         'pre storage {"ReadVar":{"name":"a"}}',
     )
     request.begin()
-    assert one(request.sampled(0, 65)).then == "suspend"
+    assert one(request.sampled(0, 65)).action == "suspend"
     stopped, woken = request.sampled(1, 66)
-    assert (stopped.seq, stopped.then) == (1, "stop")
-    assert (woken.seq, woken.then) == (0, "sample")
+    assert (stopped.seq, stopped.action) == (1, "stop")
+    assert (woken.seq, woken.action) == (0, "sample")
     assert woken.logs == '{"ReadVar":{"version":1,"value":"01"}}\n'
 
 

@@ -39,7 +39,7 @@ def play(engine: wasmtime.Engine, arg: str | bytes) -> StepResult:
     request = Request(engine, puppet(), arg)
     try:
         [result] = request.begin([1, 2])
-        if result.then == "sample":
+        if result.action == "sample":
             [result] = request.sampled(0, 65)
     except ControllerError as error:
         return StepResult(1, 0, "error", error=error.message, code=str(error.code))
@@ -55,7 +55,7 @@ def failure(engine: wasmtime.Engine, arg: str | bytes) -> str:
     result = play(engine, arg)
     assert beside.sampled(0, 65)[0].error is None
     beside.close()
-    assert result.then == "error"
+    assert result.action == "error"
     assert result.code == Code.CONTROLLER_FAILED
     assert result.error
     assert result.error.isprintable()

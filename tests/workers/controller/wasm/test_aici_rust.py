@@ -40,11 +40,11 @@ def test_forks_choose_under_masks_and_vote_in_variables(engine: wasmtime.Engine)
     forked, *first = request.begin([1, 2, 3])
     assert forked.children == [1]
     assert re.fullmatch(r"prompt of 3 tokens; 267 tokens in \d+ nodes\n", forked.logs)
-    assert [result.then for result in first] == ["sample", "sample"]
+    assert [result.action for result in first] == ["sample", "sample"]
     assert may_say(request, 0) == may_say(request, 1) == {b"y", b"n", b"yes", b"no", b"yet"}
 
     [stopped] = request.sampled(0, WORD[b"yes"])
-    assert (stopped.then, stopped.logs) == ("stop", "1 votes, version 1\n")
+    assert (stopped.action, stopped.logs) == ("stop", "1 votes, version 1\n")
     assert [write["WriteVar"]["value"] for write in stopped.storage] == [b"yes;".hex(), "01"]
 
     [going_on] = request.sampled(1, WORD[b"y"])
@@ -53,7 +53,7 @@ def test_forks_choose_under_masks_and_vote_in_variables(engine: wasmtime.Engine)
     request.sampled(1, WORD[b"e"])
     assert may_say(request, 1) == {b"s", b"t"}
     [stopped] = request.sampled(1, WORD[b"t"])
-    assert (stopped.then, stopped.logs) == ("stop", "2 votes, version 2\n")
+    assert (stopped.action, stopped.logs) == ("stop", "2 votes, version 2\n")
     assert request.text(1) == b"yet"
     request.close()
 
@@ -80,14 +80,17 @@ def test_one_fork_drops_tokens_and_writes_a_variable_that_the_other_waits_for(
     assert waiter.logs == "waiter of [0, 1]\n"
 
     [asleep] = request.sampled(1, WORD[b"yes"])
-    assert (asleep.then, asleep.logs) == ("suspend", f"post_process [{WORD[b'yes']}] 0\nwaiting\n")
+    assert (asleep.action, asleep.logs) == (
+        "suspend",
+        f"post_process [{WORD[b'yes']}] 0\nwaiting\n",
+    )
 
     request.sampled(0, 65)
     told, woken = request.sampled(0, 66)
-    assert (told.seq, told.then, told.backtrack) == (0, "stop", 2)
+    assert (told.seq, told.action, told.backtrack) == (0, "stop", 2)
     assert told.ff_tokens == VOCABULARY.tokenize(b" not")
     assert request.text(0) == b" not"
-    assert (woken.seq, woken.then) == (1, "stop")
+    assert (woken.seq, woken.action) == (1, "stop")
     assert woken.logs.startswith("woken by version 1\n")
     assert request.text(1) == b"yes the answer is green"
     request.close()
@@ -96,7 +99,7 @@ def test_one_fork_drops_tokens_and_writes_a_variable_that_the_other_waits_for(
 def test_a_panic_is_the_error(engine: wasmtime.Engine) -> None:
     request = Request(engine, compile_rust("scribe"), "panic")
     _, writer, _ = request.begin([1])
-    assert writer.then == "error"
+    assert writer.action == "error"
     assert (writer.error or "").startswith("mid_process: Panic: ")
     assert "no word for [0, 1]" in (writer.error or "")
     assert "no word for [0, 1]" in writer.logs

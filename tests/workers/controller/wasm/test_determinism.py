@@ -225,7 +225,7 @@ class Request:
             seq = result.seq
             self.length[seq] += len(result.ff_tokens) - result.backtrack
             self.length.update((child, self.length[seq]) for child in result.children)
-            if result.then == "sample":
+            if result.action == "sample":
                 mask = self._group.mask(seq) if result.attachment is not None else None
                 masks.append(mask)
                 self.may[seq] = [
@@ -300,7 +300,7 @@ def test_the_records_are_of_what_is_meant(first: wasmtime.Engine) -> None:
             )
             for result in results:
                 assert result.error is None, (name, result.error)
-                came.add(result.then)
+                came.add(result.action)
                 came |= {
                     w for w in ("backtrack", "ff_tokens", "logs", "storage") if getattr(result, w)
                 }

@@ -85,7 +85,7 @@ def test_a_guest_that_grows_beyond_the_share_ends_and_gives_its_memory_back(
     worker: Worker, wasm: bytes
 ) -> None:
     group, [result] = worker.begin(wasm)
-    assert result.then == "error"
+    assert result.action == "error"
     assert "a client may have as much as it leaves free" in (result.error or "")
     end(group)
     assert worker.memory.used == 0
@@ -94,10 +94,10 @@ def test_a_guest_that_grows_beyond_the_share_ends_and_gives_its_memory_back(
 def test_forks_are_counted_each(worker: Worker) -> None:
     for _ in range(3):  # The later ones are made of spare instances.
         group, results = worker.begin(guest(pre=FORK_ONCE))
-        assert [r.then for r in results] == ["fork", *["sample"] * 4]
+        assert [r.action for r in results] == ["fork", *["sample"] * 4]
         assert worker.memory.used == 4 * SMALL
         other, [failed] = worker.begin(guest(pre=FORK_ONCE))
-        assert failed.then == "error"
+        assert failed.action == "error"
         end(other)
         assert worker.memory.used == 4 * SMALL
         end(group)
