@@ -230,7 +230,7 @@ class World:
         return message
 
     def _beats(self) -> list[Message]:
-        load = {"running": 100.0, "waiting": 0.0, "kv_pages_used": 1234.0, "kv_pages": 8000.0}
+        load = {"running": 100.0, "waiting": 0.0, "kv_blocks_used": 1234.0, "kv_blocks": 8000.0}
         body = encode_body(Heartbeat(requests=100, step_age_s=0.01, load=load), "msgpack")
         frames = [b"HEARTBEAT", encode_header(), body]
         return [(w.peer, pack(frames)) for w in self._workers()]

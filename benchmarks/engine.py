@@ -185,13 +185,13 @@ def forks(ours: Ours, runs: int) -> dict[str, float]:
         request = ours.add(random_tokens(rng, 512), 50)
         engine.step()
         engine.step()
-        one = engine.stats()["kv_pages_used"]
+        one = engine.stats()["kv_blocks_used"]
         times.append(timed(partial(engine.fork, request, 0, 7)) / 7)
         engine.step()
-        eight = engine.stats()["kv_pages_used"]
+        eight = engine.stats()["kv_blocks_used"]
         engine.abort(request)
         engine.step()
-    return {"fork8_kv_pages": eight / one, "fork_us": 1e6 * min(times)}
+    return {"fork8_kv_blocks": eight / one, "fork_us": 1e6 * min(times)}
 
 
 def splices(ours: Ours, runs: int) -> dict[str, float]:
@@ -275,7 +275,7 @@ NOTES = {
     "ragged_vs_generate_batch": "64 requests, prompts 16-512, 16-256 new; at least 2.5",
     "ragged_vs_generate": "the same over static batches of 32; at least 1.5",
     "prefix_ttft_ratio": "1,500 tokens seen before, over cold; at most 0.1",
-    "fork8_kv_pages": "8 forks of 512 tokens, over one sequence; at most 1.3",
+    "fork8_kv_blocks": "8 forks of 512 tokens, over one sequence; at most 1.3",
     "fork_us": "per fork, no forward",
     "splice_vs_decode": "32 known tokens, over decoding 32; at most 0.2",
     "host_us_per_step": "batch 32, sampling included; at most 1,500",

@@ -118,8 +118,8 @@ def _load(worker: WorkerStatus) -> list[str]:
     load = worker.load
     cells = [f"{load[name]:.0f}" if name in load else "" for name in ("running", "waiting")]
     cells.append(f"{load['deferred']:.0f}" if "deferred" in load else "")
-    pages = load.get("kv_pages")
-    return [*cells, f"{load.get('kv_pages_used', 0.0) / pages:.0%}" if pages else ""]
+    blocks = load.get("kv_blocks")
+    return [*cells, f"{load.get('kv_blocks_used', 0.0) / blocks:.0%}" if blocks else ""]
 
 
 def _work(worker: WorkerStatus, rounds: str) -> str:

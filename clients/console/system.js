@@ -70,7 +70,7 @@ const FACTS = {
   gpu: (worker, load) => [
     worker.models.join(", ") || "no model loaded",
     `${count(Math.round(load.tokens_per_s ?? 0))} tokens/s`,
-    `KV cache ${Math.round((100 * (load.kv_pages_used ?? 0)) / Math.max(1, load.kv_pages ?? 0))} %`,
+    `KV cache ${Math.round((100 * (load.kv_blocks_used ?? 0)) / Math.max(1, load.kv_blocks ?? 0))} %`,
     load.suspended ? `${count(load.suspended)} suspended` : "",
     load.loading ? `${count(load.loading)} waiting for a model` : "",
     ...Object.values(worker.paths ?? {}).flatMap(pathFacts),

@@ -112,7 +112,7 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
 def test_rates_are_those_since_the_picture_before() -> None:
     pictures = Pictures()
     load = {"tokens_per_s": 1234.0, "running": 2, "waiting": 1, "deferred": 0}
-    gpu = worker("gpu", kv_pages=100, kv_pages_used=25, **load)
+    gpu = worker("gpu", kv_blocks=100, kv_blocks_used=25, **load)
     first = drawn(
         pictures,
         10.0,

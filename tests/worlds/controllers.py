@@ -68,9 +68,9 @@ class System:
     def idle(self) -> bool:
         """Whether no worker has anything left of any request."""
         workers = self.client.status().workers
-        pages = sum(w.load.get("kv_pages_used", 0) for w in workers)
+        blocks = sum(w.load.get("kv_blocks_used", 0) for w in workers)
         rooms = sum(w.load.get("sessions", 0) for w in workers if w.role == "controller")
-        return pages == 0 and rooms == 0 and sum(w.requests for w in workers) == 0
+        return blocks == 0 and rooms == 0 and sum(w.requests for w in workers) == 0
 
 
 def _serving(bus: Bus, *names: str) -> Process:

@@ -480,7 +480,7 @@ def test_a_controller_that_fails_later_ends_its_stream_which_keeps_its_tokens(
 # --- what is left ---------------------------------------------------------------------------------
 
 
-def test_a_stream_that_is_left_frees_its_controllers_and_its_pages(system: System) -> None:
+def test_a_stream_that_is_left_frees_its_controllers_and_its_blocks(system: System) -> None:
     options: Options = {"max_tokens": 800, "ignore_eos": True}
     do = [["sample", None], ["fork", [[["sample", None], ["wait", "never"]], [], []]]]
     for controller, arg in ((SCRIPTED, {"do": do}), ("scripted:Slow", ""), ("guest", "mask")):

@@ -53,7 +53,7 @@ class InProcess:
 
             def idle() -> bool:
                 workers = client.status().workers
-                return not any(w.requests or w.load.get("kv_pages_used") for w in workers)
+                return not any(w.requests or w.load.get("kv_blocks_used") for w in workers)
 
             until(idle, JOIN_S, "nothing is left of any request")
 

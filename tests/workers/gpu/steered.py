@@ -170,7 +170,7 @@ class Bench:
     @property
     def blocks(self) -> float:
         """Blocks in use."""
-        return self.engine.stats()["kv_pages_used"]
+        return self.engine.stats()["kv_blocks_used"]
 
     def check_nothing_is_left(self) -> None:
         """Every request has ended: no decision is awaited and no block is in use."""

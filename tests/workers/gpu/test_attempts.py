@@ -89,7 +89,7 @@ def finish(loop: Loop) -> None:
     [engine] = loop.worker._models.engines.values()
     assert not engine.has_requests
     assert not engine.has_work
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def tokens(loop: Loop, request: int) -> list[int]:
@@ -324,7 +324,7 @@ def test_an_engine_that_gets_a_request_which_it_has_drops_the_old_sequences(
         assert one == other
     assert {o.seq for o in got} == {0, 1, 2}
     assert not engine.has_requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_a_sequence_that_has_left_the_tables_can_be_removed_again(
@@ -339,7 +339,7 @@ def test_a_sequence_that_has_left_the_tables_can_be_removed_again(
     engine._live.remove(sequence)
     assert engine.sequences(2) == [0]
     engine.abort(2)
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 @pytest.mark.parametrize("speculation", [False, True])
@@ -368,4 +368,4 @@ def test_an_error_while_a_token_is_appended_ends_its_own_sequence_only(
     assert "KeyError: 1" in (failed.error or "")
     assert [output.finish_reason for output in got if output.request == 2][-1] == "length"
     assert not engine.has_requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0

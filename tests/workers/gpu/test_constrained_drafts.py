@@ -112,7 +112,7 @@ class Run:
     def finish(self) -> list[list[Token]]:
         for _ in range(TURNS):
             if finished(self.loop):
-                assert self.engine.stats()["kv_pages_used"] == 0
+                assert self.engine.stats()["kv_blocks_used"] == 0
                 return token_messages(self.loop)
             self.turn()
         raise AssertionError("the stream is not over")

@@ -471,7 +471,7 @@ def test_a_slow_controller_delays_its_own_sequence_only(
 def test_a_deferred_sequence_that_loses_its_blocks_gets_the_same_tokens(
     embedded: LoadedModel, overlap: bool
 ) -> None:
-    whole = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20)).stats()["kv_pages"] + 1
+    whole = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20)).stats()["kv_blocks"] + 1
     few = int(32 * 2**20 / whole * 9)
     bench = Bench(Engine(embedded, EngineConfig(kv_cache_bytes=few, overlap=overlap)))
     begun(bench, 1)

@@ -26,7 +26,7 @@ def embedded() -> LoadedModel:
 def block_bytes(embedded: LoadedModel) -> int:
     """The size of a block of the KV cache."""
     roomy = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
-    return 32 * 2**20 // int(roomy.stats()["kv_pages"] + 1)
+    return 32 * 2**20 // int(roomy.stats()["kv_blocks"] + 1)
 
 
 class Small(Protocol):
@@ -158,7 +158,7 @@ def test_without_a_slot_the_rescheduled_and_the_earlier_go_first(small: Small) -
     while engine.has_work:
         outputs += step(engine)
     assert not engine.has_requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_there_is_no_work_while_only_a_decision_can_change_anything(
@@ -267,4 +267,4 @@ def test_a_preempted_deferred_sequence_continues_with_the_same_tokens(
     while engine.has_work:
         outputs += step(engine)
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:30:2], SEEDED)
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0

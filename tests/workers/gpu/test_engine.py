@@ -58,11 +58,11 @@ def test_the_same_tokens_with_preemption_and_small_chunks(
         for i, prompt in enumerate(prompts):
             engine.add(i, prompt, sampling)
         outputs = run(engine)
-        assert engine.stats()["kv_pages_used"] == 0
+        assert engine.stats()["kv_blocks_used"] == 0
         return [tokens(outputs, i) for i in range(len(prompts))], engine.stats()
 
     roomy, calm = all_of(EngineConfig(kv_cache_bytes=64 * 2**20))
-    block_bytes = 64 * 2**20 // (calm["kv_pages"] + 1)
+    block_bytes = 64 * 2**20 // (calm["kv_blocks"] + 1)
     tight, stats = all_of(
         EngineConfig(
             kv_cache_bytes=int(17 * block_bytes),
@@ -135,7 +135,7 @@ def test_an_aborted_request_gives_its_blocks_back(engine: Engine) -> None:
     ended = engine.abort(1)
     assert [(o.seq, o.finish_reason) for o in ended] == [(s, "cancelled") for s in range(3)]
     assert len([o for o in run(engine) if o.request == 2]) >= 1
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     assert engine.abort(1) == []
 
 
@@ -171,7 +171,7 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(overlap: bool) -> None:
     [end] = [o for o in outputs if o.request == 2]
     assert end.finish_reason == "error"
     assert "NaN" in (end.error or "")
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     # The block with the NaN values has been cleared.
     for number in range(3, 40):
         engine.add(number, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
@@ -216,7 +216,7 @@ def test_a_row_that_cannot_be_sampled_ends_only_its_sequence(engine: Engine) -> 
     [end] = [o for o in outputs if o.request == 2]
     assert (end.finish_reason, end.token) == ("error", None)
     assert (end.error or "").startswith("sampling failed: ")
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_any_top_k_that_a_request_may_carry_is_sampled(engine: Engine) -> None:
@@ -246,7 +246,7 @@ def test_a_text_that_cannot_be_decoded_ends_only_its_sequence(
     ends = {o.request: o for o in outputs if o.request in (2, 4)}
     assert [ends[n].error for n in (2, 4)] == ["decoding its text failed: no such byte"] * 2
     assert not engine.has_requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 TEXTS: list[dict[str, Any]] = [

@@ -104,7 +104,7 @@ def test_everything_at_once_gives_the_same(embedded: LoadedModel) -> None:
     assert overlapping.stats()["preemptions"] > 0
     for engine in (plain, overlapping):
         assert not engine.has_requests
-        assert engine.stats()["kv_pages_used"] == 0
+        assert engine.stats()["kv_blocks_used"] == 0
 
 
 def steered(engine: RecordingEngine) -> Found:
@@ -185,7 +185,7 @@ def test_a_step_that_fails_is_computed_again_and_gives_the_same(
 
     monkeypatch.setattr(engine._runner, "forward", failing)
     wanted.check(requests(engine))
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_the_next_forward_is_launched_before_the_tokens_are_taken(

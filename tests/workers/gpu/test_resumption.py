@@ -170,7 +170,7 @@ def test_sequences_that_go_on_share_their_text_and_have_drafts_again(
         client.take(engine.step())
     assert engine.forwarded < 330
     assert run(engine, client).tokens == wanted
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 # --- the sequences that entries make --------------------------------------------------------------

@@ -166,7 +166,7 @@ def check_nothing_is_left(loop: Loop) -> None:
     engine = worker._models.engines["m"]
     loop.turn()
     assert not engine.has_requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 OTHER = [["sample", None], ["set", "y", "1"]]

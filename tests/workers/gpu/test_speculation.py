@@ -84,7 +84,7 @@ def drained(engine: Engine) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     for _ in range(10_000):
         if not engine.has_work:
-            assert engine.stats()["kv_pages_used"] == 0
+            assert engine.stats()["kv_blocks_used"] == 0
             return outputs
         outputs += engine.step()
     raise AssertionError("the engine does not come to an end")
@@ -346,7 +346,7 @@ def test_a_draft_that_is_not_verified_leaves_nothing(llama: LoadedModel, kind: s
         plain = engine_of(llama, False)
         plain.add(1, prompts(llama)[0], sampling_of(llama, max_tokens=30))
         assert tokens == [o.token for o in drained(plain)]
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     assert not engine.has_requests
 
 

@@ -105,7 +105,7 @@ def test_a_fork_of_a_greedy_sequence_gets_the_same_tokens(
     assert engine.fork(1, 0, 3) == [1, 2, 3]
     run(engine, client)
     assert client.tokens == dict.fromkeys(range(4), wanted)
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_forks_of_a_sampled_sequence_are_sampled_independently(
@@ -165,7 +165,7 @@ def test_too_many_forks_end_the_sequence_and_nothing_else(
     assert "128 are allowed" in (end.error or "")
     other = [o.token for o in outputs if o.request == 2]
     assert other == alone(embedded, PROMPT[:20], GREEDY)
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 @pytest.mark.parametrize("numbers", [[0], [-1], [2, 2]])
@@ -177,7 +177,7 @@ def test_forks_cannot_take_ids_that_are_in_use(engine: Engine, numbers: list[int
     while engine.has_work:
         outputs += engine.step()
     assert {o.seq for o in outputs} == {0}
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 # --- splices --------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_splice_that_is_not_valid_ends_its_sequence_with_a_clear_error(
     run(engine, client)
     assert client.reasons[0] == "error"
     assert says in client.errors[0]
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 # --- masks, suspension, deferred sequences --------------------------------------------------------
@@ -374,7 +374,7 @@ def test_there_is_no_work_while_every_sequence_is_suspended(engine: Engine) -> N
     engine.suspend(1, 0)
     assert not engine.has_work
     assert engine.abort(1)[0].finish_reason == "cancelled"
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 def test_deferring_delays_that_sequence_only(engine: Engine, embedded: LoadedModel) -> None:
@@ -520,7 +520,7 @@ def test_steps_of_random_load_leak_nothing_and_starve_no_sequence(overlap: bool)
             break
         engine.step()
     assert not engine._live.requests
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     assert request > STEPS // 50
     assert waited < rounds(1000, 5000), "a sequence waited for too long"
 

@@ -329,7 +329,7 @@ def test_a_deadline_that_ends_during_prefill_ends_the_stream_before_its_first_to
     while len(loop.entries(2)) < 3:
         loop.turn()
     assert computed() < len(prompt)
-    assert engine.stats()["kv_pages_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     assert len(loop.entries(1)) == 1
 
 

@@ -282,8 +282,8 @@ class Engine:
             "waiting": float(len(self._scheduler.waiting)),
             "deferred": float(len(self._scheduler.deferred)),
             "suspended": float(len(self._scheduler.suspended)),
-            "kv_pages_used": float(self._blocks.num_used),
-            "kv_pages": float(self._blocks.num_blocks - 1),
+            "kv_blocks_used": float(self._blocks.num_used),
+            "kv_blocks": float(self._blocks.num_blocks - 1),
             "preemptions": float(self._scheduler.preemptions),
             "prefix_hit_tokens": float(self._scheduler.prefix_hit_tokens),
         }
