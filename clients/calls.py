@@ -106,7 +106,7 @@ class Call:
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
     began: float = 0.0
-    heard: float = 0.0
+    received_at: float = 0.0
     sent: bool = False
     attaching: bool = False
     """Between ATTACH and its answer: entries that arrive are discarded, as they are sent again."""

@@ -51,7 +51,7 @@ class Lanes:
         self._unread = [call.unread for call in calls]
         self._uncounted = 0
         """Rows of each lane that were not passed on yet."""
-        self._heard = 0.0
+        self._received_at = 0.0
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
@@ -74,7 +74,7 @@ class Lanes:
             return None
         rows = unpack_columns(body, self._rows)
         self._uncounted += 1
-        self._heard = now
+        self._received_at = now
         return Step(self._unread, zip(*rows, strict=True))
 
     def settle(self) -> None:
@@ -83,5 +83,5 @@ class Lanes:
         if count:
             for call, seq in zip(self._calls, self._rows.seqs, strict=True):
                 call.count(seq, count)
-                call.heard = self._heard
+                call.received_at = self._received_at
                 call.failed_at = None

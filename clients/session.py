@@ -112,7 +112,7 @@ class ClientSession:
         self._hinted = False
         """Whether a warning says that no broker answers. Set by ``_look``, unset by a WELCOME."""
         self._hello_at = now
-        self._heard = now
+        self._received_at = now
         self._ping_s = 2.0
         self._silence_s = 6.0
         self._ping_at = now
@@ -138,7 +138,7 @@ class ClientSession:
         """Whether to open a new connection, as the broker was silent for too long."""
         if not self._welcomed:
             return now - self._hello_at > HELLO_AGAIN_S
-        return now - self._heard > self._silence_s
+        return now - self._received_at > self._silence_s
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next deadline."""
@@ -148,7 +148,7 @@ class ClientSession:
     def _hello(self, now: float) -> None:
         self._welcomed = False
         self._position = 0
-        self._hello_at = self._heard = now
+        self._hello_at = self._received_at = now
         self.outgoing.clear()
         self._send(
             b"HELLO",
@@ -166,7 +166,7 @@ class ClientSession:
 
     def submit(self, call: Call, now: float) -> None:
         """Begins a call; its events are added to ``ready``, the last of them an Ended."""
-        call.began = call.heard = now
+        call.began = call.received_at = now
         self._queue(call)
         if self._welcomed:
             self._begin(call, now)
@@ -220,7 +220,7 @@ class ClientSession:
             self._calls[call.number] = call
         self._waiting.pop(call.number, None)
         call.sent = call.attaching = True
-        call.heard = now
+        call.received_at = now
         self._lanes = None
         self._send(b"ATTACH", Attach(stream_id=call.number, received=0, moves=0))
 
@@ -234,7 +234,7 @@ class ClientSession:
             return
         self._waiting.pop(call.number, None)
         call.sent = True
-        call.heard = now
+        call.received_at = now
         call.tries += 1
 
     def _send_parts(self, call: Call) -> None:
@@ -296,7 +296,7 @@ class ClientSession:
             for body in frames[1:]:
                 self.on_frames([b"TOKEN", body], now)
             return
-        self._heard = now
+        self._received_at = now
         try:
             message = decode_frames(frames, MESSAGES)
             if isinstance(message.body, TokenColumns):
@@ -320,7 +320,7 @@ class ClientSession:
             case System() as notice:
                 call = self._calls.get(notice.stream_id) if notice.stream_id else None
                 if call is not None:
-                    call.heard = now
+                    call.received_at = now
                     call.moves = max(call.moves, notice.moves)
                     self.ready.append((call, [notice]))
 
@@ -353,7 +353,7 @@ class ClientSession:
             ended = entry.finish_reason is not None and entry.live == 0
             if call.attaching:
                 continue
-            call.heard = now
+            call.received_at = now
             if call.repeats:
                 call.repeats -= 1
                 continue
@@ -453,7 +453,7 @@ class ClientSession:
         call = self._calls.get(msg.stream_id)
         if call is None:
             return
-        call.heard = now
+        call.received_at = now
         if msg.attached is not UNSET:
             # The answer to an ATTACH of an earlier connection may come on this one, before its own.
             call.repeats = max(0, call.received - msg.attached)
@@ -499,7 +499,7 @@ class ClientSession:
                 self._send_call(call, now)
             else:
                 self._look_at = min(self._look_at, call.resend_at)
-        elif call.stall_s is not None and call.sent and now - call.heard > call.stall_s:
+        elif call.stall_s is not None and call.sent and now - call.received_at > call.stall_s:
             what = f"nothing arrived for {call.stall_s:g} s"
             self._failed(call, UnavailableError(Code.WORKER_LOST, what), now, tell_broker=True)
 

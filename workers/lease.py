@@ -35,7 +35,7 @@ class Lease:
         self.worker = 0
         self._heartbeat_s = DEFAULT_HEARTBEAT_S
         self._expiry_s = DEFAULT_EXPIRY_S
-        self._heard = now
+        self._received_at = now
         self._next_beat = now
         self._drain: Drain | None = None
         self._outdated = False
@@ -49,7 +49,7 @@ class Lease:
     def connected(self, now: float) -> list[Frames]:
         """A new connection was opened: its first message."""
         self.registered = self._outdated = False
-        self._heard = now
+        self._received_at = now
         self._next_beat = now + self._heartbeat_s
         self._registrations += 1
         registration = self._registration()
@@ -67,7 +67,7 @@ class Lease:
         The message must have at least three frames. A ``REGISTERED`` is for the worker too, unless
         it answers an earlier REGISTER. Raises RefusedError.
         """
-        self._heard = now
+        self._received_at = now
         match frames[0]:
             case b"HEARTBEAT":
                 return True, []
@@ -98,7 +98,7 @@ class Lease:
 
     def lost(self, now: float) -> bool:
         """Whether the broker was silent for longer than the lease lasts."""
-        return now - self._heard > self._expiry_s
+        return now - self._received_at > self._expiry_s
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next heartbeat."""

@@ -90,10 +90,10 @@ class BrokerWatch:
         await dealer.send([b"HELLO", encode_body(hello, "json")])
         ping_s, expiry_s = PING_S, self._patience_s
         now = asyncio.get_running_loop().time
-        heard = now()
-        while now() - heard <= expiry_s:
+        received_at = now()
+        while now() - received_at <= expiry_s:
             for frames in await _within(ping_s, dealer):
-                heard = now()
+                received_at = now()
                 if frames[0] == b"WELCOME":
                     welcome: Welcome = decode_as(Welcome, frames[1])
                     self.answers = True

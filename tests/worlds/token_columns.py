@@ -130,7 +130,8 @@ class World:
         """The state of the calls themselves."""
         self.session._settle()
         return [
-            (c.received, c.came, c.seen, c.heard, c.failed_at, c.over, c.number) for c in self.calls
+            (c.received, c.came, c.seen, c.received_at, c.failed_at, c.over, c.number)
+            for c in self.calls
         ]
 
 
