@@ -1,6 +1,7 @@
 """``python -m tokenbus.broker [NUMBER]``: one broker, set by the environment (see ``tokenbus up``).
 
-``NUMBER``: of several brokers, which one it is, from 0; the settings have the addresses of all.
+``NUMBER`` is the index of this broker if there are several, from 0; the settings list the addresses
+of all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> int:
         )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        # With exit code 2, supervisord does not start it again; an address may become free.
+        # supervisord does not restart a process that exits with 2. Another code is returned here
+        # because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     bound_pauses()
     server.reserve()

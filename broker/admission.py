@@ -43,8 +43,11 @@ class RoutingFields(Struct, kw_only=True):
     request_id: RequestId = ""
 
     def steered_by(self, message_type: bytes) -> str:
-        """The name of the controller of a request; empty for none. A prompt that is healed has
-        one: that of any text, where no other is named."""
+        """The name of the controller that a request runs; empty if it has none.
+
+        A prompt that is healed needs a controller: the one that allows any text, if the request
+        names no other.
+        """
         if message_type != b"GENERATE":
             return ""
         return self.controller or ("structural" if self.heal_prompt else "")
@@ -64,7 +67,7 @@ ROLES = {
 
 
 MAX_TOKENIZERS = 4
-"""Tokenizers that one session may wait for at a time; one has up to some 20 MB."""
+"""Tokenizers that one session may have requested at a time; a tokenizer has up to some 20 MB."""
 UNREAD_FACTOR = 16
 """A client may have this many times ``max_pending_bytes`` of large answers unread when it asks for
 another tokenizer."""
@@ -142,7 +145,7 @@ class Admission:
             raise
 
     def close(self, error: TokenbusError) -> None:
-        """Refuses new requests from now on; those that wait for a worker end with ``error``."""
+        """Refuses new requests from now on; requests that wait for a worker end with ``error``."""
         self._closed = self._dispatcher.closing = error
         for session in self._sessions:
             for request in list(session.streams.values()):
@@ -154,7 +157,8 @@ class Admission:
         self._leaving = error
 
     def _check_unread(self, session: Session) -> None:
-        """Raises where a client that reads nothing would make the broker keep too much."""
+        """Raises if a client that does not read its answers would make the broker store too
+        much."""
         waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
         if len(waiting) >= MAX_TOKENIZERS:
             raise UnavailableError(
@@ -174,7 +178,7 @@ class Admission:
             )
 
     def _check_priority(self, request: Request) -> None:
-        """Raises where a client would be served before others without the right to."""
+        """Raises if a request has a higher priority than its client may use."""
         most = self._quotas.max_priority(request.session.key)
         what = "the max_priority of this key"
         if most is None:

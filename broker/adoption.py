@@ -1,8 +1,8 @@
-"""What a broker takes over: the live requests that workers report, of an earlier run of it or of
-other brokers.
+"""Adoption of live requests that workers report, from an earlier run of this broker or from other
+brokers.
 
 A session's id follows from its token, so the session of such a request is known before its client
-has connected again. Sans-IO, as all of the core.
+has connected again. Sans-IO, like the rest of the core.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from .tables import Request, Session, SessionTable, Worker
 log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 262_144
-"""Streams of all sessions together that were cancelled before a worker reported them."""
+"""Number of cancelled streams, of all sessions together, that are kept until a worker reports
+them."""
 MAX_ENDED = 250
-"""Requests without a client that a tick ends."""
+"""Requests without a client that one tick ends."""
 
 
 class Adoption:
     """Adopts live requests for ``recover_s`` after the start of this broker.
 
     A worker that registers reports its live requests, the broker asks for their journals, and each
-    journal becomes a request. Its session waits for its client, which says HELLO with its token and
-    ATTACHes; what nobody has attached to at the end ends.
+    journal becomes a request. Its session waits for its client, which sends HELLO with its token
+    and then ATTACHes. Requests that no client has attached to at the end of that time are ended.
 
-    At any time, a client may come from another broker: each GPU worker gets a CLAIM for its session
-    and sends the journals of what it has of it. What the client does not attach to within
-    ``session_grace_s`` ends.
+    At any time, a client may come from another broker: each GPU worker receives a CLAIM for the
+    client's session and sends the journals of its streams. A stream to which the client does not
+    attach within ``session_grace_s`` ends.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class Adoption:
         """By session: streams that its client cancelled before a worker reported them."""
         self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
-        """When those end that came by a CLAIM, in order."""
+        """Requests that came with a CLAIM: when each ends, and its id, in order."""
         self._claims = Claims(dispatcher, out)
         self._variables: dict[int, list[int]] = {}
-        """By state worker: the requests whose variables it has, of this run and earlier ones."""
+        """By state worker: the requests whose variables it stores, from this run and earlier
+        ones."""
 
     def open(self, now: float) -> bool:
-        """Whether workers may still report requests that are adopted."""
+        """Whether workers may still report requests for adoption."""
         return not self._over and not self._recovery.over(now)
 
     # --- workers --------------------------------------------------------------------------------
@@ -89,14 +91,14 @@ class Adoption:
     def reported(
         self, worker: Worker, message: Register, returned: list[int], now: float
     ) -> tuple[list[int], list[int]]:
-        """Of the live requests of a worker that registers: those that it drops, and those that it
-        sends the journals of, ``returned`` (``returns.py``) among them."""
+        """Sorts the live requests of a worker that registers: requests to drop, and requests whose
+        journals the worker sends. ``returned`` (``returns.py``) are among the latter."""
         live = [reported.request for reported in message.live]
         if live:
             self._recovery.follow()
         known = self._dispatcher.requests
         if worker.role == "state":
-            # The variables of a request that is adopted later stay.
+            # The variables of a request that may be adopted later are kept.
             if not self._may_adopt(now):
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
@@ -110,13 +112,14 @@ class Adoption:
         return [request for request in live if request not in wanted], wanted
 
     def _may_adopt(self, now: float) -> bool:
-        """Whether a request that is unknown here may still be adopted."""
+        """Whether an unknown request may still be adopted."""
         return self.open(now) or bool(self._claims.sessions)
 
     def on_journal(
         self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
     ) -> None:
-        """A worker's JOURNAL: the request goes on here, or is dropped where nobody wants it."""
+        """A worker's JOURNAL: the broker adopts the request, or the worker drops it if no client
+        needs it."""
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -148,7 +151,7 @@ class Adoption:
             arrived=now - body.age_s,
             trace=fields.trace,
             request_id=fields.request_id,
-            # The workers of a broker that has been there for long have registered.
+            # The workers of a broker that started long ago have registered.
             adopted_at=None if header.address in self._claims else now,
             unclaimed=True,
             entries=count,
@@ -181,10 +184,11 @@ class Adoption:
     def _session(
         self, header: Header, stream_id: int, reached: tuple[int, int], now: float
     ) -> Session | None:
-        """The session of a request that is adopted; None where it is not.
+        """The session of a request that is to be adopted; None if the request is not adopted.
 
-        Where two workers have it, as one was cut off before it moved to the other, the one to which
-        it moved last is right, or the one with more entries: those are ``reached``.
+        Two workers may have the request if one was cut off before it moved to the other. The worker
+        to which it moved last is right, then the one with more entries; ``reached`` has these
+        numbers.
         """
         if not (self.open(now) or header.address in self._claims):
             return None
@@ -198,11 +202,11 @@ class Adoption:
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
         if held is not None and reached < (held.moves, held.received):
-            # The request went on elsewhere.
+            # The request has continued at another broker.
             return None
         if session is not None:
-            # A session that began here has all of its streams: what a worker that was cut off has
-            # of them has moved, or was delivered.
+            # A session that began here has all of its streams. Streams that a cut-off worker still
+            # has were moved or delivered.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.ends.by_stream
             return session if begun_before and not known else None
@@ -218,7 +222,7 @@ class Adoption:
             greeted=True,
             columns=bool(header.flags & Flag.COLUMNS),
             texts=bool(header.flags & Flag.TEXTS),
-            # It waits for its client for as long as requests are adopted.
+            # The request waits for its client until the time for adoption is over.
             detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
             journal=self._journal(header.address),
         )
@@ -226,7 +230,7 @@ class Adoption:
         return session
 
     def _withdraw(self, request: Request) -> None:
-        """Another worker has more of a request: the one that reported it first drops it."""
+        """Another worker has more of a request, so the worker that reported it first drops it."""
         worker = request.worker
         del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
@@ -236,7 +240,7 @@ class Adoption:
 
     def _journal(self, session: int) -> journal.Journal:
         made = journal.Journal(self._sessions.recent, session)
-        # What the client takes is not known before its HELLO.
+        # The form that the client takes is unknown before its HELLO.
         made.json = True
         return made
 
@@ -246,10 +250,11 @@ class Adoption:
     # --- clients --------------------------------------------------------------------------------
 
     def claim(self, token: str, key: str, now: float) -> Session | None:
-        """The session of a client that comes with a token which this broker did not give; None
-        where no request is adopted any more.
+        """The session of a client whose token this broker did not issue; None if the time for
+        adoption is over.
 
-        One that no worker has reported yet is new, and gets the streams that are reported later.
+        If no worker has reported the session yet, it is new, and receives the streams that are
+        reported later.
         """
         if not self.open(now) or not is_session_token(token):
             return None
@@ -320,12 +325,12 @@ class Adoption:
         self._begin_claims(self._dispatcher.now)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker will not answer any more."""
+        """A worker is lost and will not answer."""
         self._finish_claims(self._claims.on_lost(worker))
         self._begin_claims(self._dispatcher.now)
 
     def on_ended(self, session: Session) -> None:
-        """A session has ended: nobody waits for its streams any more."""
+        """A session has ended: its streams are not needed any more."""
         self._claims.on_ended(session.id)
         self._forget_cancelled(session.id)
         self._attaches.drop_held(session.id)
@@ -334,8 +339,8 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Where every worker has answered, what was not reported is nowhere; but while requests
-        are adopted, others may still register."""
+        """Once every worker has answered, streams that were not reported are lost. While requests
+        are adopted, other workers may still register."""
         is_open = self.open(self._dispatcher.now)
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
@@ -356,12 +361,12 @@ class Adoption:
                 self._dispatcher.withdraw(request)
 
     def on_attach(self, session: Session, message: Attach, now: float) -> None:
-        """A client's ATTACH; raises RequestError where there is no such stream."""
+        """A client's ATTACH; raises RequestError if the stream does not exist."""
         request = session.streams.get(message.stream_id)
         if request is not None and request.unclaimed:
             reached = request.moves, request.entries
             if reached < (message.moves, message.received):
-                # Its worker was cut off, and the request went on elsewhere.
+                # The worker of the stream was cut off, and the request has continued elsewhere.
                 self._withdraw(request)
         end = session.ends.by_stream.get(message.stream_id)
         if end is not None and end.count:
@@ -375,13 +380,13 @@ class Adoption:
         return session.id in self._claims or (session.recovering and self.open(now))
 
     def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
-        """A client cancels a stream that is not there, or not yet."""
+        """A client cancels a stream that does not exist, or not yet."""
         if not self.waits_for(session, now):
             return
         cancelled = self._cancelled.get(session.id, set())
         fits = fits_share(len(cancelled), self._num_cancelled, MAX_CANCELLED)
         if stream_id in cancelled or len(cancelled) >= self._settings.max_streams or not fits:
-            # A stream that is reported all the same ends, as nobody attaches to it.
+            # If a worker reports the stream later, it ends because no client attaches to it.
             return
         self._cancelled.setdefault(session.id, cancelled).add(stream_id)
         self._num_cancelled += 1
@@ -389,8 +394,8 @@ class Adoption:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ends what is left when the time is over: held ATTACHes and requests without a client, and
-        then the variables of requests that are nowhere."""
+        """Ends held ATTACHes and requests without a client when their time is over, and then the
+        variables of unknown requests."""
         self._begin_claims(now)
         if self._variables and self._over and not self._may_adopt(now):
             self._drop_variables()
@@ -409,8 +414,8 @@ class Adoption:
         self._num_cancelled = 0
 
     def _drop_variables(self) -> None:
-        """No request is adopted at the moment: state workers drop the variables of all that are
-        nowhere."""
+        """When no request is being adopted, state workers drop the variables of all unknown
+        requests."""
         for number, live in self._variables.items():
             worker = self._dispatcher.workers.get(number)
             gone = [request for request in live if request not in self._dispatcher.requests]
@@ -433,6 +438,6 @@ class Adoption:
 
 
 def _num_entries(sent: bytes) -> int:
-    """How many entries a body of TOKEN has; raises RequestError where it is malformed."""
+    """The number of entries in a body of TOKEN; raises RequestError if it is malformed."""
     body: TokenBody = decode_as(TokenBody, sent, "msgpack")
     return len(body) if isinstance(body, list) else len(body.streams) // 8 + len(body.entries)

@@ -1,9 +1,10 @@
-"""ATTACH: a client picks up a stream of its session again, and always gets an answer.
+"""ATTACH: a client receives a stream of its session again, and every ATTACH is answered.
 
-The worker of the stream answers, as it keeps what it has sent. While a stream has no worker, and
-where it ended before its client had attached, the broker answers from what it has routed. An ATTACH
-for a stream that a worker may still report, as the broker was restarted or the client has come from
-another one, is held until then, and answered from that report.
+The worker of the stream answers, as it stores the entries that it has sent. If a stream has no
+worker, or ended before its client attached, the broker answers from its journal.
+
+After a restart of the broker, or when a client comes from another broker, a worker may still report
+the stream. The ATTACH is held until then, and answered from that report.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_ATTACHING = 64
 
 
 class Attaches:
-    """The ATTACHes that are held, and the streams that have ended and wait for one."""
+    """The held ATTACHes, and the streams that have ended and wait for an ATTACH."""
 
     def __init__(self, dispatcher: Dispatcher, out: Outgoings, max_streams: int) -> None:
         """``max_streams``: live streams of one session."""
@@ -41,7 +42,7 @@ class Attaches:
     def on_attach(self, session: Session, message: Attach, hold: bool) -> None:
         """A client's ATTACH. ``hold``: a worker may still report streams of this session.
 
-        Raises RequestError where there is no such stream.
+        Raises RequestError if the stream does not exist.
         """
         request = session.streams.get(message.stream_id)
         if request is not None:
@@ -54,15 +55,15 @@ class Attaches:
             raise _unknown(message.stream_id)
 
     def on_cancel(self, session: Session, stream_id: int) -> bool:
-        """A client does not want a stream any more: whether it is one that has ended or is not
-        there yet."""
+        """A client cancels a stream; returns whether the stream has ended or was not reported
+        yet."""
         self._take(session, stream_id)
         self._dispatcher.ends.drop(session, stream_id)
         return stream_id not in session.streams
 
     def _hold(self, session: Session, message: Attach) -> None:
-        """Holds an ATTACH until a worker reports its stream; raises UnavailableError where the
-        session holds as many as it may."""
+        """Holds an ATTACH until a worker reports its stream; raises UnavailableError if the session
+        has the maximum of held ATTACHes."""
         held = self._held.get(session.id, {})
         if message.stream_id not in held:
             if len(held) >= self._max_streams or not fits_share(
@@ -79,7 +80,7 @@ class Attaches:
         self._held.setdefault(session.id, {})[message.stream_id] = message
 
     def _take(self, session: Session, stream_id: int) -> Attach | None:
-        """Takes out the ATTACH that is held for a stream."""
+        """Removes and returns the ATTACH that is held for a stream."""
         held = self._held.get(session.id, {})
         taken = held.pop(stream_id, None)
         if taken is not None:
@@ -89,8 +90,8 @@ class Attaches:
         return taken
 
     def drop_held(self, session: int) -> list[int]:
-        """A session has ended, or no worker reports streams of it any more: takes out all that is
-        held for it. Returns the streams."""
+        """Removes all held ATTACHes of a session, which has ended or of which no worker reports
+        streams any more. Returns the streams."""
         dropped = self._held.pop(session, {})
         self._num_held -= len(dropped)
         return list(dropped)
@@ -116,10 +117,12 @@ class Attaches:
     # --- streams --------------------------------------------------------------------------------
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
-        """A worker has reported a stream, of which it has ``sent`` this (a body of TOKEN): a held
-        ATTACH for it is answered at once, as the worker may be in a long step. It is passed on
-        where the worker has to learn what form its client takes now; ``flags``: those of the form
-        that it knows."""
+        """A worker has reported a stream of which it has ``sent`` these entries (a body of TOKEN).
+        A held ATTACH for it is answered at once, as the worker may be in a long step.
+
+        The ATTACH is passed on if the worker does not know the encoding that its client takes now;
+        ``flags`` are those that the worker knows.
+        """
         held = self._take(request.session, request.stream_id)
         if held is None:
             return
@@ -136,7 +139,7 @@ class Attaches:
         self._dispatcher.forget(request)
 
     def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
-        """A worker has reported a stream that has ended, of which it has sent ``count`` entries."""
+        """A worker has reported a stream that has ended, after ``count`` entries were sent."""
         session, stream_id = request.session, request.stream_id
         self._dispatcher.ends.keep(request, sent, count)
         held = self._take(session, stream_id)
@@ -144,17 +147,17 @@ class Attaches:
             self._dispatcher.ends.attach(session, stream_id, held.received)
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
-        """The ATTACH for a stream that is held."""
+        """The held ATTACH for a stream."""
         return self._held.get(session.id, {}).get(stream_id)
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
-        """No worker reports streams any more, but of the sessions that are ``waiting``: what other
-        ATTACHes are held for is lost."""
+        """Refuses held ATTACHes when no worker reports streams any more, except for those of
+        sessions that are ``waiting``."""
         for number in [number for number in self._held if number not in waiting]:
             self.refuse(number, sessions.get(number))
 
     def refuse(self, number: int, session: Session | None) -> None:
-        """No worker reports streams of a session any more: its ATTACHes are refused."""
+        """Refuses the ATTACHes of a session when no worker reports streams of it any more."""
         for stream_id in self.drop_held(number):
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)

@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 _FRONT, _BACK = Side.FRONT, Side.BACK
 _BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
 LEASES_AT_ONCE = 1_000
-"""Workers whose leases a tick checks."""
+"""Workers whose leases one tick checks."""
 BEATS_AT_ONCE = 1_000
-"""Workers to which it sends a heartbeat."""
+"""Workers to which one tick sends a heartbeat."""
 RELAYED = frozenset(
     (
         b"STEP",
@@ -65,7 +65,7 @@ RELAYED = frozenset(
         b"MODULE_BYTES",
     )
 )
-"""What one worker sends another; the broker reads only the header."""
+"""Messages from one worker to another; the broker reads only their header."""
 
 
 class Back:
@@ -105,28 +105,28 @@ class Back:
         self._by_name: dict[str, Worker] = {}
         self._leases = Sweep(self._by_peer, LEASES_AT_ONCE)
         self._unbeaten: deque[Worker] = deque()
-        """Workers that get the broker's heartbeat next."""
+        """Workers to which the broker's heartbeat is still to be sent."""
         self._beat_again = False
-        """Whether all of them get another one then."""
+        """Whether another round of heartbeats follows this one."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """No worker has been silent for longer, as of the last walk over all of them; the same of
-        those that this walk has seen."""
+        """The earliest time of a worker's last message, as of the last full walk over the workers
+        and of the current walk."""
         self._asked: dict[bytes, float] = {}
-        """When a connection without a worker was asked to register: once for all that it sends
-        until it does, as each registration is a new lease."""
+        """When a connection without a worker was asked to register. It is asked only once until it
+        does, as each registration begins a new lease."""
         self._closed: dict[str, tuple[int, float]] = {}
-        """Workers whose connection closed: their process, and when that was."""
+        """Workers whose connection closed: their process, and the time."""
         self._names = ContestedNames(settings.expiry_s)
         self._stopped_until = float("-inf")
-        """This process was stopped: the connections that close up to then say nothing of what their
-        workers run."""
+        """If this process was stopped, connections that close before this time do not show that
+        their workers died."""
         self._last_beat = float("-inf")
 
     # --- events ---------------------------------------------------------------------------------
 
     def on_frames(self, peer: bytes, frames: list[bytes], now: float) -> None:
-        """One message of a worker."""
+        """Handles one message of a worker."""
         worker = self._by_peer.get(peer)
         if worker is not None:
             worker.last_seen = now
@@ -156,10 +156,10 @@ class Back:
     def on_tokens(
         self, peer: bytes, frames: list[bytes], now: float, received: list[bytes]
     ) -> None:
-        """A step's tokens: one body per client, each passed on as it is. ``received``: the same
-        frames, packed.
+        """Routes the tokens of a step: one body for each client, passed on unread. ``received`` has
+        the same frames, packed.
 
-        This is what the broker does most often, so it is kept short.
+        The broker does this most often, so it is kept short.
         """
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -214,7 +214,8 @@ class Back:
                 self._on_failure(worker, peer, frames, error)
 
     def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
-        """A message whose frames cannot be told apart, or that is in another version's form."""
+        """Handles a message whose frames cannot be separated, or that is in another version's
+        form."""
         self._counters.bad_worker_messages += 1
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -223,7 +224,8 @@ class Back:
             self._lose_unread(worker, error)
 
     def on_gone(self, peer: bytes, now: float, unsent: Sequence[bytes] = ()) -> None:
-        """A worker's connection closed: its lease ends. ``unsent``: the message that shows it."""
+        """A worker's connection closed: its lease ends. ``unsent`` is the message that could not be
+        sent."""
         worker = self._by_peer.get(peer)
         if worker is None:
             self._names.on_gone(peer)
@@ -236,8 +238,8 @@ class Back:
         self._lose(worker, Loss("its connection closed", died=now > self._stopped_until))
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
-        """A message has come with a key that may not connect any more: a lease ends, whose streams
-        move, and none begins."""
+        """Handles a message with a key that was revoked: its lease ends and the streams move, or
+        its registration is refused."""
         worker = self._by_peer.get(peer)
         if worker is not None:
             self._lose(worker, Loss("its key was revoked", died=False))
@@ -247,7 +249,8 @@ class Back:
             self._refuse(peer, peer.hex(), error)
 
     def renew(self, now: float) -> None:
-        """Renews all leases: what the workers sent meanwhile has not been looked at yet."""
+        """Renews all leases, because messages that the workers have sent meanwhile were not read
+        yet."""
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self._by_peer.values():
             worker.last_seen = now
@@ -277,8 +280,8 @@ class Back:
             self._beat_some()
 
     def beat(self) -> None:
-        """Sends the broker's heartbeat to every worker; where they are many, to the last ones in
-        the ticks that follow."""
+        """Sends the broker's heartbeat to every worker; with many workers, some receive it in later
+        ticks."""
         self._beat_again = bool(self._unbeaten)
         if not self._unbeaten:
             self._unbeaten.extend(self._by_peer.values())
@@ -299,7 +302,7 @@ class Back:
 
     @property
     def expires_at(self) -> float:
-        """When the first lease ends, if no message renews it: not before this."""
+        """When the first lease ends if no message renews it; a lower bound."""
         return self._silent_since + self._settings.expiry_s
 
     def _ask(self, peer: bytes, reason: str, now: float) -> None:
@@ -311,7 +314,7 @@ class Back:
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
     ) -> None:
-        """A message could not be handled: the stream that it is about, if any, ends."""
+        """A message could not be handled: the stream that it belongs to, if any, ends."""
         name = worker.name if worker is not None else peer.hex()
         if isinstance(error, TokenbusError | IndexError):
             self._counters.bad_worker_messages += 1
@@ -349,7 +352,7 @@ class Back:
                 self._dispatcher.forget(request)
             return
         if request is not None and request.attaching and message_type == b"MSG":
-            # What follows it comes again.
+            # The entries that follow the answer are sent again.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
             self._dispatcher.moves.keep_bounds()
         if request is not None and header.flags & Flag.FINAL:
@@ -420,7 +423,8 @@ class Back:
             raise RequestError(Code.UNKNOWN_TYPE, f"unknown message type {shown!r} of a worker")
 
     def _on_journal(self, worker: Worker, frames: list[bytes]) -> None:
-        """A stream that a worker has reported: of a worker that is back, or of an earlier run."""
+        """The JOURNAL of a stream that a worker has reported: of a worker that has returned, or
+        from an earlier run."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
         request = self._returns.awaits(header.request, worker)
@@ -434,7 +438,7 @@ class Back:
             self._lose_unread(worker, error)
 
     def _count_elsewhere(self, worker: Worker, elsewhere: int) -> None:
-        """A worker has more or fewer requests of other brokers than it had."""
+        """Records how many requests of other brokers a worker runs."""
         worker.elsewhere, before = elsewhere, worker.elsewhere
         self._dispatcher.pools.note(worker)
         if elsewhere < before:
@@ -442,7 +446,7 @@ class Back:
             self._dispatcher.controllers.fill(worker)
 
     def _on_refused(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
-        """A worker has no room for what it was sent."""
+        """A worker has no room for a message that the broker sent to it."""
         refused: Refused = decode_as(Refused, frames[2], "msgpack")
         request = self._dispatcher.requests.get(decode_header(head).request)
         worker.elsewhere = refused.elsewhere
@@ -472,7 +476,7 @@ class Back:
             return
         if message.update:
             # The worker's lease has ended without its knowledge. An update does not begin a lease:
-            # the worker registers again, with the requests that it runs.
+            # the worker registers again and reports its requests.
             self._ask(peer, "this connection has no registered worker", now)
             return
         holder = self._by_name.get(message.name)
@@ -514,19 +518,22 @@ class Back:
         self._drains.hand_over()
 
     def _gives_way(self, holder: Worker, message: Register) -> bool:
-        """Whether a worker leaves its name to a connection that registers with it: this is the same
-        process, or the worker drains, or its step hangs and that of the other process does not."""
+        """Whether a worker gives up its name to another connection that registers with it.
+
+        It does if the process is the same, if the worker drains, or if its step hangs and the other
+        process's step does not.
+        """
         if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
             return True
         age_s = message.step_age_s or 0.0
         return self._dispatcher.is_hung(holder) and age_s <= self._settings.hung_step_s
 
     def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
-        """Another process registers with the name of a worker. It waits until that one is lost, and
-        is refused once that one has shown that it is alive."""
+        """Another process registers with the name of a worker. It receives the name if that worker
+        is lost, and is refused if that worker proves to be alive."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
-            # Where the connection of the worker has closed, this fails, and its lease ends.
+            # If the worker's connection has closed, this send fails, and its lease ends.
             self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
             return
         error = taken(holder)
@@ -554,7 +561,7 @@ class Back:
         tenant: Tenant | None = None
         receivers: list[Worker | None]
         if message_type in (b"VARIABLE", b"MODULE_TABLE"):
-            # Without a state worker it is dropped: the controller worker sends it again.
+            # Without a state worker the message is dropped; the controller worker sends it again.
             receivers = [controllers.state_worker()]
             if message_type == b"VARIABLE":
                 tenant = self._quotas.variables(self._dispatcher.requests.get(header.request))
@@ -594,7 +601,7 @@ class Back:
                 self._dispatcher.abandon(request, error)
 
     def _refuse(self, peer: bytes, name: str, error: TokenbusError) -> None:
-        """Answers a connection that cannot be a worker's here with the reason."""
+        """Refuses a connection that cannot register here, with the reason."""
         log.warning("the worker %s was refused: %s", name, error)
         self._out.to_worker(peer, b"ERROR", error_body(error))
 

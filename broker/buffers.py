@@ -1,4 +1,4 @@
-"""Prompt parts that sessions keep, for their requests to name."""
+"""Prompt parts that are stored for a session, so that its requests can name them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .tables import RETRY_AFTER_S, Session
 
 
 class Buffers:
-    """Keeps the buffers of each session within their bounds."""
+    """Stores the buffers of each session within their bounds."""
 
     def __init__(self, settings: BrokerSettings) -> None:
         self._settings = settings
         self._bytes = 0
-        """Of all sessions together."""
+        """Bytes of the buffers of all sessions together."""
 
     def on_message(self, session: Session, message: Buffer, attachments: list[bytes]) -> None:
-        """A client's ``BUFFER``: keeps one, or drops it."""
+        """Handles a client's ``BUFFER``: stores a buffer, or removes it."""
         kept = buffer_bytes(message, tuple(attachments))
         if kept is None:
             self._add(session, -len(session.buffers.pop(message.name, b"")))
@@ -26,7 +26,7 @@ class Buffers:
             self.keep(session, message.name, kept)
 
     def keep(self, session: Session, name: str, kept: bytes) -> None:
-        """Keeps a buffer for a session; raises ``too_large`` or ``queue_full`` beyond a bound."""
+        """Stores a buffer for a session; raises ``too_large`` or ``queue_full`` beyond a bound."""
         settings = self._settings
         added = len(kept) - len(session.buffers.get(name, b""))
         total = session.buffer_bytes + added

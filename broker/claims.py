@@ -1,7 +1,8 @@
-"""Sessions that clients bring from another broker: the GPU workers are asked for their streams.
+"""Sessions that clients bring from another broker: GPU workers report the streams of these
+sessions.
 
-A client needs no more than an invented token to cause a CLAIM to each GPU worker. So a connection
-has one claim at the workers at a time, and all connections together have ``MAX_CLAIMS``; others
+A client needs only an invented token to cause a CLAIM to each GPU worker. So each connection has at
+most one active claim, and all connections together have at most ``MAX_CLAIMS``. Further claims
 wait, and connections take turns.
 """
 
@@ -18,9 +19,9 @@ from .outgoing import Outgoings
 from .tables import Worker
 
 MAX_CLAIMS = 512
-"""Claims that are at the workers at a time."""
+"""Active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""A claim that is not answered for longer gives its place to another, in seconds."""
+"""A claim without an answer for this long, in seconds, makes room for another one."""
 
 
 @dataclass(slots=True)
@@ -30,23 +31,23 @@ class _Claim:
     peer: bytes
     """The connection whose HELLO caused it."""
     asked: dict[int, set[int]] = field(default_factory=dict)
-    """By worker that has not answered: streams that it may still send entries of."""
+    """By worker that has not answered: streams of which it may still send entries."""
     next: dict[int, set[int]] = field(default_factory=dict)
-    """By worker that receives the next CLAIM: streams that it may still send entries of."""
+    """By worker that receives the next CLAIM: streams of which it may still send entries."""
 
 
 class Claims:
-    """The sessions that are being claimed, some of which wait for their turn."""
+    """The sessions that are being claimed, including those that wait."""
 
     def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
         self._dispatcher = dispatcher
         self._out = out
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
-        """By connection, the next one first: its sessions whose claim has not begun, or begins
-        again once it is answered."""
+        """By connection, the next one first: sessions whose claim has not begun, or begins again
+        after the current one."""
         self._turns: dict[bytes, tuple[int, float]] = {}
-        """By connection: its claim that is at the workers, and since when; in order."""
+        """By connection, in order: its active claim and when that began."""
 
     def __contains__(self, session: int) -> bool:
         return session in self._by_session
@@ -57,8 +58,8 @@ class Claims:
         return self._by_session.keys()
 
     def add(self, session: int, peer: bytes, may_send: Mapping[int, set[int]]) -> None:
-        """The client of a session has come on the connection ``peer``. ``may_send``: by worker, the
-        streams that it was told to drop, and may still send entries of."""
+        """The client of a session has connected as ``peer``. ``may_send``: by worker, the withdrawn
+        streams of which it may still send entries."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer
@@ -67,7 +68,7 @@ class Claims:
         self._waiting.setdefault(peer, {})[session] = None
 
     def begin(self, now: float) -> list[int]:
-        """Sends CLAIMs of the sessions whose turn it is; returns these sessions."""
+        """Sends the CLAIMs that are next in turn; returns their sessions."""
         while self._turns:
             peer, (_, since) = next(iter(self._turns.items()))
             if now - since < MAX_TURN_S:
@@ -100,7 +101,8 @@ class Claims:
         return session in self._waiting.get(claim.peer, {})
 
     def _stop_waiting(self, session: int, claim: _Claim) -> None:
-        """The claim of a session begins, or is dropped, or waits for another connection."""
+        """Removes a claim from the queue, because it begins, is dropped, or moves to another
+        connection."""
         sessions = self._waiting.get(claim.peer)
         if sessions is None:
             return
@@ -116,12 +118,12 @@ class Claims:
                 self._out.to_worker(worker, b"CLAIM", Claim(session=session))
 
     def on_claimed(self, worker: Worker, session: int) -> set[int]:
-        """A worker has answered; the streams of which it sends nothing more."""
+        """Records a worker's answer; returns the streams of which it sends no more entries."""
         claim = self._by_session.get(session)
         return claim.asked.pop(worker.id, set()) if claim is not None else set()
 
     def on_lost(self, worker: Worker) -> list[int]:
-        """A worker will not answer any more; the sessions for which it was asked."""
+        """A worker is lost; returns the sessions for which it had not answered."""
         found = []
         for session, claim in self._by_session.items():
             claim.next.pop(worker.id, None)
@@ -130,22 +132,26 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """A session has ended. Its claim is dropped if no worker is asked or is known to have a
-        stream of it."""
+        """A session has ended. Its claim is dropped unless a worker has to answer or is known to
+        have a stream of it."""
         claim = self._by_session.get(session)
         if claim is not None and not (claim.asked or claim.next):
             del self._by_session[session]
             self._stop_waiting(session, claim)
 
     def discard(self, session: int, worker: int, stream_id: int) -> None:
-        """A worker drops a stream once more: it may send entries after it has answered."""
+        """A worker was sent another order to drop a stream: it may send entries of it after its
+        answer to the claim."""
         claim = self._by_session.get(session)
         if claim is not None:
             claim.asked.get(worker, set()).discard(stream_id)
 
     def finish(self, session: int, *, forget: bool) -> bool:
-        """Ends the turn of a session for which every worker has answered. ``forget``: no other
-        worker may still register with streams of it. Returns whether the claim is over."""
+        """Ends the active claim of a session when every worker has answered; returns whether the
+        session has no further claim.
+
+        ``forget``: no other worker may still register with streams of the session.
+        """
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return False

@@ -1,8 +1,9 @@
 """The connections of a bound ROUTER: which routing id each one has, and when it closes.
 
-A routing id does not say who sends. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq gives
-the id of a closed connection to the next peer that chooses it. So a message is known by the number
-that ZAP gave to its connection (``zap.py``), and a routing id belongs to one connection only.
+A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
+gives the id of a closed connection to the next peer that chooses it. So a message is known by the
+number that ZAP gave to its connection (``zap.py``), and a routing id belongs to one connection
+only.
 
 libzmq's monitor reports a closed connection by its descriptor. The first message of a connection
 names its descriptor, and so its events are matched with its routing id.
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 QUIET_BYTES = 4096
 """A handshake without properties of the peer's own has fewer bytes, heartbeats included."""
 KEPT_PART = 8
-"""This part of the descriptors that the process may have is for all but its connections."""
+"""This part of the process's descriptors is reserved for everything except its connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -49,7 +50,7 @@ class Connection:
     def __init__(self, fd: int, inode: int) -> None:
         self.fd = fd
         self.inode = inode
-        """The inode of the socket, as another one may get the descriptor."""
+        """The inode of the socket. Another socket may receive the same descriptor."""
         self.peer: bytes | None = None
         """The routing id; None before the first message."""
         self.user = ""
@@ -60,16 +61,16 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many."""
         self.counted: int | None = 0
-        """Bytes of its messages on the wire. None once all that it had received was of these but
-        for ``QUIET_BYTES``: its handshake was small then."""
+        """Bytes of its messages on the wire. None once the connection had received at most
+        ``QUIET_BYTES`` more than these: its handshake was small."""
         self.spoke = False
         """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
         self.since = 0.0
-        """When it found that a message had ended, or first looked, in seconds."""
+        """When ``Unfinished`` last found that a message had ended, or first looked, in seconds."""
         self.received = 0
-        """Bytes received by then."""
+        """Bytes received at that time."""
         self.grown = 0
-        """By how much the process had grown by then, in bytes."""
+        """Growth of the process up to that time, in bytes."""
 
     def is_newer_than(self, user: str) -> bool:
         """Whether the connection was established after the one with the ``User-Id`` ``user``."""
@@ -77,21 +78,22 @@ class Connection:
 
 
 class Connections:
-    """All connections of one socket. Made before the socket is bound, so that no event is missed.
+    """All connections of one socket. It must be created before the socket is bound, so that it
+    receives all events.
 
     ``closed`` is called when ``take_closed`` has something to return.
 
-    The oldest connection that has sent no message is shut if there are too many. A key may have at
-    most as many as it leaves to the others.
+    If there are too many connections, the oldest one that has sent no message is shut. Each key has
+    a bounded share of the connections.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
         self._most = max_connections()
         self._silent: dict[Connection, None] = {}
-        """The open ones that have sent no message, and were not shut for that; oldest first."""
+        """Open connections that have sent no message and were not shut for it, oldest first."""
         self._of_key = Counter[str]()
-        """The number of open ones that have sent a message, by key."""
+        """Number of open connections that have sent a message, by key."""
         self.by_peer: dict[bytes, Connection] = {}
         self.closed: Callable[[], object] = lambda: None
         self.by_fd: dict[int, Connection] = {}
@@ -102,7 +104,7 @@ class Connections:
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
         self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # The socket has no bound: ZeroMQ's thread would wait if an event had no room.
+        # This socket has no bound: ZeroMQ's thread would block if an event had no room.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))
@@ -136,11 +138,10 @@ class Connections:
             self.closed()
 
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
-        """The connection of a message that came with another ``User-Id`` than the routing id had.
+        """The connection of a message whose ``User-Id`` is new for its routing id.
 
-        None where its peer chose an id that belongs to another connection, which must have closed
-        then, or its key has too many connections: the message is dropped and the new connection is
-        shut.
+        None, and the new connection is shut, if its peer chose an id that belongs to another
+        connection or its key has too many connections. The message is dropped.
         """
         self.look()
         connection = self.by_fd.get(fd)
@@ -148,7 +149,7 @@ class Connections:
             if connection.is_newer_than(user):
                 connection = None
             else:
-                # The first message of the connection before on this descriptor was taken late.
+                # The first message of the previous connection on this descriptor was read late.
                 self._forget(connection)
                 self._end(connection)
                 connection = self.by_fd[fd] = Connection(fd, connection.inode)
@@ -187,7 +188,7 @@ class Connections:
             connection.counted = None
 
     def take_closed(self) -> list[bytes]:
-        """The routing ids whose connections have closed; they belong to nobody then."""
+        """Returns the routing ids whose connections have closed; these ids are free then."""
         closed, self._closed = self._closed, []
         peers = []
         for connection in closed:
@@ -206,7 +207,7 @@ class Connections:
         return fits
 
     def _accept(self, connection: Connection) -> None:
-        """A connection was accepted. It or an older one is shut if these are too many."""
+        """Adds an accepted connection. If there are too many, this one or an older one is shut."""
         before = self.by_fd.get(connection.fd)
         if before is not None:
             self._forget(before)
@@ -250,11 +251,11 @@ def shut(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def open_socket(connection: Connection) -> Iterator[sockets.socket]:
-    """The socket of a connection, under a descriptor of its own. Raises OSError where it is closed
-    and its descriptor is another one's."""
+    """The socket of a connection, under a descriptor of its own. Raises OSError if the connection
+    has closed and its descriptor belongs to another one."""
     if not connection.inode or _inode(connection.fd) != connection.inode:
         raise OSError("the connection is closed")
-    # libzmq's thread may close the descriptor at any time, and this one stays what it is.
+    # libzmq's thread may close the original descriptor at any time; this duplicate stays valid.
     with sockets.socket(fileno=os.dup(connection.fd)) as socket:
         if _inode(socket.fileno()) != connection.inode:
             raise OSError("the connection is closed")

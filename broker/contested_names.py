@@ -1,7 +1,7 @@
 """Processes that register with the name of a worker that is alive.
 
-If each replaced the other, both would lose their leases for ever, and their streams would be
-quarantined. So the first one keeps the name until its lease ends.
+If each process replaced the other, both would lose their leases again and again, and their streams
+would be quarantined. So the first process keeps the name until its lease ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Contender:
     since: float
     """When it first registered, in seconds."""
     at: float
-    """When it last registered."""
+    """When it last registered, in seconds."""
     refused: bool = False
 
 
@@ -31,7 +31,7 @@ class ContestedNames:
     """The last contender for each name."""
 
     def __init__(self, expiry_s: float) -> None:
-        """``expiry_s``: a contender that has not registered again for as long is not waited for."""
+        """``expiry_s``: a contender that has not registered again within this time is dropped."""
         self._expiry_s = expiry_s
         self._by_name: dict[str, Contender] = {}
 
@@ -44,7 +44,7 @@ class ContestedNames:
         return contender
 
     def left(self, name: str, now: float) -> Contender | None:
-        """The lease of the worker with a name has ended; who gets the name."""
+        """The lease of a worker has ended; returns the contender that receives its name."""
         contender = self._by_name.pop(name, None)
         if contender is None or now - contender.at > self._expiry_s:
             return None
@@ -57,7 +57,7 @@ class ContestedNames:
 
 
 def process_of(message: Register) -> int:
-    """The process that registers; by its pid where the worker sends no number."""
+    """The number of the process that registers; its pid if the worker sends no number."""
     return message.process or message.pid
 
 

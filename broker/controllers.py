@@ -21,10 +21,10 @@ _MODULE_ID = re.compile("[0-9a-f]{64}")
 
 
 class Controllers:
-    """Chooses a controller worker when a request goes to its GPU worker, and keeps to the choice.
+    """Chooses a controller worker when a request goes to its GPU worker, and keeps that choice.
 
-    A request is in ``steers`` of the worker that is in its ``steered_by``, from its reservation to
-    its end, and counts towards that worker's load. A queued one has no reservation.
+    From its reservation to its end, a request is in ``steers`` of the worker that is its
+    ``steered_by``, and counts towards that worker's load. A queued request has no reservation.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Controllers:
         self._now = now
         self._recovery = recovery
         self._pace = Pace()
-        """At which requests that have a controller end."""
+        """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
         self._left: dict[str, float] = {}
-        """When the last worker was lost that served a pattern, in seconds; of those that were lost
-        in the last ``move_wait_s``."""
+        """For each pattern, when the last worker that served it was lost, in seconds; only losses
+        of the last ``move_wait_s``."""
 
     def check(self, name: str) -> bool:
-        """Whether a request for the controller ``name`` has to wait for a worker that may not have
-        registered yet; raises why it is refused."""
+        """Whether a request for the controller ``name`` has to wait for a worker that may still
+        register; raises an error if it is refused."""
         try:
             self.choose(name)
         except TokenbusError as error:
@@ -62,15 +62,16 @@ class Controllers:
         return False
 
     def _may_register(self, error: TokenbusError) -> bool:
-        """Whether ``choose`` has raised this as a worker may not have registered yet."""
+        """Whether an error of ``choose`` may be due to a worker that has not registered yet."""
         return self._recovery.awaits_workers(error, self._now())
 
     def choose(self, name: str, served_as: str = "") -> Worker:
-        """The least filled worker that runs the controller ``name``; raises why it is refused.
+        """The least filled worker that can run the controller ``name``; raises an error if the
+        request is refused.
 
-        A worker that registered that name goes before those that run any module. ``served_as``: of
-        a controller that has begun, the pattern of the worker where it did; another may have
-        another controller of that name.
+        Workers that registered the name take precedence over workers that run any module.
+        ``served_as`` is the pattern under which a running controller was started; other workers may
+        have a different controller of that name.
         """
         pools = self._pools
         if not pools.of_role("controller"):
@@ -91,7 +92,8 @@ class Controllers:
         return worker
 
     def _served_as(self, name: str, pattern: str) -> Pool:
-        """The workers where a controller that has begun can go on; raises UnavailableError."""
+        """The workers at which a controller that has begun can continue; raises
+        UnavailableError."""
         serving = self._pools.steering(pattern)
         if not serving.workers:
             raise UnavailableError(
@@ -104,7 +106,7 @@ class Controllers:
 
     def _serving(self, name: str) -> Pool:
         """The workers that serve a controller. Raises UnavailableError if the last of them was lost
-        a moment ago, RequestError if there are none for another reason."""
+        recently, RequestError if the controller is unknown for another reason."""
         pools = self._pools
         for pattern in (name, ANY_MODULE):
             serving = pools.steering(pattern)
@@ -126,15 +128,15 @@ class Controllers:
         )
 
     def _has_left(self, pattern: str) -> bool:
-        """Whether the last worker that served a pattern was lost a moment ago, and may come back:
-        its controllers are not unknown, and are not those of workers with other patterns."""
+        """Whether the last worker that served a pattern was lost recently and may return. Until
+        then its controllers are not unknown, and other patterns do not apply to them."""
         left_at = self._left.get(pattern, float("-inf"))
         return self._now() - left_at < self._settings.move_wait_s
 
     def reserve(self, request: Request) -> None:
-        """Reserves a place for a request's controller, where there is one.
+        """Reserves a place for a request's controller if a worker has one.
 
-        Where there is none, ``start`` chooses a worker, or says why the request is refused.
+        If no worker has a place, ``start`` chooses a worker later, or refuses the request.
         """
         if request.steered_by is None and not self._may_come_back(request):
             with contextlib.suppress(TokenbusError):
@@ -147,10 +149,10 @@ class Controllers:
         self._pools.note(worker)
 
     def start(self, request: Request, body: bytes, now: float) -> None:
-        """Sends the START of a request's controller to the worker that begins it.
+        """Sends the START of a request's controller to a controller worker.
 
-        That is the reserved one, or another one where it was lost or drains. Where there is none
-        for now, the START waits for one; where there can be none, the GPU worker is notified.
+        This is the reserved worker, unless it was lost or drains. If no worker has a place now, the
+        START waits; if none can have one, the GPU worker is notified.
         """
         if self._is_held(request):
             self._waiting.add(request, body, now, HELD)
@@ -175,8 +177,8 @@ class Controllers:
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def refused(self, request: Request, worker: Worker, body: bytes) -> None:
-        """A controller worker has no room for a START, as other brokers have sent it some: another
-        one gets it, or it waits."""
+        """A controller worker has no room for a START, because other brokers use it too: another
+        worker receives the START, or it waits."""
         if request.steered_by is worker and request.controller_started:
             self._release(request)
             request.controller_started = False
@@ -184,13 +186,16 @@ class Controllers:
                 self.start(request, body, self._now())
 
     def _is_held(self, request: Request) -> bool:
-        """Whether the START of a request waits for something else than a place: its client has not
-        come back yet, and the modules that it may use are not known; or its controller worker may
-        come back."""
+        """Whether the START of a request waits for something other than a place.
+
+        Either its client has not reconnected, so that the modules that it may use are unknown; or
+        its controller worker may return.
+        """
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """The pattern that a controller worker must serve to get this request, as in ``choose``."""
+        """The pattern that a controller worker must serve to receive this request, as in
+        ``choose``."""
         name = request.controller
         if request.served_as:
             return request.served_as
@@ -198,9 +203,11 @@ class Controllers:
         return name if served else ANY_MODULE
 
     def _may_come_back(self, request: Request) -> bool:
-        """Whether another worker may have served the controller of a request under an earlier run
-        of the broker, and may not have registered yet, which takes a heartbeat: it has a name that
-        only a Python controller's own worker registers, or one that any worker for modules knows.
+        """Whether a worker that served the controller of a request under an earlier run of the
+        broker may still have to register.
+
+        This takes about two heartbeats. It does not matter if a registered worker serves the name,
+        or if the name is a module id, which every worker for modules can run.
         """
         name, at = request.controller, request.adopted_at
         adopted_now = at is not None and self._now() - at <= 2 * self._settings.heartbeat_s
@@ -210,8 +217,8 @@ class Controllers:
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
 
     def start_waiting(self) -> None:
-        """Starts what waits for a controller worker and has one now. The workers have changed, or
-        time has passed: this looks at every START that waits."""
+        """Starts every waiting controller for which a worker has a place now. Called when workers
+        have changed or time has passed; looks at every START that waits."""
         for waiting in self._waiting:
             request = waiting.request
             if self._is_held(request):
@@ -225,16 +232,16 @@ class Controllers:
             self.start(request, waiting.body, waiting.since)
 
     def start_of(self, session: Session) -> None:
-        """Starts what waits of a session, whose client has come."""
+        """Starts the waiting controllers of a session whose client has connected."""
         for request in list(session.streams.values()) if self._waiting else ():
             waiting = self._waiting.remove(request.id)
             if waiting is not None:
                 self.start(request, waiting.body, waiting.since)
 
     def fill(self, worker: Worker) -> None:
-        """A controller worker may have room: starts what waits for one like it, as far as it has.
+        """Starts waiting controllers on a worker that may have room.
 
-        This looks at no START that is not started.
+        It only looks at the STARTs that it starts.
         """
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)
@@ -247,8 +254,8 @@ class Controllers:
                 return
 
     def refuse_waiting(self, now: float) -> None:
-        """Refuses what has waited for ``move_wait_s`` for a controller worker, and what came before
-        any that serves it once none is awaited."""
+        """Refuses STARTs that have waited for ``move_wait_s``, and STARTs for unknown controllers
+        when no further worker is expected."""
         self.start_waiting()
         for waiting in self._waiting:
             request = waiting.request
@@ -279,7 +286,8 @@ class Controllers:
         )
 
     def end(self, request: Request) -> None:
-        """A request has ended: its place is free, and its controller and variables go."""
+        """A request has ended: its place becomes free, and its controller and variables are
+        removed."""
         worker = request.steered_by
         self._release(request)
         self._pace.note(self._now())
@@ -296,8 +304,8 @@ class Controllers:
             self._out.to_worker(state, b"END", body)
 
     def withdraw(self, request: Request) -> None:
-        """A request is removed here and goes on elsewhere: its controller goes, and its variables
-        stay."""
+        """A request is removed here and continues elsewhere: its controller is removed, and its
+        variables stay."""
         if request.steered_by is not None and request.controller_started:
             self._out.to_worker(request.steered_by, b"END", End(requests=[request.id]))
         state = self.state_worker() if request.served_as else None
@@ -306,7 +314,7 @@ class Controllers:
         request.served_as = ""
 
     def on_drain(self, worker: Worker) -> None:
-        """A worker drains: the controllers that it has not begun are for another one."""
+        """A worker drains: controllers that it has not begun are started by another worker."""
         for request in list(worker.steers.values()):
             if not request.controller_started:
                 self._release(request)
@@ -314,8 +322,8 @@ class Controllers:
     def on_moving(self, request: Request) -> None:
         """A request has lost its GPU worker: the next one starts its controller again.
 
-        That is at the same controller worker, where it does not drain; it has no END, as the
-        answers that its variable operations got are needed for the replay.
+        The controller worker stays the same unless it drains. It receives no END, as the replay
+        needs the recorded answers of the variable operations.
         """
         self._waiting.remove(request.id)
         request.controller_started = False
@@ -323,10 +331,10 @@ class Controllers:
             self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker is lost, and is in no pool any more.
+        """A worker is lost, and is not in any pool any more.
 
-        GPU workers start the controllers that it ran again, which goes to another one, as do those
-        that it had not begun.
+        GPU workers restart the controllers that it ran, and those that it had not begun, on another
+        worker.
         """
         if worker.role == "controller":
             lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
@@ -355,7 +363,7 @@ class Controllers:
         return list(self._pools.steering(ANY_MODULE).workers.values())
 
     def state_worker(self) -> Worker | None:
-        """The worker that keeps the variables."""
+        """The worker that stores the variables."""
         workers = self._pools.of_role("state").values()
         return min(workers, key=lambda w: w.id, default=None)
 

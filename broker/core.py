@@ -32,17 +32,18 @@ from .tables import Request, SessionTable
 log = logging.getLogger(__name__)
 
 Message = tuple[bytes, list[bytes]]
-"""A connection (on a socket its routing id), and the frames of a message that came on it."""
+"""A connection (on a socket its routing id), and the frames of a message from it."""
 KeyedMessage = tuple[bytes, list[bytes], str]
-"""The same with the public key of the connection's peer."""
+"""Like ``Message``, with the public key of the connection's peer."""
 
 LATE_TICKS = 8
-"""An event so many of their intervals after the last tick is late: leases that seem to have expired
-by then are renewed first."""
+"""An event is late if it comes this number of tick intervals after the last tick. Leases that seem
+to have expired by then are renewed first."""
 BEHIND_S = 0.01
-"""How soon the next tick comes where one has left something to do."""
+"""Seconds until the next tick if a tick has left work to do."""
 RETRY_S = 2.0
-"""When to try again to reach a broker that stops: another one may have taken its place."""
+"""Seconds until a client may try again to reach a broker that stops: another broker may have taken
+its place."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
@@ -50,7 +51,7 @@ PLACES_EVERY_S = 2.0
 class Broker:
     """Routes between clients (front) and workers (back). Sans-IO: every event names its time.
 
-    ``boot`` is the number of this run, which keeps its ids apart from those of earlier runs;
+    ``boot`` is the number of this run, which makes its ids differ from those of earlier runs;
     ``now`` is any clock that does not go back, in seconds.
     """
 
@@ -123,14 +124,14 @@ class Broker:
         return self._taken()
 
     def on_clients(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
-        """Several messages of clients: the connections and their frames."""
+        """Handles several messages of clients: the connections and their frames."""
         self._at(now)
         for peer, frames in messages:
             self._guarded(self._front.on_frames, peer, frames, "", now)
         return self._taken()
 
     def on_workers(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
-        """Several messages of workers, each packed as it is on a socket."""
+        """Handles several messages of workers, each packed as on a socket."""
         return self._on_workers(messages, self._back.on_tokens, now)
 
     def _on_workers(
@@ -155,7 +156,7 @@ class Broker:
         return self._taken()
 
     def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """As ``on_clients``, where the broker has keys."""
+        """Like ``on_clients``, for a broker with keys."""
         self._at(now)
         admits = self.keyring.admits
         for peer, frames, key in messages:
@@ -166,7 +167,7 @@ class Broker:
         return self._taken()
 
     def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """As ``on_workers``, where the broker has keys."""
+        """Like ``on_workers``, for a broker with keys."""
         admits = self.keyring.admits
         served = []
         for peer, frames, key in messages:
@@ -187,7 +188,7 @@ class Broker:
     def on_keys(
         self, clients: Mapping[str, Allowed], workers: Mapping[str, Allowed], now: float
     ) -> list[Outgoing]:
-        """What may connect has changed. Sessions of clients that may not any more end; a worker's
+        """The allowed keys have changed. The sessions of revoked clients end; a revoked worker's
         lease ends with its next message, which is its next heartbeat at the latest."""
         self._at(now)
         self.keyring.replace("worker", workers)
@@ -208,7 +209,7 @@ class Broker:
         return self._taken()
 
     def on_full(self, message: Outgoing) -> list[Outgoing]:
-        """A message was dropped: those that wait for its peer have reached their bound."""
+        """A message was dropped because the queue of its peer is full."""
         if message.side is Side.FRONT:
             self._guarded(self._front.on_slow, message)
         return self._taken()
@@ -229,7 +230,7 @@ class Broker:
 
     @property
     def due_at(self) -> float:
-        """When ``expire`` is to be called, as the deadline of a request passes."""
+        """When ``expire`` is to be called next, for the earliest deadline of a request."""
         return self.dispatcher.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
@@ -239,41 +240,40 @@ class Broker:
         return self._taken()
 
     def wait_s(self, now: float) -> float:
-        """In how many seconds ``tick`` is to be called again: in ``tick_s``, when the first lease
-        ends, or at once where the last one has left something to do, so as not to hold up the
-        messages."""
+        """Seconds until ``tick`` is to be called again: ``tick_s``, less if a lease ends before, or
+        a short pause if the last tick left work. The pause lets messages pass."""
         if self.dispatcher.behind or self._sessions.behind or self._back.behind:
             return BEHIND_S
         return max(0.001, min(self.settings.tick_s, self._back.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
-        """Another broker is about to take this one's place, and adopts what workers run: what it
-        cannot adopt is to end first."""
+        """Another broker is about to take this one's place and to adopt the workers' requests.
+        Requests that it cannot adopt are to end first."""
         self._guarded(self._admission.leave, self._stopping())
         return self._taken()
 
     @property
     def can_leave(self) -> bool:
-        """Whether nothing runs, or is about to go on at a worker, that would be lost."""
+        """Whether this broker can stop now without the loss of a request."""
         requests = self.dispatcher.requests.values()
         if any(r.open and r.worker is not None and not _outlives(r) for r in requests):
             return False
         workers = self.dispatcher.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # The worker leaves within a step, and the next broker would await it in vain.
+            # The worker leaves within a step, and the next broker would wait for it in vain.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.dispatcher.moves.waiting.values())
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after this time, as its heartbeats
-        report: between steps it sends DRAIN if it got a signal."""
+        report. Workers send DRAIN between steps if they got a signal."""
         workers = self.dispatcher.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
     def left(self) -> list[Outgoing]:
-        """The broker leaves: what its successor cannot adopt ends with an error, so that it is sent
-        again."""
+        """The broker leaves: requests that its successor cannot adopt end with an error, so that
+        clients send them again."""
         for request in list(self.dispatcher.requests.values()):
             if request.worker is None or not _outlives(request):
                 self._guarded(self.dispatcher.abandon, request, self._stopping())
@@ -295,8 +295,8 @@ class Broker:
         return self._taken()
 
     def _at(self, now: float) -> None:
-        """An event comes. If the last tick was long ago, this process was stopped, and so was the
-        time of those that it would find silent."""
+        """Sets the time of an event. If the last tick was long ago, this process was stopped, and
+        leases are renewed because their messages are unread."""
         self.dispatcher.now = now
         if now - self._ticked_at > LATE_TICKS * self.settings.tick_s:
             self._ticked_at = now
@@ -310,7 +310,7 @@ class Broker:
         )
 
     def _guarded(self, part: Callable[..., None], *args: Any) -> None:
-        """Runs one part of an event; a defect there is logged and does not stop the others."""
+        """Runs one part of an event; a defect in it is logged and does not stop the other parts."""
         try:
             part(*args)
         except Exception:
@@ -321,13 +321,13 @@ class Broker:
         log.exception("a defect of the broker in %s", where)
 
     def _taken(self) -> list[Outgoing]:
-        """What is to be sent, at the end of an event."""
+        """Returns the outgoing messages at the end of an event."""
         if self._pending:
             self._guarded(self.dispatcher.moves.settle)
         return self._out.take() if self._out else []
 
 
 def _outlives(request: Request) -> bool:
-    """Whether a request that a worker runs can go on under another broker: the worker reports it,
-    and its client comes back for it."""
+    """Whether a running request can continue under another broker: its worker reports it, and its
+    client reconnects for it."""
     return request.type in STREAMS and request.session.recovers

@@ -1,4 +1,4 @@
-"""When requests end by their ``timeout_s``."""
+"""The times at which requests end by their ``timeout_s``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REBUILD_ABOVE = 64
 class Deadlines:
     """The deadlines of live requests, earliest first.
 
-    An entry in the middle of a heap cannot be removed cheaply, so those of requests that ended stay
+    An entry in the middle of a heap cannot be removed cheaply, so entries of ended requests stay
     until they are the majority; then the heap is rebuilt.
     """
 
@@ -22,7 +22,7 @@ class Deadlines:
         self._live: set[int] = set()
 
     def __len__(self) -> int:
-        """Entries that are kept, those of ended requests included."""
+        """Number of entries, including those of ended requests."""
         return len(self._heap)
 
     def add(self, request: Request) -> None:
@@ -40,7 +40,7 @@ class Deadlines:
 
     @property
     def first(self) -> float:
-        """When the next one may be due: no request has an earlier deadline."""
+        """A lower bound of the deadlines of all live requests."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def due(self, now: float) -> Iterator[int]:

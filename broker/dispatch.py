@@ -43,23 +43,23 @@ MAX_WAITING = 0.5
 """The part of its ``timeout_s`` that a request may be expected to wait in its queue."""
 
 CANCEL_GRACE_S = 10.0
-"""How long a worker has to end a request that was cancelled, in seconds."""
+"""Seconds that a worker has to end a cancelled request."""
 
 MAX_ENDED = 250
-"""Requests that a tick ends at the most: what is left is for the next one, which comes at once."""
+"""Requests that one tick ends; the rest follow in the next tick, which comes at once."""
 MAX_STARTED = 100
-"""Requests that have lost their worker, and that one event starts elsewhere at the most."""
+"""Requests that have lost their worker and that one event starts elsewhere."""
 MAX_LOOKED_AT = 2_000
-"""Of these, how many it looks at."""
+"""Requests without a worker that one event looks at."""
 MAX_NOTICES = 400
-"""Clients that get a notice of their place in one tick."""
+"""Clients that receive a notice of their place in one tick."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """How much of a queue's bound is for requests of a priority.
+    """The part of a queue's bound that requests of a priority may fill.
 
-    The last eighth is for priorities above 0, and another one for those of 0 and more: a full queue
-    does not keep out what is more urgent than all that waits, and nothing that was accepted has to
+    The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
+    at least 0. So a full queue still accepts more urgent requests, and no accepted request has to
     make room.
     """
     eighths = 8 if priority > 0 else 7 if priority == 0 else 6
@@ -83,9 +83,9 @@ class Dispatcher:
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self._unserved: dict[tuple[str, str], float] = {}
-        """Since when no worker serves what waits in a queue."""
+        """Since when a queue has requests but no worker serves it."""
         self._early: set[tuple[str, str]] = set()
-        """Queues of requests that came before any worker that serves them."""
+        """Queues of requests that arrived before any worker that serves them."""
         self.pools = Pools(self.is_hung)
         self.prefixes = Prefixes(settings.route_by_prefix)
         self.controllers = Controllers(
@@ -95,13 +95,13 @@ class Dispatcher:
         self.ends = Ends(settings, sessions, out, lambda: self.now)
         self.deadlines = Deadlines()
         self._pace = Pace()
-        """At which requests leave the queues for a worker."""
+        """Rate at which requests leave the queues for a worker."""
         self.closing: TokenbusError | None = None
-        """Why the broker takes no more requests, once it is about to stop."""
+        """The error for new requests once the broker is about to stop."""
         self.behind = False
-        """Whether the last tick has left something to the next one."""
+        """Whether the last tick has left work for the next one."""
         self._places: Iterator[tuple[Request, int]] = iter(())
-        """The places of which clients have not been notified yet."""
+        """Places in the queue of which clients have not been notified yet."""
         self.now = 0.0
         """The time of the event that is handled, in seconds."""
 
@@ -113,7 +113,7 @@ class Dispatcher:
     # --- the life of a request ------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Starts a request on a worker, or queues it; raises why it is refused."""
+        """Starts a request on a worker, or queues it; raises an error if it is refused."""
         key, early = (request.role, request.model), False
         try:
             worker = self._candidates(*key).least_loaded()
@@ -141,9 +141,9 @@ class Dispatcher:
         self._notify_queued(request, len(queue))
 
     def adopt(self, request: Request, worker: Worker, sent: bytes) -> None:
-        """A request that its worker began under an earlier run of the broker goes on there.
+        """Adopts a request that its worker began under an earlier run of the broker.
 
-        ``sent``: what was sent of it, as a body of TOKEN.
+        ``sent`` has the entries that were sent, as a body of TOKEN.
         """
         self.requests[request.id] = request
         request.session.streams[request.stream_id] = request
@@ -155,8 +155,8 @@ class Dispatcher:
         self.moves.sent(request, sent)
 
     def withdraw(self, request: Request) -> None:
-        """A request is not where it was thought to be: it is removed, and its client and the state
-        worker are not notified, as it goes on elsewhere."""
+        """Removes a request that continues elsewhere; its client and the state worker are not
+        notified."""
         self.controllers.withdraw(request)
         self.forget(request)
         request.open = False
@@ -166,8 +166,8 @@ class Dispatcher:
     def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
         """Ends a request at its client's request; its last TOKEN entry has the reason.
 
-        That entry comes from the request's worker, where it has one, or from the broker where the
-        worker sends none in time, as one whose step hangs.
+        That entry comes from the request's worker if it has one. The broker sends it if the worker
+        sends none in time, for example because its step hangs.
         """
         if request.worker is None:
             self.ends.finish(request, reason)
@@ -179,10 +179,10 @@ class Dispatcher:
             self._send_cancel(request, reason)
 
     def abandon(self, request: Request, error: TokenbusError | None = None) -> None:
-        """Ends a request, for its client at once: with ``error``, or without an answer.
+        """Ends a request for its client at once: with ``error``, or without an answer.
 
-        Its worker is asked to cancel it, and it counts towards the worker's load until the worker
-        has reported its end.
+        Its worker is asked to cancel it. Until the worker has reported the end, the request counts
+        towards the worker's load.
         """
         if not request.open:
             return
@@ -222,7 +222,7 @@ class Dispatcher:
             self.refill(worker)
 
     def tick(self, now: float) -> None:
-        """Time has passed: deadlines, what waits for a worker, and the journals."""
+        """Time has passed: checks deadlines, waiting requests and journals."""
         self.behind = False
         self.expire(now)
         self.refuse_unserved(now)
@@ -250,7 +250,7 @@ class Dispatcher:
     # --- workers --------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
-        """A worker has registered: it takes what waits for it."""
+        """A worker has registered: it receives requests that wait for it."""
         self.workers[worker.id] = worker
         self.pools.add(worker)
         self.rebalance()
@@ -269,8 +269,8 @@ class Dispatcher:
             self.rebalance(quiet=True)
 
     def move(self, request: Request, why: str) -> None:
-        """The worker of a request does not have it any more: it goes on at another one, or there
-        from what was routed."""
+        """The worker of a request does not have it any more: the request continues at another
+        worker, or there from its journal."""
         worker = request.worker
         assert worker is not None
         self._take_from(worker, [request], Loss(why, died=False, returns=False))
@@ -278,8 +278,8 @@ class Dispatcher:
         self.rebalance()
 
     def take_back(self, request: Request, worker: Worker) -> None:
-        """A request that waits for a worker is with the one that it had, which is back with it and
-        is about to be added."""
+        """A request that waits for a worker returns to the one that it had, which has registered
+        again and is about to be added."""
         request.worker, request.dispatched, request.returning = worker, self.now, True
         self.moves.sent(request, back=True)
         worker.take(request)
@@ -302,12 +302,12 @@ class Dispatcher:
             self._refuse([request], error)
 
     def rebalance(self, *, quiet: bool = False) -> None:
-        """The workers, or what they serve, have changed: starts what a worker now has room for.
+        """Starts waiting requests after the workers, or the models that they serve, have changed.
 
         ``quiet``: streams that have waited for a worker, and continue, are not logged.
 
-        What no worker serves any more waits for one to register; but requests without a model are
-        refused where it is not clear any more which model that is.
+        Requests that no worker serves any more wait for a worker to register. Requests that name no
+        model are refused if it is not clear any more which model they mean.
         """
         unclear = self.queues.get(("gpu", ""))
         if unclear is not None and not self.default_model() and self.pools.has_default:
@@ -331,8 +331,8 @@ class Dispatcher:
         self.controllers.start_waiting()
 
     def refused(self, request: Request, worker: Worker, frames: list[bytes]) -> None:
-        """A worker has no room for a request, as other brokers have sent it some: another one gets
-        it, or it waits. ``frames``: those of the request, as they went there."""
+        """A worker has no room for a request, because other brokers use it too: another worker
+        receives the request, or it waits. ``frames`` are those that the worker received."""
         if request.worker is not worker:
             return
         del worker.requests[request.id]
@@ -360,13 +360,13 @@ class Dispatcher:
         self._notify_queued(request, len(queue))
 
     def resume(self, worker: Worker) -> None:
-        """A worker whose step had hung goes on."""
+        """A worker whose step had hung continues."""
         self.pools.note(worker)
         self.refill(worker)
 
     def refuse_unserved(self, now: float) -> None:
-        """Refuses what has waited for ``move_wait_s`` where no worker serves it any more, and what
-        came before any worker that serves it once none is awaited."""
+        """Refuses requests that have waited for ``move_wait_s`` without a worker that serves them,
+        and requests for unknown models when no further worker is expected."""
         for key in [key for key in self._unserved if key not in self.queues]:
             del self._unserved[key]
         self._early &= self.queues.keys()
@@ -399,8 +399,8 @@ class Dispatcher:
     def refill(self, worker: Worker) -> None:
         """Starts waiting requests on a worker while it has room.
 
-        Those that have moved first, wherever there is room for them; then the highest priority;
-        between models of the same priority, the queues take turns.
+        Requests that have moved are first if any worker has room for them; then the highest
+        priority. Queues of models with the same priority take turns.
         """
         if self.moves.waiting:
             self._continue_moved(worker)
@@ -419,33 +419,34 @@ class Dispatcher:
             if queue:
                 served[key] = self.queues[key] = queue
             if request.deadline is not None and request.deadline <= self.now:
-                # Nobody waits for its tokens any more.
+                # The client does not need its tokens any more.
                 self.cancel(request, self.now, "timeout")
                 continue
             self._pace.note(self.now)
             self._start(request, worker)
 
     def report_places(self) -> None:
-        """Begins to notify clients whose waiting request has a new place in its queue; what is left
-        is for ``report_more_places``."""
+        """Begins to notify clients whose waiting request has a new place in its queue;
+        ``report_more_places`` notifies the rest."""
         self._places = chain.from_iterable([queue.places() for queue in self.queues.values()])
         self.report_more_places()
 
     def report_more_places(self) -> None:
-        """Notifies some more."""
+        """Notifies the next clients of their places."""
         for request, place in islice(self._places, MAX_NOTICES):
             waits = request.worker is None and self.requests.get(request.id) is request
             if waits and place != request.place:
                 self._notify_queued(request, place)
 
     def default_model(self) -> str:
-        """The model of a request that names none; empty where the workers' defaults differ."""
+        """The model of a request that names none; empty if the workers' defaults differ."""
         return self.pools.default_model
 
     # --- inside ---------------------------------------------------------------------------------
 
     def _candidates(self, role: str, model: str) -> Pool:
-        """The workers that serve a model, busy and draining ones too; raises if there are none."""
+        """The workers that serve a model, including busy and draining ones; raises an error if
+        there are none."""
         pool = self.pools.serving(role, model)
         if pool.workers:
             return pool
@@ -469,12 +470,12 @@ class Dispatcher:
         )
 
     def _may_continue_at(self, request: Request) -> Iterator[Worker]:
-        """The workers that a request may move to, busy and draining ones too."""
+        """The workers to which a request may move, including busy and draining ones."""
         serving = self.pools.serving(request.role, request.model)
         return (w for w in serving.workers.values() if self.moves.fits(request, w))
 
     def can_continue_elsewhere(self, request: Request, worker: Worker) -> bool:
-        """Whether a worker that is there already can take a request over from its own."""
+        """Whether another registered worker can take a request over."""
         name = request.model or worker.default
         loaded = worker.models.get(name)
         for other in self._may_continue_at(request):
@@ -486,8 +487,8 @@ class Dispatcher:
         return False
 
     def _continue_moved(self, worker: Worker | None = None) -> None:
-        """Sends requests that have lost their worker to others, as far as these have room, or as
-        far as ``worker`` has."""
+        """Sends requests that have lost their worker to other workers as far as these have room, or
+        only to ``worker``."""
         full: set[tuple[str, str, int]] = set()
         """The kinds of requests for which no worker has room."""
         started = 0
@@ -508,7 +509,7 @@ class Dispatcher:
                 self._start(request, found)
 
     def _next_worker(self, request: Request) -> Worker | None:
-        """Where a request that has lost its worker goes on, if anywhere has room."""
+        """The worker at which a request without a worker continues; None if no worker has room."""
         pool = self.pools.serving(request.role, request.model)
         for worker in pool.free():
             if self.moves.fits(request, worker):
@@ -516,14 +517,15 @@ class Dispatcher:
                 return found if self.moves.fits(request, found) else worker
         if any(w.state is WorkerState.READY for w in self._may_continue_at(request)):
             return None
-        # All that are left drain, as where the whole system stops: one of them takes it.
+        # All remaining workers drain, for example because the whole system stops: one of them takes
+        # the request.
         serving = self._may_continue_at(request)
         free = (w for w in serving if self._has_room(w) and not w.handed_over)
         return min(free, key=pool.rank, default=None)
 
     def _with_prefix(self, request: Request, worker: Worker) -> Worker:
-        """Where a request goes for which ``worker`` is the least loaded: perhaps to one that has
-        the beginning of its prompt."""
+        """The worker for a request for which ``worker`` is the least loaded: possibly another one
+        that has the beginning of its prompt."""
         pool = self.pools.serving(request.role, request.model)
         return self.prefixes.choose(request, pool, self._model_of(request), worker)
 
@@ -531,8 +533,8 @@ class Dispatcher:
         return request.model or self.pools.default_model
 
     def _check_queues(self, request: Request) -> None:
-        """Raises why one more request cannot wait: ``queue_full``, or ``client_limit`` where only
-        its own session has too much waiting."""
+        """Raises an error if one more request cannot wait: ``queue_full``, or ``client_limit`` if
+        its own session has too many waiting requests."""
         settings, session, queues = self._settings, request.session, self.queues.values()
         number, size = self.queued, sum(queue.bytes for queue in queues)
         most = room_for(request.priority, settings.max_queued)
@@ -548,7 +550,8 @@ class Dispatcher:
         if session.key:
             use = session.use
             self._check_share("key", use, request, (number, size), (most, most_bytes))
-            # The key may have half of the room that other keys leave, and divides it likewise.
+            # A key may have half of the room that other keys leave, and its sessions share that
+            # likewise.
             most = (most - number + use.queued) // 2
             most_bytes = (most_bytes - size + use.queued_bytes) // 2
             number, size = use.queued, use.queued_bytes
@@ -563,7 +566,7 @@ class Dispatcher:
         total: tuple[int, int],
         most: tuple[int, int],
     ) -> None:
-        """Raises ``client_limit`` where a request would exceed the share of its key or session, in
+        """Raises ``client_limit`` if a request would exceed the share of its key or session, in
         requests or in bytes."""
         if own.queued == 0 or (
             fits_share(own.queued, total[0], most[0])
@@ -579,7 +582,7 @@ class Dispatcher:
         )
 
     def _check_wait(self, request: Request) -> None:
-        """Raises ``queue_full`` where a request would use up most of its time waiting: it would be
+        """Raises ``queue_full`` if a request would spend most of its time in the queue: it would be
         computed in part, and then end by its ``timeout_s``."""
         queue = self.queues.get((request.role, request.model))
         rate = queue.pace.per_s(self.now) if queue is not None else None
@@ -600,7 +603,7 @@ class Dispatcher:
         return worker.has_room and not self.is_hung(worker)
 
     def is_hung(self, worker: Worker) -> bool:
-        """Whether a worker's step in progress has run for so long that it counts as hung."""
+        """Whether a worker's current step has run for so long that it counts as hung."""
         return worker.step_age_s is not None and worker.step_age_s > self._settings.hung_step_s
 
     def _start(self, request: Request, worker: Worker) -> None:

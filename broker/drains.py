@@ -1,4 +1,4 @@
-"""Workers that leave: they hand their streams over where others can take them."""
+"""Workers that leave: other workers take over their streams if they can."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
-"""Requests that wait for the end of one worker."""
+"""Requests that wait for one worker to leave."""
 
 
 class Drains:
-    """Drains workers, at their own wish or at a client's."""
+    """Drains workers, at their own request or at a client's."""
 
     def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
         self._dispatcher = dispatcher
         self._out = out
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
-        """By worker, and by session and stream_id: who waits for its end, and how many requests it
-        had."""
+        """By worker, and by session and stream_id: the session that waits for the worker to leave,
+        and how many requests the worker had."""
 
     def ask(self, session: Session, message: DrainWorker) -> None:
-        """A client asks for a worker to be drained; it is answered when the worker has left.
+        """A client asks for a worker to be drained; the answer comes when the worker has left.
 
-        Raises RequestError where no such worker is there, UnavailableError where too many wait for
-        the end of this one.
+        Raises RequestError if the worker is unknown, UnavailableError if too many requests wait for
+        it to leave.
         """
         workers = self._dispatcher.workers.values()
         worker = next((w for w in workers if w.name == message.worker), None)
@@ -61,7 +61,7 @@ class Drains:
         self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
 
     def begin(self, worker: Worker, drain: Drain) -> None:
-        """A worker drains: it gets no more requests."""
+        """A worker drains: it receives no new requests."""
         worker.state = WorkerState.DRAINING
         worker.succeeded = drain.successor
         self._draining[worker.id] = worker
@@ -70,10 +70,10 @@ class Drains:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Has each draining worker hand over what it has, where others can take all of it now, or
-        where a successor comes.
+        """Makes each draining worker hand its streams over if others can take all of them now, or
+        if a successor comes.
 
-        Otherwise it finishes its streams, unless another worker registers meanwhile.
+        Otherwise the worker finishes its streams, unless another worker registers meanwhile.
         """
         for worker in self._draining.values():
             if not worker.handed_over and self._can_hand_over(worker):
@@ -98,7 +98,7 @@ class Drains:
         )
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker has left, or is lost: who asked for it is answered."""
+        """A worker has left or is lost: the clients that asked for its drain are answered."""
         self._draining.pop(worker.id, None)
         for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():
             result = {"worker": worker.name, "requests": requests}

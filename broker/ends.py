@@ -1,8 +1,8 @@
 """How requests end for their clients: each one exactly once.
 
 An end is the last entry of a stream, an ERROR or a MSG. It is sent, and it is kept until the client
-acknowledges it, attaches to it, or its time is over: a connection may be dead without the broker's
-knowledge.
+acknowledges it, attaches to it, or its time is over, because a connection may have failed without
+the broker's knowledge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tables import Request, Session, SessionTable
 log = logging.getLogger(__name__)
 
 MAX_CLOSING_BYTES = 1024 * 1024
-"""A larger answer is not kept. If it is lost, an ERROR takes its place."""
+"""A larger answer is not stored. If it is lost, an ERROR takes its place."""
 MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
 """The limit of a kept answer without a journal (``max_journal_bytes`` is 0)."""
 MAX_EXPIRED = 250
@@ -35,7 +35,7 @@ MAX_SENT_AGAIN = 64
 
 
 class Ends:
-    """Ends requests for their clients, and keeps the ends that may not have arrived."""
+    """Ends requests for their clients, and stores the ends that may not have arrived."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Ends:
         self._close(request, (b"ERROR", body))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a stream with an entry of the broker's."""
+        """Ends a stream with an entry that the broker creates."""
         entry = Token(token=None, stream_id=request.stream_id, logprob=None, finish_reason=reason)
         self._close(request, (b"TOKEN", encode_body([entry], request.session.encoding)))
 
@@ -87,9 +87,9 @@ class Ends:
             session.ends.on_sent(end)
 
     def keep(self, request: Request, sent: bytes, count: int) -> End | None:
-        """Keeps the end of a stream that a worker reports to a broker which was restarted.
+        """Stores the end of a stream that a worker reports to a restarted broker.
 
-        ``sent``: its ``count`` entries, as a body of TOKEN.
+        ``sent`` has its ``count`` entries, as a body of TOKEN.
         """
         end = self._keep(request, None, sent)
         if end is not None:
@@ -188,7 +188,7 @@ class Ends:
         session.journal.end(end.request)
 
     def tick(self, session: Session) -> None:
-        """Sends again what was dropped, and drops what no client has attached to in time."""
+        """Sends dropped ends again, and drops ends to which no client has attached in time."""
         if session.peer is None:
             return
         ends = session.ends
@@ -204,7 +204,7 @@ class Ends:
     # --- messages that were dropped -------------------------------------------------------------
 
     def lost(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> None:
-        """The message that ends a stream was dropped: ``closing`` goes out at a later tick."""
+        """The message that ends a stream was dropped: ``closing`` is sent at a later tick."""
         session.ends.on_lost(self._closed(session, stream_id, closing))
 
     def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
@@ -215,10 +215,10 @@ class Ends:
         self._was_sent(session, end)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
-        """The end of a stream, with another message that ends it."""
+        """The end of a stream, with a different final message."""
         end = session.ends.by_stream.get(stream_id)
         if end is None:
-            # A request that was refused has no number of its own.
+            # A request that was refused has no number.
             end = End(-1 - stream_id, stream_id, False, 0, closing, b"")
             self._add(session, end)
             self._count(session, end, sum(map(len, closing)))
@@ -228,8 +228,8 @@ class Ends:
     # --- ATTACH ---------------------------------------------------------------------------------
 
     def attach(self, session: Session, stream_id: int, received: int) -> bool:
-        """Answers an ATTACH with a kept end; whether there is one which the present connection has
-        not been sent."""
+        """Answers an ATTACH with a stored end; returns whether an end exists that was not sent on
+        the present connection."""
         end = session.ends.by_stream.get(stream_id)
         if end is None or end.position:
             return False
@@ -238,7 +238,7 @@ class Ends:
         return True
 
     def _was_sent(self, session: Session, end: End) -> None:
-        """An end went out. Only an acknowledgement shows whether it arrives."""
+        """An end was sent. Only an acknowledgement shows whether it arrived."""
         if session.acks:
             session.ends.on_sent(end)
         else:
@@ -261,7 +261,7 @@ class Ends:
             self._send(session, end.closing)
 
     def _entries(self, session: Session, end: End) -> list[Token] | None:
-        """The entries that were routed for a stream that has ended; None where they are not kept.
+        """The entries that were routed for a stream that has ended; None if they are not stored.
 
         The journal is read once for all ends of the session that need it.
         """
@@ -273,7 +273,7 @@ class Ends:
         return column_entries(body) if isinstance(body, TokenColumns) else body
 
     def _read_journal(self, session: Session) -> None:
-        """Reads the entries of all kept ends of a session that are in its journal."""
+        """Reads the entries of all stored ends of a session whose entries are in its journal."""
         journal, ends = session.journal, session.ends.by_stream.values()
         wanted = {e.request: e for e in ends if e.sent is None and journal.has(e.request)}
         try:
@@ -298,6 +298,6 @@ class Ends:
 
 
 def _awaits_attach(request: Request) -> bool:
-    """Whether the client of a request attaches to it, so that what precedes the answer is dropped
+    """Whether the client of a request attaches to it, so that entries before the answer are dropped
     there."""
     return bool(request.attaching) or request.unclaimed or request.resumed

@@ -1,5 +1,5 @@
-"""The queue of a model: by priority, then in turn between keys, between the sessions of one key,
-and between the users of one session, then by arrival."""
+"""The queue of a model: by priority, then in turns, then by arrival. Keys take turns, then the
+sessions of a key, then the users of a session."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from ..protocol.pace import Pace
 from .tables import Request
 
 Users = OrderedDict[str, OrderedDict[int, Request]]
-"""The requests of a session, or of a group of sessions, by user, the next one first, and by the
-request's id."""
+"""The requests of a session, or of a group of sessions, by user and by request id; the next user
+comes first."""
 Sessions = OrderedDict[int | str, Users]
-"""The requests of a key by session or group (``Request.turn``), the next one first. Clients without
-keys are one key."""
+"""The requests of a key by session or group (``Request.turn``); the next one comes first. Clients
+without keys share one key."""
 
 
 class FairQueue:
     """Requests that wait for a worker.
 
-    Within a priority, keys take turns, and in the turns of a key its sessions: a session that sends
-    a thousand requests at once delays the first request of another session by one place, and a
-    thousand sessions of one key delay that of another key by one place. In the turns of a session
-    that serves several users (``Request.by``), as a gateway's does, these take turns likewise. The
-    sessions of a group (``Request.group``) count as one.
+    Within a priority, keys take turns, and within the turns of a key its sessions do. If a session
+    sends a thousand requests at once, the first request of another session waits for one of them.
+    If one key has a thousand sessions, the same holds for another key.
+
+    In the turns of a session that serves several users (``Request.by``), such as a gateway's, its
+    users take turns likewise. The sessions of a group (``Request.group``) count as one.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[str, Sessions]] = {}
         """By priority, key, and session or group."""
         self._lengths: dict[int, int] = {}
-        """By priority."""
+        """Number of requests by priority."""
         self._length = 0
         self.bytes = 0
-        """The size of the requests that wait here."""
+        """The size of the requests in this queue."""
         self.pace = Pace()
-        """At which requests leave the queue for a worker."""
+        """Rate at which requests leave the queue for a worker."""
 
     @property
     def priority(self) -> int:
-        """The priority of the request whose turn it is; the queue must not be empty."""
+        """The priority of the next request; the queue must not be empty."""
         return max(self._levels)
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ class FairQueue:
                         yield from waiting.values()
 
     def push(self, request: Request) -> None:
-        """Puts a request behind those of its user, session and priority."""
+        """Adds a request after those of its user, session and priority."""
         level = self._levels.setdefault(request.priority, OrderedDict())
         request.queued_for = request.session.key
         sessions = level.setdefault(request.queued_for, OrderedDict())
@@ -85,7 +86,7 @@ class FairQueue:
         return True
 
     def pop(self, now: float) -> Request:
-        """Takes out the request whose turn it is, for a worker; the queue must not be empty."""
+        """Removes and returns the next request, for a worker; the queue must not be empty."""
         level = self._levels[self.priority]
         key, sessions = next(iter(level.items()))
         session, users = next(iter(sessions.items()))
@@ -102,8 +103,8 @@ class FairQueue:
         return request
 
     def ahead(self, request: Request) -> int:
-        """How many requests will go before a newcomer, at the most: those of higher priorities, and
-        as many turns of the keys and sessions as it has to wait for."""
+        """An upper bound of the requests that precede a new one: those of higher priorities, and
+        one for each key and session in each turn that it waits for."""
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
         session = request.session
@@ -116,7 +117,7 @@ class FairQueue:
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Every request and its place, from 1, as of now: what changes meanwhile is not seen."""
+        """Every request and its place, from 1, as of now; later changes are not seen."""
         levels = [
             [
                 [

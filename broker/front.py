@@ -1,4 +1,4 @@
-"""The clients' side of the broker: each message of a client, checked and handed to its part."""
+"""The clients' side of the broker: checks each message of a client and passes it to its handler."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class Front:
     # --- events ---------------------------------------------------------------------------------
 
     def on_frames(self, peer: bytes, frames: list[bytes], key: str, now: float) -> None:
-        """One message of a client's connection; only its sender receives the error, if any."""
+        """Handles a message of a client's connection; only the sender receives the error, if
+        any."""
         session = self._table.by_peer.get(peer)
         if session is not None and session.key != key:
             # Another client has the routing id: the connection of this session has closed.
@@ -123,8 +124,8 @@ class Front:
     def on_slow(self, dropped: Outgoing) -> None:
         """A client does not read, and a message to it was dropped.
 
-        Its streams end with errors that it receives when it reads again; so do those that have
-        ended already, but with tokens in the dropped message.
+        Its streams end with errors that the client receives when it reads again. Streams that have
+        ended already also get an error if their last tokens were in the dropped message.
         """
         session = self._table.by_peer.get(dropped.peer)
         if session is None:
@@ -156,8 +157,7 @@ class Front:
                 self._dispatcher.abandon(request, error)
 
     def revoke(self, key: str, error: TokenbusError) -> None:
-        """A key may not connect any more: the sessions of its clients end, each stream with
-        ``error``."""
+        """A key was revoked: the sessions of its clients end, each stream with ``error``."""
         for session in self._table:
             if session.key == key:
                 for request in list(session.streams.values()):
@@ -206,15 +206,17 @@ class Front:
                 raise AssertionError(f"no code handles {message_type!r}")
 
     def _is_operator(self, session: Session) -> bool:
-        """Whether a client may do what concerns all: one without a key, which is on the broker's
-        machine, or one whose key says so. A gateway may not, as its users would."""
+        """Whether a client may perform operator actions: a client without a key, which is on the
+        broker's machine, or one whose key allows it. A gateway may not, because its users would
+        then be able to."""
         allowed = self._keyring.client(session.key)
         local = not session.key
         return not session.carries_users and (local or (allowed is not None and allowed.operator))
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
-        """Whose streams a client may see: of all (None) as the operator, of its key as another
-        client, of its own session as a gateway or where it asks for these."""
+        """The sessions whose streams a client may see: None (all) for the operator, those of its
+        key for other clients. A gateway, or a client that asks for its ``own``, sees only its own
+        session."""
         if own or session.carries_users:
             return [session]
         if self._is_operator(session):
@@ -241,7 +243,7 @@ class Front:
 
 
 def _check(peer: bytes, frames: list[bytes]) -> None:
-    """Raises what is wrong with a message before anything of it is decoded."""
+    """Raises an error if a message is malformed, before any part of it is decoded."""
     if peer[:1] != b"\0":
         raise RequestError(
             Code.NOT_ALLOWED,
@@ -265,7 +267,7 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
 
 
 def _closed_stream(frames: Sequence[bytes]) -> int | None:
-    """The stream that an ERROR or a MSG ends; None of another message."""
+    """The stream that an ERROR or a MSG ends; None for another message."""
     if frames[0] not in (b"ERROR", b"MSG"):
         return None
     try:
@@ -276,9 +278,9 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
 
 
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
-    """The streams that end with a TOKEN message, but for those that were cancelled.
+    """The streams that end with a TOKEN message, except those that were cancelled.
 
-    None of a body that cannot be decoded, as the broker passes bodies on unread.
+    Empty for a body that cannot be decoded, as the broker passes bodies on unread.
     """
     if frames[0] != b"TOKEN":
         return set()
@@ -302,7 +304,7 @@ class _StreamIdOnly(Struct):
 
 
 class _Closing(Struct):
-    """An ERROR or a MSG, as far as it shows which stream it ends."""
+    """The fields of an ERROR or a MSG that show which stream it ends."""
 
     stream_id: StreamId | None = None
     attached: int | None = None
@@ -310,7 +312,7 @@ class _Closing(Struct):
 
 
 def _stream_id(body: bytes) -> int | None:
-    """The stream that a refused message names, where it can be read that far."""
+    """The stream that a refused message names, if the message can be read that far."""
     try:
         only: _StreamIdOnly = decode_as(_StreamIdOnly, body)
     except RequestError:

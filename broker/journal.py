@@ -1,6 +1,7 @@
-"""The journal of a session: the TOKEN bodies that were routed for it, kept without decoding them.
+"""The journal of a session: the TOKEN bodies that were routed for it, stored without decoding them.
 
-With its request and these, a stream can go on at another worker. They are decoded only then.
+With its request and these bodies, a stream can continue at another worker. They are decoded only
+then.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from .recent import Recent, Segment
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
 PART_BYTES = 4096
-"""A part of a chunk that has reached this size gets none either."""
+"""A part of a chunk that has reached this size gets no further bodies."""
 AGAIN_BYTES = 100
-"""Bytes that are counted for the place from which entries of a request were sent again."""
+"""Bytes that count for the position from which entries of a request were sent again."""
 LARGE_BYTES = 512
 """Larger bodies are not joined."""
 _MSGPACK = b"\x80"
-"""The first byte of a body in msgpack is this or more, that of one in JSON is less."""
+"""A body in msgpack starts with this byte or a larger one, a body in JSON with a smaller one."""
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
 _LINES = msgspec.json.Decoder(list[Token])
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bodies in one encoding, one behind the other; in JSON a line each."""
+    """Bodies in one encoding, concatenated; in JSON each is a line."""
 
     encoding: Encoding
     first: int
     """The number of its first body."""
     count: int = 0
     size: int = 0
-    """Bytes of all of them."""
+    """Bytes of all bodies."""
     parts: list[bytes] = field(default_factory=list)
 
     def add(self, bodies: list[bytes]) -> None:
-        """Adds bodies: small ones joined, as a Python object has 41 bytes of its own; large ones as
-        they are, as to copy them takes longer than all else that the broker does with them."""
+        """Adds bodies. Small ones are joined, as a Python object has an overhead of 41 bytes. Large
+        ones are not copied, as a copy takes longer than the rest of the routing."""
         size = sum(map(len, bodies))
         if self.encoding == "json":
             self.parts.append(b"\n".join([*bodies, b""]))
@@ -66,7 +67,7 @@ class _Chunk:
         if self.encoding == "json":
             lines: list[Any] = _LINES.decode_lines(b"".join(self.parts))
             return lines
-        # An array of so many objects is its header and then the objects.
+        # In msgpack, an array is a header with its length and then the objects.
         header = b"\xdd" + self.count.to_bytes(4, "big")
         return _BODIES.decode(b"".join([header, *self.parts]))
 
@@ -77,20 +78,20 @@ class _Place:
 
     stream_id: int
     size: int
-    """Bytes of its own frames, which are kept as long."""
+    """Bytes of its own frames, which are stored as long."""
     segment: Segment | None = None
-    """Where its begin is noted; None once the journal has reached it, and where it has ended."""
+    """The segment that notes its begin; None once the journal has reached it, and after its end."""
     first: int = 0
     """No body before this one has entries of it."""
     again: list[tuple[int, int]] | None = None
-    """From which body on, and from which of its entries on, they were sent again."""
+    """Positions from which entries were sent again: the number of the body and of the entry."""
 
 
 class Journal:
     """The bodies of one session, as long as a live request may have entries in them.
 
-    What is routed goes to ``recent``, which gives this journal in ``tail`` what it needs of it;
-    ``pack`` moves that into chunks, where a body takes no more than its own bytes.
+    Routed messages go to ``recent``, which adds those that this journal needs to ``tail``. ``pack``
+    moves them into chunks, where a body takes only its own bytes.
     """
 
     __slots__ = (
@@ -109,18 +110,20 @@ class Journal:
         self._recent = recent
         self.session = session
         self.tail: list[bytes] = []
-        """Bodies that are not packed yet; empty but while ``recent`` distributes."""
+        """Bodies that are not packed yet; empty except while ``recent`` distributes."""
         self.json = False
-        """Whether bodies in JSON may be among them: looking at each costs more than keeping it."""
+        """Whether bodies in JSON may be among them. A check of each body would cost more than this
+        flag."""
         self._chunks: deque[_Chunk] = deque()
         self._next = 0
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """By request, in the order of their places."""
         self._reached = 0
-        """How many of them, the first ones, are where the journal has come to."""
+        """The number of requests, from the first, that the journal has reached."""
         self.size = 0
-        """Bytes that it keeps, the frames of its requests included; without those in ``recent``."""
+        """Bytes that the journal stores, including the frames of its requests but not the bodies in
+        ``recent``."""
 
     @property
     def oldest(self) -> int | None:
@@ -128,9 +131,9 @@ class Journal:
         return next(iter(self._begun), None)
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
-        """A request goes to a worker. ``size``: bytes of its frames, which are kept as long.
+        """A request goes to a worker. ``size``: bytes of its frames, which are stored as long.
 
-        ``sent``: of one that has moved, its entries so far, as a body.
+        ``sent``: the entries of a moved request so far, as a body.
         """
         self.end(request)
         place = self._begun[request] = _Place(stream_id, size)
@@ -139,7 +142,7 @@ class Journal:
         place.segment.live += 1
 
     def _reach(self, place: _Place, sent: bytes) -> None:
-        """The journal has come to where a request begins."""
+        """The journal has reached the place where a request begins."""
         if place.segment is None:
             return
         place.segment.live -= 1
@@ -151,7 +154,7 @@ class Journal:
             self._recent.deliver(self.session, (sent,))
 
     def append(self, body: bytes) -> None:
-        """A body was routed that no worker's TOKEN has."""
+        """A body was routed that is not part of a worker's TOKEN."""
         self._recent.note(len(body), partial(self._recent.deliver, self.session, (body,)))
 
     def repeats(self, request: int, received: int) -> None:
@@ -168,22 +171,22 @@ class Journal:
         self._grow(AGAIN_BYTES)
 
     def has(self, request: int) -> bool:
-        """Whether the entries of a request are here."""
+        """Whether the entries of a request are in this journal."""
         return request in self._begun
 
     def stream_of(self, request: int) -> int:
-        """The stream of a request that is here."""
+        """The stream of a request that is in this journal."""
         return self._begun[request].stream_id
 
     def finish(self, request: int, size: int) -> None:
-        """A request has ended. Its entries stay until ``end``; in place of its frames, ``size``
-        bytes are kept as long."""
+        """A request has ended. Its entries stay until ``end``; instead of its frames, ``size``
+        bytes are stored."""
         place = self._begun[request]
         self._grow(size - place.size)
         place.size = size
 
     def end(self, request: int) -> None:
-        """A request has ended, or cannot move any more: what only it needed is dropped."""
+        """A request has ended, or cannot move any more: bodies that only it needed are dropped."""
         place = self._begun.pop(request, None)
         if place is None:
             return
@@ -198,10 +201,11 @@ class Journal:
             self._recent.trim()
 
     def _drop(self, place: _Place) -> None:
-        """Drops the chunks that only the request needed that began at a place."""
+        """Drops the chunks that only the request at this place needed."""
         if not self._reached:
             if self._recent.journals.get(self.session) is self:
-                # Not so where the session was made again while streams of before were being ended.
+                # A session may have been opened again while its earlier streams were still being
+                # ended.
                 del self._recent.journals[self.session]
             self._grow(-sum(chunk.size for chunk in self._chunks))
             self._chunks.clear()
@@ -237,9 +241,9 @@ class Journal:
         self._next += len(bodies)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
-        """What was routed for each of these requests, in order.
+        """The entries that were routed for each of these requests, in order.
 
-        Raises RequestError where a body cannot be decoded.
+        Raises RequestError if a body cannot be decoded.
         """
         self._recent.distribute()
         found: dict[int, list[Token]] = {request: [] for request in requests}

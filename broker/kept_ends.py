@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 
 MAX_ENDS = 16_384
-"""Ends that are kept for a session. Beyond it, the oldest one is dropped."""
+"""Ends that are stored for a session. Above it, the oldest one is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class End:
-    """How a request has ended. It refers to no session, so that no cycle is left of either."""
+    """How a request has ended. It does not refer to its session, so that no reference cycle
+    arises."""
 
     request: int
     stream_id: int
@@ -31,20 +32,21 @@ class End:
     count: int = 0
     """Number of entries in ``sent``, of an end that a worker reported to a restarted broker."""
     since: float = 0.0
-    """When the end was kept, or the session was last taken over, in seconds."""
+    """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
-    """Where it was sent on the present connection; 0: it was not, and waits for ATTACH."""
+    """Its position on the present connection; 0 if it was not sent there and waits for ATTACH."""
 
 
 class KeptEnds:
-    """The kept ends of one session, oldest first."""
+    """The stored ends of one session, oldest first."""
 
     __slots__ = ("_sent", "by_stream", "lost", "position")
 
     def __init__(self) -> None:
         self.by_stream: dict[int, End] = {}
         self.lost: dict[int, End] = {}
-        """By stream: ends whose message was dropped, as too much waited for the connection."""
+        """By stream: ends whose message was dropped because the queue of the connection was
+        full."""
         self.position = 0
         """Number of ends that were sent to the client."""
         self._sent: dict[int, End] = {}
@@ -63,13 +65,13 @@ class KeptEnds:
         self._sent[end.position] = end
 
     def on_lost(self, end: End) -> None:
-        """The message with an end was dropped: an acknowledgement does not include it."""
+        """The message with an end was dropped: acknowledgements do not include it."""
         self._sent.pop(end.position, None)
         end.position = 0
         self.lost[end.stream_id] = end
 
     def of(self, request: int, stream_id: int) -> End | None:
-        """The end of a request, if it is kept."""
+        """The end of a request, if it is stored."""
         end = self.by_stream.get(stream_id)
         return end if end is not None and end.request == request else None
 
@@ -90,14 +92,14 @@ class KeptEnds:
         return found
 
     def on_taken_over(self, now: float) -> None:
-        """The client has another connection: it attaches to what it has not received."""
+        """The client has a new connection: it attaches to the ends that it has not received."""
         self._sent.clear()
         self.lost.clear()
         for end in self.by_stream.values():
             end.since, end.position = now, 0
 
     def expired(self, before: float, most: int) -> list[End]:
-        """Up to ``most`` ends that are kept since a time before ``before``."""
+        """Up to ``most`` ends that were stored before ``before``."""
         return list(islice(self._older(before), most))
 
     def _older(self, before: float) -> Iterator[End]:

@@ -1,4 +1,4 @@
-"""Follows the folder of keys while the broker runs, so that what is revoked there ends soon."""
+"""Follows the folder of keys while the broker runs, so that revoked keys take effect soon."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..protocol.keys import Allowed, KeyFault, KeyFolder
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often the folder is looked at, in seconds."""
+"""How often the folder is checked, in seconds."""
 SETTLED_S = 2.0
-"""A folder that was changed this shortly before it was read is read once more, as a further change
-may have the same time."""
+"""A folder that changed less than this before it was read is read again, as a further change may
+have the same time stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
-"""What may connect as clients and as workers, by name."""
+"""The keys that may connect as clients and as workers, by name."""
 
 
 class KeyWatch:
-    """What a folder of keys allows, and whether that has changed."""
+    """The keys that a folder allows, and whether they have changed."""
 
     def __init__(self, folder: KeyFolder) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class KeyWatch:
         self._look_at = 0.0
 
     def read(self) -> Keys:
-        """What is allowed now; a name whose file is not valid is not, which is logged."""
+        """The allowed keys. Names whose file is not valid are left out and logged."""
         self._seen, self._settled = self._changed_at()
         faults: list[KeyFault] = []
         keys = self._folder.allowed("client", faults), self._folder.allowed("worker", faults)
@@ -39,7 +39,7 @@ class KeyWatch:
         return keys
 
     def news(self, now: float) -> Keys | None:
-        """What is allowed, where that may have changed since it was read."""
+        """The allowed keys if they may have changed since they were read, else None."""
         if now < self._look_at:
             return None
         self._look_at = now + LOOK_EVERY_S
@@ -49,7 +49,7 @@ class KeyWatch:
         return self.read()
 
     def _changed_at(self) -> tuple[list[int], bool]:
-        """When the folders were changed last, and whether that is some time ago."""
+        """When the folders were last changed, and whether that is long enough ago."""
         changed = []
         for folder in self._folder.folders():
             try:

@@ -1,4 +1,4 @@
-"""Which keys may connect, and as whom: the broker's view of the folder of keys."""
+"""The keys that may connect and their roles: the broker's view of the folder of keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..protocol.keys import Allowed, Role
 
 
 class Keyring:
-    """The public keys that may connect, by role. Empty where the broker has no keys."""
+    """The public keys that may connect, by role. Empty if the broker has no keys."""
 
     def __init__(self) -> None:
         self.counts_tokens = False
@@ -21,13 +21,13 @@ class Keyring:
         return key in self._allowed[role]
 
     def client(self, key: str) -> Allowed | None:
-        """What a client with this public key may do; None without one."""
+        """The rights of a client with this public key; None for an unknown key."""
         found = self._allowed["client"].get(key)
         return found[1] if found is not None else None
 
     def replace(self, role: Role, allowed: Mapping[str, Allowed]) -> set[str]:
-        """The keys of a role have changed, by the names of their holders; returns those that may
-        not connect any more."""
+        """Replaces the keys of a role, by the names of their holders; returns the keys that may not
+        connect any more."""
         before = self._allowed[role]
         now = {entry.public: (name, entry) for name, entry in allowed.items()}
         self._allowed[role] = now

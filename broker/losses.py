@@ -45,7 +45,7 @@ def log_continued(number: int) -> None:
 
 
 def log_given_up(number: int, wait_s: float) -> None:
-    """Logs that streams end, as they have waited for a worker in vain."""
+    """Logs that streams end because no worker took them in time."""
     if number:
         log.warning(
             "%s that waited for a worker end%s with an error, as no worker that can continue them "
@@ -75,5 +75,5 @@ def _streams(number: int) -> str:
 
 
 def _s(number: int) -> str:
-    """The ending of a verb after this number of things."""
+    """The ending of a verb whose subject is this number of things."""
     return "s" if number == 1 else ""

@@ -1,7 +1,7 @@
-"""Requests whose worker is lost: they wait here, before all that are queued, for another one.
+"""Requests whose worker is lost: they wait here for another worker, before all queued requests.
 
-What a request takes along is what was routed for it (``journal.py``): the next worker continues
-behind that, so that its client gets no gap and no repeat.
+A request moves with its journal (``journal.py``): the next worker continues after the entries that
+were routed, so that its client receives neither a gap nor a repeated entry.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .tables import RETRY_AFTER_S, Interruption, Loss, Request, Session, Session
 log = logging.getLogger(__name__)
 
 STREAMS = frozenset((b"GENERATE", b"SCORE"))
-"""Requests that are answered by TOKENs: they continue where they were."""
+"""Requests that are answered by TOKENs: they continue where they stopped."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
-"""Requests that are sent again from their beginning: to be done twice changes nothing."""
+"""Requests that are sent again from their beginning, because they can safely be repeated."""
 
 
 JOURNALS_AT_ONCE = 300
-"""Journals that a tick looks at."""
+"""Journals that one tick checks."""
 WALK_TICKS = 32
-"""Ticks in which all journals are looked at."""
+"""Ticks in which all journals are checked."""
 
 
 class Moves:
-    """Takes requests from workers that are lost, and says where each may go on."""
+    """Takes requests from lost workers, and decides where each may continue."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Moves:
         self.waiting: dict[int, Request] = {}
         """Requests that have left a worker and wait for another, in the order of their loss."""
         self._in_order: list[tuple[int, float, int]] = []
-        """The same in the order in which they go on: -priority, arrival, id."""
+        """The same requests in the order in which they continue: -priority, arrival, id."""
         self._journals = Sweep(sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
         self._largest = 0
-        """Bytes of the largest journal that this walk over them has seen."""
+        """Bytes of the largest journal that the current walk has seen."""
         self.moved = 0
         """Requests that have left a worker since the broker started."""
         self.quarantined = 0
@@ -68,11 +68,11 @@ class Moves:
     # --- the journal ----------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
-        """A request goes to a worker: from now on its session's journal has what it needs to move.
+        """A request goes to a worker: from now on its session's journal has the entries that it
+        needs to move.
 
-        Its frames are kept, where there is a journal. ``before``: of one that was with the worker
-        already, what was routed for it then, as a body of TOKEN. ``back``: the worker is the one
-        that it had, and has it still.
+        Its frames are stored if it has a journal. ``before``: the entries that were routed earlier,
+        as a body of TOKEN. ``back``: the worker is the one that it had, and still runs it.
         """
         interruption, request.interruption = request.interruption, None
         self._stop_waiting(request)
@@ -90,7 +90,7 @@ class Moves:
         self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
-        """A request has come back from the worker that it went to, which had no room for it."""
+        """A request has come back from a worker that had no room for it."""
         request.worker, request.dispatched = None, None
         request.frames, request.movable = frames, True
         request.session.journal.end(request.id)
@@ -100,19 +100,20 @@ class Moves:
         request.attaching.clear()
 
     def forget(self, request: Request) -> None:
-        """A request has ended, for its client at least."""
+        """A request has ended for its client."""
         self._stop_waiting(request)
         self.quarantine.forget(request)
         if request.session.ends.of(request.id, request.stream_id) is None:
             request.session.journal.end(request.id)
 
     def settle(self) -> None:
-        """Keeps what was routed in the event that ends."""
+        """Stores the messages that were routed in the current event."""
         if self._recent.settle():
             self.keep_bounds()
 
     def tick(self) -> None:
-        """Distributes some of what was routed of late, and looks at the bounds of journals."""
+        """Distributes some of the recent messages to journals, and checks the bounds of
+        journals."""
         recent = self._recent
         recent.tick()
         if self._journals.begins:
@@ -123,8 +124,8 @@ class Moves:
         self.keep_bounds()
 
     def keep_bounds(self) -> None:
-        """Keeps journals within their bounds: beyond these, the streams that began first cannot
-        move any more."""
+        """Keeps journals within their bounds: above these, the oldest streams cannot move any
+        more."""
         recent = self._recent
         while recent.size > max(0, recent.limit):
             recent.distribute(BODIES_AT_ONCE)
@@ -136,14 +137,14 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """All journals together are beyond their bound."""
+        """All journals together exceed their bound."""
         recent = self._recent
         journals = [session.journal for session in self._sessions]
         while recent.total > recent.most_in_all:
             self._give_up(max((j for j in journals if j.oldest is not None), key=lambda j: j.size))
 
     def _give_up(self, journal: Journal) -> None:
-        """The request that began first in a journal cannot move any more."""
+        """The oldest request in a journal cannot move any more."""
         number = journal.oldest
         assert number is not None
         stream_id = journal.stream_of(number)
@@ -205,7 +206,7 @@ class Moves:
         idle = [
             request
             for request, entries in taken
-            # What came when its worker was silent already is not why.
+            # Requests that arrived when the worker was already silent cannot be the cause.
             if request.dispatched is not None
             and request.dispatched <= silent_since
             and request.type in STREAMS
@@ -263,7 +264,7 @@ class Moves:
     # --- while a request waits ------------------------------------------------------------------
 
     def first(self, number: int) -> list[Request]:
-        """So many of those that wait, at the most: the highest priority first, then by arrival."""
+        """Up to ``number`` waiting requests: the highest priority first, then by arrival."""
         return [self.waiting[request] for _, _, request in self._in_order[:number]]
 
     def _stop_waiting(self, request: Request) -> None:
@@ -271,7 +272,7 @@ class Moves:
             del self._in_order[bisect_left(self._in_order, _place(request))]
 
     def transcript(self, request: Request, now: float) -> list[bytes]:
-        """What a stream that goes to another worker takes along, as an attachment; none of another
+        """The journal of a stream that goes to another worker, as an attachment; empty for another
         request."""
         interruption = request.interruption
         if interruption is None or request.type not in STREAMS:
@@ -286,8 +287,8 @@ class Moves:
         self.answer(request, sent, received)
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
-        """Answers an ATTACH: what was routed of the stream (a body of TOKEN, or nothing), but for
-        the first ``received`` entries."""
+        """Answers an ATTACH with the entries of a stream (a body of TOKEN, or nothing) after the
+        first ``received``."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
         self._out.attached(request.session, request.stream_id, request.moves, entries, received)
@@ -315,8 +316,8 @@ class Moves:
         )
 
     def overdue(self, now: float, number: int, closing: bool = False) -> list[Request]:
-        """Up to so many requests that have waited for as long as they may where no worker serves
-        them; where the broker is ``closing``, that is no time."""
+        """Up to ``number`` requests that no worker serves and whose waiting time is over; if the
+        broker is ``closing``, it is over at once."""
         since = now - self._settings.move_wait_s
         waiting = islice(self.waiting.values(), number)
         return [
@@ -331,7 +332,7 @@ def _place(request: Request) -> tuple[int, float, int]:
 
 
 def same_model(model: ModelInfo, other: ModelInfo) -> bool:
-    """Whether two workers' models give the same tokens, as far as what they report shows."""
+    """Whether two workers' models give the same tokens, as far as their reports show."""
     ours, theirs = (
         (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype, m.sampling)
         for m in (model, other)

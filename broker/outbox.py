@@ -1,4 +1,5 @@
-"""Messages for peers that do not read: a bounded queue for each, so that none delays the others.
+"""Messages for peers that do not read: each peer has a bounded queue, so that it does not delay the
+others.
 
 A ROUTER socket drops a message silently when its peer's pipe is full. With ROUTER_MANDATORY the
 send fails instead, and the message waits here, up to a bound in bytes.
@@ -30,10 +31,12 @@ _OK, _FULL, _GONE = Sent.OK, Sent.FULL, Sent.GONE
 class Outbox:
     """The messages to all peers of one socket.
 
-    ``send(peer, frames)`` sends without waiting. ``post`` returns OK where the message was sent or
-    waits, FULL where it was dropped because its peer's queue is full, and GONE where its peer has
-    no connection. A message that ``must`` go out may wait beyond the bound: of any size, while less
-    than ``max_must_bytes`` wait before it (None: no bound).
+    ``send(peer, frames)`` sends without waiting. ``post`` returns OK if the message was sent or
+    queued, FULL if it was dropped because the peer's queue is full, and GONE if the peer has no
+    connection.
+
+    A message that ``must`` be sent may exceed the bound. It may have any size, as long as less than
+    ``max_must_bytes`` wait before it (None: no bound).
     """
 
     def __init__(
@@ -46,13 +49,13 @@ class Outbox:
         self._max_bytes = max_pending_bytes
         self._max_must_bytes = max_must_bytes
         self.waiting: dict[bytes, deque[tuple[Frames, int]]] = {}
-        """By peer: frames, and how many bytes they are together."""
+        """By peer: frames, and their size together in bytes."""
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
-        """Messages that went out after waiting."""
+        """Messages that were sent after waiting."""
 
     def post(self, message: Outgoing) -> Sent:
-        """Sends a message, or queues it behind those that wait for its peer."""
+        """Sends a message, or queues it after those that wait for its peer."""
         peer, frames = message.peer, message.frames
         queue = self.waiting.get(peer)
         if queue is None:
@@ -73,7 +76,8 @@ class Outbox:
         return _OK
 
     def flush(self) -> list[bytes]:
-        """Tries again to send what waits; returns the peers that have no connection any more."""
+        """Tries again to send the queued messages; returns the peers that have no connection any
+        more."""
         gone = []
         for peer in list(self.waiting):
             queue = self.waiting[peer]
@@ -94,6 +98,6 @@ class Outbox:
         return gone
 
     def forget(self, peer: bytes) -> None:
-        """Drops the messages that wait for a peer."""
+        """Drops the queued messages of a peer."""
         self.waiting.pop(peer, None)
         self._bytes.pop(peer, None)

@@ -17,7 +17,7 @@ from .tables import Session, Worker
 
 
 class Side(Enum):
-    """Which of the two sockets."""
+    """The two sockets."""
 
     FRONT = "front"
     BACK = "back"
@@ -25,13 +25,14 @@ class Side(Enum):
 
 _FRONT = Side.FRONT
 MAX_JOINED = 32
-"""Most bodies in a TOKEN."""
+"""Bodies in a TOKEN at most."""
 MAX_JOINED_BYTES = 2**10
-"""A larger body joins no other, so that what ZeroMQ keeps for a client stays small."""
+"""A larger body is sent alone, so that ZeroMQ's queue for a client stays small."""
 
 
 class Outgoing(Struct, frozen=True, gc=False):
-    """Frames for a peer. One that ``must`` go out may wait beyond the bound of its peer's queue."""
+    """Frames for a peer. A message that ``must`` be sent may exceed the bound of its peer's
+    queue."""
 
     side: Side
     peer: bytes
@@ -40,24 +41,25 @@ class Outgoing(Struct, frozen=True, gc=False):
 
 
 class Outgoings(list[Outgoing]):
-    """The messages that one event leads to, in order; ``errors`` counts the ERRORs among them."""
+    """The outgoing messages of one event, in order; ``errors`` counts the ERRORs among them."""
 
     def __init__(self, errors: Tally) -> None:
         super().__init__()
         self._errors = errors
         self._open: dict[bytes, list[bytes]] = {}
-        """By connection: the frames of a TOKEN that no other message to it follows yet."""
+        """By connection: the frames of a TOKEN to which further bodies may be added, as it is the
+        last message there."""
 
     def append(self, message: Outgoing) -> None:
-        """Adds a message behind all others."""
+        """Adds a message after all others."""
         self._open.clear()
         super().append(message)
 
     def tokens(self, session: Session, body: bytes) -> None:
-        """A body of TOKEN, from a worker; dropped while the client has no connection.
+        """Adds a body of TOKEN from a worker; drops it while the client has no connection.
 
-        Where the client takes several bodies in a message, and none but TOKEN is before this one,
-        it joins that.
+        If the client takes several bodies in a message, and the last message to it is a TOKEN, the
+        body is added to that message.
         """
         peer = session.peer
         if peer is None:
@@ -73,18 +75,19 @@ class Outgoings(list[Outgoing]):
         super().append(Outgoing(_FRONT, peer, frames))
 
     def take(self) -> list[Outgoing]:
-        """All of them, which are not here any more."""
+        """Returns all messages, and removes them from this list."""
         taken = self[:]
         self.clear()
         self._open.clear()
         return taken
 
     def to_peer(self, peer: bytes, message_type: bytes, body: Any, encoding: Encoding) -> None:
-        """A message to a client's connection."""
+        """Adds a message to a client's connection."""
         self.append(Outgoing(Side.FRONT, peer, (message_type, encode_body(body, encoding)), True))
 
     def to_session(self, session: Session, message_type: bytes, body: Any) -> None:
-        """A message to a client, in its encoding; dropped while it has no connection."""
+        """Adds a message to a client, in its encoding; drops it while the client has no
+        connection."""
         if session.peer is not None:
             self.to_peer(session.peer, message_type, body, session.encoding)
 
@@ -96,7 +99,8 @@ class Outgoings(list[Outgoing]):
         request: int = 0,
         flags: int = 0,
     ) -> None:
-        """A message from the broker itself to a worker, or to a peer that is not registered."""
+        """Adds a message from the broker itself to a worker, or to a peer that is not
+        registered."""
         peer = worker if isinstance(worker, bytes) else worker.peer
         frames = (message_type, encode_header(request, 0, flags), encode_body(body, "msgpack"))
         self.append(Outgoing(Side.BACK, peer, frames, True))
@@ -108,7 +112,7 @@ class Outgoings(list[Outgoing]):
     def attached(
         self, session: Session, stream_id: int, moves: int, entries: list[Token], received: int
     ) -> None:
-        """The answer to an ATTACH: ``entries``, but for the first ``received``."""
+        """Adds the answer to an ATTACH: ``entries`` without the first ``received``."""
         answer = Msg(stream_id=stream_id, attached=received, moves=moves)
         self.to_session(session, b"MSG", answer)
         if entries[received:]:
@@ -122,6 +126,6 @@ class Outgoings(list[Outgoing]):
         message_type: bytes,
         encoding: Encoding,
     ) -> None:
-        """The ERROR that answers a message."""
+        """Adds the ERROR that answers a message."""
         self._errors.add(error.code)
         self.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)

@@ -1,4 +1,5 @@
-"""Which workers serve a request, and which of them has the most room: found without a look at each.
+"""Which workers serve a request, and which of them has the most room, found without a scan of all
+workers.
 
 All requests for a model go to the same workers, its pool, which keeps them by their load in a heap.
 """
@@ -14,27 +15,27 @@ from ..protocol.worker_messages import ANY_MODULE
 from .tables import Worker, WorkerState
 
 EMBEDDED = "embedded"
-"""The default model where several are served."""
+"""The default model if several are served."""
 MAX_NAMES = 1_024
-"""Names of models whose pools are remembered: clients may ask for any name that a pattern fits."""
+"""Model names whose pools are cached: clients may ask for any name that matches a pattern."""
 
 DEFAULT, STEERS = "default", "steers"
 ROLES = {DEFAULT: "gpu", STEERS: "controller"}
-"""Pools that are not of all workers of a role: those of the default model, and of controllers."""
+"""Pools of only some workers of a role: those with the default model, and those with named
+controllers."""
 
 Rank = tuple[bool, float]
 Key = tuple[str, str, tuple[str, ...]]
-"""Of a pool: its kind or role, a name, and the patterns that fit the model; the name of a model is
-empty where no worker has it loaded."""
+"""The key of a pool: its kind or role, a name, and the patterns that match the model. The model's
+name is empty if no worker has it loaded."""
 
 
 class Pool:
-    """Workers that serve the same requests, by registration in ``workers``, busy and draining ones
-    too.
+    """Workers that serve the same requests. ``workers`` has them by registration, including busy
+    and draining ones.
 
-    Those that accept a request are in levels of the same rank: the least filled level is found by a
-    heap of the few ranks that there are, and in a level it is the turn of the one that has been
-    there for longest.
+    Workers that accept a request are grouped in levels of the same rank. A heap of the few ranks
+    finds the least filled level, and workers of a level take turns.
     """
 
     def __init__(self, model: str, accepts: Callable[[Worker], bool]) -> None:
@@ -43,11 +44,11 @@ class Pool:
         self._model = model
         self._levels: dict[Rank, OrderedDict[int, Worker]] = {}
         self._rank_of: dict[int, Rank] = {}
-        """Of each worker that is in a level."""
+        """The rank of each worker that is in a level."""
         self._ranks: list[Rank] = []
         """A heap of the ranks of all levels, and of some that have become empty."""
         self._known: set[Rank] = set()
-        """What is in it."""
+        """The ranks that are in the heap."""
 
     def add(self, worker: Worker) -> None:
         """A worker serves these requests from now on."""
@@ -55,12 +56,12 @@ class Pool:
         self.note(worker)
 
     def remove(self, worker: Worker) -> None:
-        """A worker does not serve them any more."""
+        """A worker does not serve these requests any more."""
         del self.workers[worker.id]
         self._leave(worker)
 
     def note(self, worker: Worker) -> None:
-        """A worker's load has changed, or whether it takes requests."""
+        """A worker's load has changed, or whether it accepts requests."""
         if not self.accepts(worker):
             self._leave(worker)
             return
@@ -87,11 +88,11 @@ class Pool:
                 del self._levels[rank]
 
     def rank(self, worker: Worker) -> Rank:
-        """The order of preference: those that have the model loaded, then the least filled."""
+        """The order of preference: workers that have the model loaded, then the least filled."""
         return bool(self._model) and self._model not in worker.models, worker.fill
 
     def least_loaded(self) -> Worker | None:
-        """One of the first rank of those that accept a request now."""
+        """The next worker of the first rank that accepts a request now."""
         while self._ranks:
             level = self._levels.get(self._ranks[0])
             if level is None:
@@ -104,7 +105,7 @@ class Pool:
         return None
 
     def free(self) -> Iterator[Worker]:
-        """All that accept a request now, the first by rank before the others."""
+        """All workers that accept a request now, ordered by rank."""
         first = self.least_loaded()
         if first is None:
             return
@@ -114,7 +115,7 @@ class Pool:
 
 
 class _Role:
-    """The workers of a role, and how many of them have each name."""
+    """The workers of a role, and how many of them serve each name."""
 
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
@@ -123,7 +124,8 @@ class _Role:
         self.defaults: Counter[str] = Counter()
 
     def count(self, worker: Worker, change: int) -> bool:
-        """Counts what a worker serves; whether a name was added or is there no more."""
+        """Counts the names that a worker serves; returns whether a name was added or is not served
+        any more."""
         counted = (
             (self.models, worker.models),
             (self.patterns, worker.patterns),
@@ -140,18 +142,18 @@ class _Role:
 
 
 class Pools:
-    """The pools of all workers, kept as these come, change and go."""
+    """The pools of all workers, updated when workers register, change and leave."""
 
     def __init__(self, is_hung: Callable[[Worker], bool]) -> None:
         self._is_hung = is_hung
         self._roles: dict[str, _Role] = {}
         self._pools: dict[Key, Pool] = {}
         self._named: dict[str, Pool] = {}
-        """Of the role ``gpu``, by the name that requests have."""
+        """Pools of the role ``gpu``, by the name in the request."""
         self._of: dict[int, list[Pool]] = {}
-        """By worker: the pools that it is in."""
+        """By worker: the pools that contain it."""
         self.default_model = ""
-        """The model of a request that names none; empty where the workers' defaults differ."""
+        """The model of a request that names none; empty if the workers' defaults differ."""
         self.has_default = False
         """Whether any worker has a default model."""
 
@@ -178,7 +180,7 @@ class Pools:
             self._start_over()
 
     def note(self, worker: Worker) -> None:
-        """A worker's load has changed, or whether it takes requests."""
+        """A worker's load has changed, or whether it accepts requests."""
         for pool in self._of.get(worker.id, ()):
             pool.note(worker)
 
@@ -188,14 +190,15 @@ class Pools:
         return found.workers if found is not None else {}
 
     def names(self, role: str) -> set[str]:
-        """What the workers of a role serve: models, and patterns."""
+        """The models and patterns that the workers of a role serve."""
         found = self._roles.get(role)
         return {*found.models, *found.patterns} if found is not None else set()
 
     # --- requests -------------------------------------------------------------------------------
 
     def serving(self, role: str, model: str) -> Pool:
-        """Those that serve a model ("": the default one); of controller workers, any module."""
+        """The workers that serve a model ("": the default one). Every controller worker serves
+        every module."""
         if role != "gpu":
             return self._pool((role, ANY_MODULE, ()))
         pool = self._named.get(model)
@@ -245,7 +248,7 @@ class Pools:
         pool.add(worker)
 
     def _start_over(self) -> None:
-        """A name was added, or is there no more: the pools are made anew when they are needed."""
+        """A name was added or is not served any more: pools are rebuilt when they are needed."""
         defaults = {name for role in self._roles.values() for name in role.defaults}
         self.has_default = bool(defaults)
         unclear = EMBEDDED if EMBEDDED in defaults else ""
@@ -256,18 +259,18 @@ class Pools:
             pools.clear()
 
     def accepts(self, worker: Worker) -> bool:
-        """Whether a worker takes one more request."""
+        """Whether a worker accepts one more request."""
         ready = worker.state is WorkerState.READY and worker.has_room
         return ready and not self._is_hung(worker)
 
     @staticmethod
     def has_place(worker: Worker) -> bool:
-        """Whether a controller worker takes one more controller."""
+        """Whether a controller worker accepts one more controller."""
         return worker.state is WorkerState.READY and worker.fill < 1
 
 
 def _belongs(worker: Worker, key: Key) -> bool:
-    """Whether a worker is in a pool."""
+    """Whether a worker belongs to a pool."""
     kind, name, patterns = key
     if worker.role != ROLES.get(kind, kind):
         return False

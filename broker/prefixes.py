@@ -1,14 +1,17 @@
-"""Which workers have the beginning of a prompt in their KV cache, and whether to go there.
+"""Which workers have the beginning of a prompt in their KV cache, and whether to route a request
+there.
 
-Workers report the pages that they hold (``PAGES``). What a request will leave there is expected as
-soon as it is sent, so that the next one with the same beginning follows it. Prompts of token ids
-are looked up by the same keys; for text, which only a worker can tokenize, the bytes are the key,
-and what was sent where is all that is known.
+Workers report their pages (``PAGES``). The pages of a request count as soon as it is sent, so that
+the next request with the same beginning follows it. Prompts of token ids are looked up by the same
+keys. Only a worker can tokenize text, so its bytes are the key, and the index has only the texts
+that were sent to each worker.
 
-The rule: the worker with the least cost, which is the tokens of the prompt that it would have to
-compute, and ``REQUEST_TOKENS`` for each request that it has. The sum of missing tokens and load is
-that of NVIDIA Dynamo's KV router; to expect what was routed, and to know text by its bytes, is
-llm-d's approximate prefix scorer, and the index of reported blocks its precise one.
+The rule: the worker with the least cost is chosen. The cost is the number of prompt tokens that it
+would have to compute, plus ``REQUEST_TOKENS`` for each of its requests.
+
+The sum of missing tokens and load is that of NVIDIA Dynamo's KV router. To expect pages of routed
+requests, and to identify text by its bytes, is llm-d's approximate prefix scorer; the index of
+reported blocks is its precise one.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from .pools import Pool
 from .tables import Request, Worker
 
 REQUEST_TOKENS = 128
-"""Prompt tokens that one request more at a worker outweighs."""
+"""Prompt tokens that weigh as much as one additional request at a worker."""
 MAX_PAGES = 128
-"""Pages of a prompt that are looked up: with 32,768 tokens in common, the rest is small."""
+"""Pages of a prompt that are looked up: after 32,768 common tokens, the rest matters little."""
 MAX_CANDIDATES = 16
 """Workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
-"""Pages that are expected at one worker; those that were sent first are dropped first."""
+"""Pages that are expected at one worker; the oldest are dropped first."""
 MAX_KEYS = 4_000_000
-"""Entries of the index; beyond it, pages that workers report are not noted."""
+"""Entries of the index; above it, pages that workers report are not added."""
 
 
 class _PromptFields(msgspec.Struct):
@@ -48,7 +51,7 @@ class Prefixes:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._holders: dict[bytes, int | set[int]] = {}
-        """By page: the worker that has it, or those that do."""
+        """By page: the worker that has it, or a set of workers."""
         self._reported: dict[int, set[bytes]] = {}
         self._expected: dict[int, OrderedDict[bytes, None]] = {}
         self.size = 0
@@ -57,7 +60,7 @@ class Prefixes:
     # --- what workers have ----------------------------------------------------------------------
 
     def report(self, worker: Worker, came: list[bytes], went: list[bytes], reset: bool) -> None:
-        """A worker's PAGES. ``reset``: it has no others than those that came."""
+        """Records a worker's PAGES. ``reset``: the worker has only the pages in ``came``."""
         if not self._enabled:
             return
         if reset:
@@ -92,20 +95,21 @@ class Prefixes:
             self._remove(worker.id, key)
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost, and its cache."""
+        """A worker is lost, and its cache with it."""
         for key in (*self._reported.pop(worker.id, ()), *self._expected.pop(worker.id, ())):
             self._remove(worker.id, key)
 
     # --- the choice -----------------------------------------------------------------------------
 
     def choose(self, request: Request, pool: Pool, model: str, least_loaded: Worker) -> Worker:
-        """The worker with the least cost; ``least_loaded`` is one of the pool that has room."""
+        """The worker with the least cost; ``least_loaded`` is the worker of the pool with the most
+        room."""
         keys = self._keys(request, model)
         depth = 0
         while depth < len(keys) and keys[depth] in self._holders:
             depth += 1
         if not depth or self._has(least_loaded.id, keys[depth - 1]):
-            # No other one has more of it, or fewer requests.
+            # No other worker has more of the prompt, or fewer requests.
             return least_loaded
         best, least = least_loaded, self._cost(least_loaded, keys, depth)
         for worker in islice(self._holding(keys, depth, pool), MAX_CANDIDATES):
@@ -115,11 +119,13 @@ class Prefixes:
         return best
 
     def _holding(self, keys: list[bytes], depth: int, pool: Pool) -> Iterator[Worker]:
-        """Workers that have the first pages, up to ``depth`` of them, those with the most first."""
+        """Workers that have the first pages, up to ``depth`` of them; workers with more pages come
+        first."""
         seen: set[int] = set()
         for key in reversed(keys[:depth]):
             held = self._holders[key]
-            # A page that all workers have says nothing: the least loaded one has it too.
+            # A page that all workers have does not help the choice: the least loaded worker has it
+            # too.
             for number in islice((held,) if isinstance(held, int) else held, MAX_CANDIDATES):
                 worker = pool.workers.get(number)
                 if number not in seen and worker is not None and pool.accepts(worker):
@@ -129,7 +135,8 @@ class Prefixes:
                 return
 
     def _cost(self, worker: Worker, keys: list[bytes], depth: int) -> int:
-        """In tokens; those of the prompt beyond its pages are the same everywhere."""
+        """The cost in tokens. The rest of the prompt after these pages costs the same
+        everywhere."""
         while depth and not self._has(worker.id, keys[depth - 1]):
             depth -= 1
         return (len(keys) - depth) * PAGE_TOKENS + REQUEST_TOKENS * len(worker.requests)
@@ -181,14 +188,14 @@ class Prefixes:
 
 
 def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
-    """The keys of a prompt: of its token ids where it is one attachment of them, else of the bytes
-    of its buffers and text, as they came."""
+    """The keys of a prompt: from its token ids if it is one attachment of them, else from the bytes
+    of its buffers and text."""
     if sum(map(len, request.frames)) < PAGE_BYTES:
         return iter(())
     try:
         fields: _PromptFields = decode_as(_PromptFields, request.frames[0])
     except TokenbusError:
-        return iter(())  # Its worker says what is wrong with it.
+        return iter(())  # The worker reports the error.
     attached = len(request.frames) - len(fields.buffers)
     own, buffers = request.frames[1:attached], request.frames[attached:]
     text = bytes(fields.prompt)

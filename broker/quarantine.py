@@ -1,4 +1,4 @@
-"""Which request kills its workers: found by trials, so that it takes no other streams with it."""
+"""Finds the request that kills its workers by trials, so that it does not end other streams."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from ..protocol.errors import RequestError
 from .tables import Request
 
 MAX_DEATHS = 2
-"""A request that had no new token where so many workers in a row died is a suspect."""
+"""A request that had no new token at this number of consecutive workers that died is a suspect."""
 TRIAL_S = 10.0
-"""A suspect whose worker lives for so long, in seconds, is none."""
+"""Seconds after which a suspect is cleared if its worker is alive."""
 
 
 class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
-    One that was alone in that at ``MAX_DEATHS`` of them is guilty. Of several suspects only some
-    are tried at a time, after each further death half as many, until the guilty one is alone.
+    A request that was alone in this at ``MAX_DEATHS`` workers is guilty. If there are several
+    suspects, only some are tried at a time. Each further death halves their number, until the
+    guilty request is alone.
     """
 
     def __init__(self) -> None:
         self._tried: dict[int, tuple[Request, float]] = {}
-        """Suspects that are at a worker, and since when."""
+        """Suspects that run at a worker, and since when."""
         self._counted: dict[str, tuple[list[Request], float]] = {}
-        """By worker: the requests that its loss was counted against, and when that was."""
+        """By worker: the requests against which its loss was counted, and when."""
         self._most = 1
 
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
     ) -> list[Request]:
-        """A worker is lost. ``idle``: its streams without a new token since they went there.
-        Returns those that are guilty."""
+        """A worker is lost; returns the requests that are guilty. ``idle``: its streams that had no
+        new token there."""
         for request in others:
             self._clear(request)
         tried = [request for request in idle if self._tried.pop(request.id, None) is not None]
@@ -51,8 +52,7 @@ class Quarantine:
         return guilty
 
     def lives(self, worker: str) -> None:
-        """A worker that was lost, as its connection closed, is there again: its process has not
-        died."""
+        """A worker whose connection had closed has registered again: its process did not die."""
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
             request.deaths = max(0, request.deaths - 1)
@@ -72,7 +72,7 @@ class Quarantine:
         self._tried.pop(request.id, None)
 
     def tick(self, now: float) -> None:
-        """Clears the suspects that have a new token, or whose worker has not died of them."""
+        """Clears the suspects that have a new token, or whose worker stayed alive."""
         for request, since in list(self._tried.values()):
             if now - since > TRIAL_S or _has_new(request):
                 self._clear(request)
@@ -86,9 +86,9 @@ class Quarantine:
 
 
 def _has_new(request: Request) -> bool:
-    """Whether anything was routed for a request since it went to its worker."""
+    """Whether an entry was routed for a request since it went to its worker."""
     try:
         entries = request.session.journal.entries([request.id])[request.id]
     except RequestError:
-        return True  # Something was, though it cannot be read.
+        return True  # An entry was routed, but cannot be read.
     return len(entries) > request.entries

@@ -1,9 +1,8 @@
-"""Quotas: what each tenant, that is each key of a client, may use over all of its sessions.
+"""Quotas: the resources that each tenant (each key of a client) may use over all of its sessions.
 
-What is used up in a minute is known only afterwards: tokens when they pass, CPU time of controllers
-when a controller worker reports it. So a request that runs is finished, and a tenant that has used
-more than its quota is refused until that much time has passed. As in a leaky bucket, what was used
-drains at the rate of the quota.
+Usage is known only afterwards: tokens when they pass, CPU time of controllers when a controller
+worker reports it. So running requests are finished, and a tenant above its quota is refused until
+its usage has drained. As in a leaky bucket, usage drains at the rate of the quota.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from .keyring import Keyring
 from .tables import Request, Session, SessionTable, Worker
 
 TOKEN_BYTES = 4
-"""Of a token in columns."""
+"""Bytes of a token in columns."""
 MAX_PROCESSES = 4_096
-"""Controller workers whose last report is kept: those that reported last."""
+"""Controller workers whose last report is stored: the latest reports."""
 
 
 class _Entry(Struct):
-    """An entry of TOKEN, as far as it is counted."""
+    """The counted fields of an entry of TOKEN."""
 
     token: int | None = None
 
 
 class _Columns(Struct, rename={"tokens": "t", "entries": "e"}):
-    """A body of TOKEN in columns, as far as it is counted."""
+    """The counted fields of a body of TOKEN in columns."""
 
     tokens: bytes = b""
     entries: list[_Entry] = []
@@ -44,7 +43,7 @@ _Counted = list[_Entry] | _Columns
 
 
 class _Used:
-    """What a tenant has used of something that it gets anew every minute."""
+    """A tenant's usage of a resource whose quota is per minute."""
 
     __slots__ = ("_amount", "_at")
 
@@ -53,23 +52,23 @@ class _Used:
         self._at = 0.0
 
     def level(self, per_minute: int, now: float) -> float:
-        """What has not drained yet."""
+        """The usage that has not drained yet."""
         drained = (now - self._at) * per_minute / 60
         self._amount, self._at = max(0.0, self._amount - drained), now
         return self._amount
 
     def add(self, amount: float, per_minute: int, now: float) -> None:
-        """So much was used."""
+        """Adds usage."""
         self._amount = self.level(per_minute, now) + amount
 
     def full_s(self, per_minute: int, now: float) -> float:
-        """For how long nothing more may be used, in seconds; 0: something may."""
+        """Seconds until the tenant may use the resource again; 0 if it may now."""
         over = self.level(per_minute, now) - per_minute
         return 0.0 if over < 0 else (over + 1) * 60 / per_minute
 
 
 class Quotas:
-    """Checks requests of tenants with quotas, and counts what they use."""
+    """Checks requests of tenants with quotas, and counts their usage."""
 
     def __init__(self, keyring: Keyring, sessions: SessionTable) -> None:
         self._keyring = keyring
@@ -77,11 +76,11 @@ class Quotas:
         self._tokens: dict[str, _Used] = {}
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
-        """Of each controller worker, by name and process: the CPU time of each tenant that it last
-        reported. It outlives a lease, as the worker goes on counting."""
+        """By name and process of a controller worker: the CPU time of each tenant that it last
+        reported. It outlives a lease, as the worker's totals do."""
 
     def check(self, session: Session, controller: bool, now: float) -> None:
-        """Raises UnavailableError where the tenant of a session may not begin another request.
+        """Raises UnavailableError if the tenant of a session may not begin another request.
 
         ``controller``: whether the request runs one.
         """
@@ -103,8 +102,8 @@ class Quotas:
             )
 
     def max_priority(self, key: str) -> int | None:
-        """The highest priority of a request of a client with this key; None where the setting
-        ``max_priority`` decides, as the broker has no keys."""
+        """The highest priority of a request of a client with this key; None if the broker has no
+        keys, so that the setting ``max_priority`` applies."""
         if not key:
             return None
         allowed = self._keyring.client(key)
@@ -113,7 +112,7 @@ class Quotas:
         return allowed.max_priority or (100 if allowed.operator else 0)
 
     def tenant(self, key: str) -> Tenant:
-        """What the store of modules is to know of the tenant with this key."""
+        """The tenant with this key, as the store of modules needs it."""
         allowed = self._keyring.client(key)
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
 
@@ -187,7 +186,8 @@ def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> Unavail
 
 
 def _tokens_in(body: bytes) -> int:
-    """The tokens in a body of TOKEN; 0 where it cannot be decoded, as the broker passes it on."""
+    """The number of tokens in a body of TOKEN; 0 if it cannot be decoded, as the broker passes it
+    on."""
     try:
         counted: _Counted = decode_as(_Counted, body)
     except TokenbusError:

@@ -1,12 +1,15 @@
-"""What was routed of late: the messages of all sessions, as they came, one behind the other.
+"""Recently routed messages of all sessions, in the order of their arrival, in one buffer.
 
-A message has the bodies of many sessions. To copy it here as a whole takes 0.4 µs; to keep each of
-eight bodies in its session's journal takes ten times that, with the first touch of the memory. Most
-streams end before that is due: what none of them needs any more is dropped unread. The rest is
-distributed, oldest first: some of it at each tick, and more where it reaches its bound.
+A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
+µs. To add each of eight bodies to its session's journal takes ten times that, because the memory is
+touched for the first time.
 
-What happens to a journal happens in the same order: a request that begins is noted between the
-messages, and is in its session's journal when these are distributed.
+Most streams end before their bodies have to be distributed, and bodies that no live stream needs
+are dropped unread. The rest is distributed to the journals, oldest first: some of it at each tick,
+and more when the buffer is full.
+
+Events of a journal are noted in the same order. The note of a request that begins stands between
+the messages, and takes effect in its session's journal when these are distributed.
 """
 
 from __future__ import annotations
@@ -28,30 +31,30 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 SEGMENT_BYTES = 2 * 1024 * 1024
-"""The unit in which memory is used again."""
+"""The unit in which memory is reused."""
 SEGMENTS = 32
-"""Most segments. Two more than are full at any time: the end of each may stay empty, and one is
-about to be used."""
+"""Number of segments at most. Up to two more exist: the end of each may stay empty, and one is the
+next to be used."""
 MESSAGES = 4096
-"""Most messages of a segment, as a move waits until all that is here is distributed."""
+"""Messages of a segment at most, because a move waits until the whole buffer is distributed."""
 NOTE_BYTES = 100
-"""What a note counts for, beside the bytes that it holds."""
+"""Bytes that a note counts for, in addition to the bytes that it holds."""
 BODIES_AT_ONCE = 500
-"""Bodies that are distributed at a tick, about: one takes 1 to 2 µs where they are of many
-sessions, and as much again where no message is like the one before it."""
+"""Bodies that are distributed at a tick, approximately. A body takes 1 to 2 µs if the message has
+many sessions, and twice that if the previous message has a different layout."""
 
 _POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, of which Python has no name."""
+"""Linux's MADV_POPULATE_WRITE, for which Python has no constant."""
 
 _NONE = mmap.mmap(-1, 1)
-"""In place of memory that was not needed yet."""
+"""A placeholder for memory that was not needed yet."""
 
 Note = Callable[[], None]
-"""What is to be done with a journal between two messages."""
+"""An action on a journal between two messages."""
 
 
 class Segment:
-    """A part of the memory, and what is noted between its messages."""
+    """A part of the memory, and the notes between its messages."""
 
     __slots__ = ("ends", "live", "noted", "notes", "number", "read", "start")
 
@@ -60,11 +63,11 @@ class Segment:
         self.ends = array("I")
         """Where each message ends, in the memory as a whole."""
         self.read = 0
-        """Messages that are distributed already."""
+        """Messages that are already distributed."""
         self.start = number * SEGMENT_BYTES
-        """Where the first of the others begins."""
+        """Where the first message that is not distributed begins."""
         self.notes: deque[tuple[int, int, Note]] = deque()
-        """Before which message, bytes, and what is to be done."""
+        """Notes: the message that follows, the bytes that the note holds, and its action."""
         self.noted = 0
         """Bytes of all notes."""
         self.live = 0
@@ -86,76 +89,81 @@ class Segment:
 class Recent:
     """The messages that are not distributed to journals yet, within their bounds.
 
-    ``max_journal_bytes`` and ``max_total_bytes`` are the bounds of a session and of all together.
-    They hold at any time, whosever the messages here are: these take no more than is left of both.
+    ``max_journal_bytes`` bounds one session, ``max_total_bytes`` all together. The bounds always
+    hold. Messages in the shared buffer count towards the bound of their session and towards the
+    total.
     """
 
     def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
         self.enabled = max_journal_bytes > 0
         self.journals: dict[int, Journal] = {}
-        """By session: the journals with a live request that began before all that is here."""
+        """By session: the journals with a live request that began before all messages in this
+        buffer."""
         self.total = 0
-        """Bytes of all journals, without those here."""
+        """Bytes of all journals, without those in this buffer."""
         self._max_journal, self._max_total = max_journal_bytes, max_total_bytes
         self.most = max_journal_bytes - max_journal_bytes // 8
-        """What a journal may have; the rest of the bound is left for what is here."""
+        """Maximum size of a journal; the rest of the bound is reserved for messages in this
+        buffer."""
         self.most_in_all = max_total_bytes - max_total_bytes // 8
         self.beyond: set[Journal] = set()
-        """Journals that have grown beyond that."""
+        """Journals that exceed this size."""
         self._largest = self._grown = 0
-        """No journal has more bytes; no journal that has grown since the last walk over all."""
+        """Upper bounds of the size of all journals, and of those that have grown since the last
+        walk over all."""
         self.pending: list[bytes] = []
-        """Packed TOKENs of the event that is handled: ``settle`` is called behind it."""
+        """Packed TOKENs of the current event; ``settle`` is called at its end."""
         self._memory = _NONE
         full = min(SEGMENTS - 2, -(-max_total_bytes // SEGMENT_BYTES))
         self._most_here = full * SEGMENT_BYTES
         self._bytes = self._most_here + 2 * SEGMENT_BYTES
-        """Of the memory."""
+        """The size of the memory."""
         self._free = list(range(full + 2))[::-1]
-        """Segments that are not in use; the last one is used next, as it was used last."""
+        """Segments that are not in use. The last of the list, which was used most recently, is used
+        next."""
         self._segments = deque((Segment(self._free.pop()),))
         self._ends = self._segments[0].ends
         self._rolled = False
         """Whether a segment was filled since the last tick."""
         self._at = 0
-        """Where the next message goes."""
+        """Where the next message begins."""
         self._room = 0
-        """How far messages may go on."""
+        """Where the space for messages ends."""
         self._others = 0
-        """Bytes here, without those of the last segment's messages."""
+        """Bytes in this buffer, without those of the last segment's messages."""
         self._touched: list[Journal] = []
-        """Journals that get bodies at the moment."""
+        """Journals that receive bodies in the current distribution."""
 
     @property
     def size(self) -> int:
-        """Bytes that are here."""
+        """Bytes in this buffer."""
         return self._others + self._at - self._segments[-1].start
 
     @property
     def limit(self) -> int:
-        """Bytes that may be here."""
+        """Bytes that may be in this buffer."""
         left = min(self._max_journal - self._largest, self._max_total - self.total)
         return min(self._most_here, left)
 
     def reserve(self) -> None:
-        """Takes the memory of all segments from the system now, 64 MiB in some 25 ms.
+        """Allocates the memory of all segments now, 64 MiB in about 25 ms.
 
-        A page that is first touched when a message is written to it costs 2.6 µs, and a step of 64
-        tokens fills half of one.
+        A page that is first touched when a message is written costs 2.6 µs, and a step of 64 tokens
+        fills half of it.
         """
         if not self.enabled or self._memory is not _NONE:
             return
         self._memory = _map(self._bytes)
         self._set_room()
-        # Where the kernel does not know this, memory is taken as it is used.
+        # A kernel without this option allocates memory when it is used.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(_POPULATE_WRITE)
 
     # --- what comes -----------------------------------------------------------------------------
 
     def settle(self) -> bool:
-        """Copies what is ``pending``, at once, as one large copy takes less time than many small
-        ones. Whether journals may have grown."""
+        """Copies the ``pending`` messages at once, as one large copy takes less time than many
+        small ones. Returns whether journals may have grown."""
         pending, at = self.pending, self._at
         if not pending:
             return False
@@ -173,14 +181,14 @@ class Recent:
         return False
 
     def _settle_each(self) -> None:
-        """The same, a message at a time, where there is no room for all of them."""
+        """Copies the messages one by one, if there is not enough room for all of them."""
         pending = self.pending[:]
         self.pending.clear()
         for message in pending:
             self._make_room(len(message))
             end = self._at + len(message)
             if end > self._room:
-                # Beyond the bounds, it is due at once.
+                # Above the bounds, the message is distributed at once.
                 self.note(len(message), partial(self._deliver_packed, message))
                 self.distribute()
                 continue
@@ -189,12 +197,12 @@ class Recent:
             self._ends.append(end)
 
     def keep(self, sessions: Sequence[int], bodies: Sequence[bytes]) -> None:
-        """Keeps the bodies of a TOKEN that is too large to be packed into one frame."""
+        """Adds the bodies of a TOKEN that is too large to be packed into one frame."""
         self.note(sum(map(len, bodies)), partial(self.deliver_each, sessions, bodies))
 
     def note(self, size: int, do: Note) -> Segment:
-        """Adds what is to be done with a journal behind all messages so far; ``size``: bytes that
-        it holds. Returns where it is noted."""
+        """Adds an action on a journal after all messages so far; returns the segment that has the
+        note. ``size``: bytes that the note holds."""
         self.settle()
         segment = self._segments[-1]
         size += NOTE_BYTES
@@ -205,7 +213,7 @@ class Recent:
         return segment
 
     def _make_room(self, size: int) -> None:
-        """Makes room for a message, as far as the bounds leave any."""
+        """Makes room for a message, as far as the bounds allow."""
         if self._at + size <= self._room and len(self._ends) < MESSAGES:
             return
         while self.size > max(0, self.limit - max(size, SEGMENT_BYTES // 8)):
@@ -236,13 +244,13 @@ class Recent:
     # --- what goes ------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Distributes some of what is oldest; little of it while more comes than that, as what then
-        waits until there is no room may not be needed any more."""
+        """Distributes some of the oldest bodies. If messages arrive faster, it distributes few:
+        later, some of them may not be needed any more."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
     def distribute(self, most: int | None = None) -> None:
-        """Moves the oldest bodies to the journals that need them: ``most``, about, or all."""
+        """Distributes the oldest bodies to the journals that need them: about ``most``, or all."""
         self.settle()
         left = most if most is not None else 1 << 62
         while left > 0 and self.size:
@@ -260,8 +268,8 @@ class Recent:
         self._set_room()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes the first ``most`` bodies of a segment, about. Returns how many these were;
-        to find out where the bodies of like messages are counts for one message more."""
+        """Distributes about the first ``most`` bodies of a segment, and returns their number. To
+        parse the layout of a message counts as one more."""
         memory, ends, notes = self._memory, segment.ends, segment.notes
         done = 0
         while done < most:
@@ -273,14 +281,14 @@ class Recent:
             if segment.read == len(ends):
                 break
             if not self.journals:
-                # Nothing that is live began before the next note.
+                # No live request begins before the next note.
                 segment.read = notes[0][0] if notes else len(ends)
                 segment.start = ends[segment.read - 1]
                 continue
             start, size = segment.start, ends[segment.read] - segment.start
             head = memory[start : start + _head_size(memory, start)]
             layout = _layout(head, size)
-            # The messages of one batch are alike, and are distributed at once.
+            # The messages of a batch have the same layout, and are distributed at once.
             last = segment.read + 1 + (most - done) // (len(layout) or 1)
             last = min(last, notes[0][0] if notes else len(ends), len(ends))
             at, read = start + size, segment.read + 1
@@ -296,7 +304,7 @@ class Recent:
         return done
 
     def deliver(self, session: int, bodies: Sequence[bytes]) -> None:
-        """Bodies are due for the journal of a session."""
+        """Adds bodies to the journal of a session."""
         journal = self.journals.get(session)
         if journal is not None and bodies:
             if not journal.tail:
@@ -308,13 +316,14 @@ class Recent:
         self.deliver_each(decode_manifest(head).sessions, bodies)
 
     def deliver_each(self, sessions: Sequence[int], bodies: Sequence[bytes]) -> None:
-        """The bodies of a message are due, each for a session; an empty one stands for none."""
+        """Adds the bodies of a message, each to the journal of its session. An empty body stands
+        for none."""
         for session, body in zip(sessions, bodies, strict=False):
             if body:
                 self.deliver(session, (body,))
 
     def trim(self) -> None:
-        """Requests have ended: drops what no live one needs."""
+        """Requests have ended: drops messages that no live request needs."""
         while not (self.journals or self._segments[0].live):
             last = len(self._segments) == 1
             self._drop_first()
@@ -323,7 +332,7 @@ class Recent:
                 break
 
     def _drop_first(self) -> None:
-        """Drops all that is left in the first segment."""
+        """Drops the rest of the first segment."""
         segment = self._segments[0]
         self._others -= segment.noted
         if len(self._segments) > 1:
@@ -338,7 +347,7 @@ class Recent:
     # --- bounds ---------------------------------------------------------------------------------
 
     def grew(self, journal: Journal, by: int) -> None:
-        """A journal has so many bytes more than before."""
+        """The size of a journal has increased by ``by`` bytes."""
         self.total += by
         size = journal.size
         if size > self.most:
@@ -349,7 +358,7 @@ class Recent:
             self._grown = size
 
     def walked(self, largest: int) -> None:
-        """All journals were looked at since the last call: the ``largest`` had so many bytes."""
+        """All journals were checked since the last call: the largest has ``largest`` bytes."""
         self._largest, self._grown = max(largest, self._grown), 0
         self._set_room()
 
@@ -364,7 +373,7 @@ def _head_size(memory: mmap.mmap, start: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
-    """Where the bodies of a packed TOKEN of so many bytes are: sessions, begins and ends."""
+    """The bodies of a packed TOKEN of ``size`` bytes: their sessions, begins and ends."""
     count = int.from_bytes(head[2:4], "little")
     kind, *sizes = struct.unpack_from(f"<{count - 1}I", head, 4)
     sessions = decode_manifest(head[4 * count + kind :]).sessions
@@ -374,7 +383,7 @@ def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
 
 
 def _map(size: int) -> mmap.mmap:
-    """So much address space; it takes memory only where it is written."""
+    """Reserves address space; memory is allocated when it is written."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

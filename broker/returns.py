@@ -1,8 +1,8 @@
-"""Streams that go on at the worker that they had, which was cut off from the broker for a while.
+"""Streams that continue at their own worker, which was cut off from the broker for a while.
 
-Its lease has ended, and its streams wait for another worker: with the next registration of the same
-process, those that still wait are with it again. What it has computed meanwhile it reports with a
-JOURNAL for each, before anything else of it, and the client gets what is new in that.
+The worker's lease has ended, and its streams wait for another worker. When the same process
+registers again, the streams that still wait return to it. The worker reports its progress with a
+JOURNAL for each stream, before its other messages, and the client receives the new entries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Returns:
-    """Gives streams back to the workers that they had."""
+    """Returns streams to their former workers."""
 
     def __init__(self, dispatcher: Dispatcher, attaches: Attaches, out: Outgoings) -> None:
         self._dispatcher = dispatcher
@@ -31,8 +31,8 @@ class Returns:
         self._out = out
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
-        """Of the live requests of a worker that registers: those that are with it again, and that
-        it sends the journals of. Before anything that waits is started there."""
+        """The live requests of a worker that registers: returns those that are assigned to it
+        again, and whose journals it sends. Called before any waiting request is started there."""
         if self._dispatcher.is_hung(worker):
             return []
         returned = []
@@ -50,16 +50,17 @@ class Returns:
         return returned
 
     def awaits(self, number: int, worker: Worker) -> Request | None:
-        """The request of a JOURNAL, where it is one that was given back to this worker."""
+        """The request of a JOURNAL, if it was returned to this worker."""
         request = self._dispatcher.requests.get(number)
         if request is None or request.worker is not worker or not request.returning:
             return None
         return request
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
-        """What a worker has sent of a request, on whatever connection: the client gets what is new.
+        """The entries that a worker has sent of a request, on any connection: the client receives
+        the new ones.
 
-        Raises RequestError where it is not a continuation of what was routed.
+        Raises RequestError if they do not continue the entries that were routed.
         """
         if body.gone:
             self._dispatcher.move(request, "it has lost the stream")

@@ -1,7 +1,7 @@
 """The broker's process: two ROUTER sockets around the core, on one event loop.
 
-A drain loop: on each wake-up it takes everything that both sockets have, without one await per
-message, and passes the core's answers to the outboxes.
+A drain loop: each wake-up takes all messages of both sockets, without an await per message, and
+passes the core's answers to the outboxes.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from .zap import Zap
 log = logging.getLogger(__name__)
 
 BURST = 256
-"""Messages taken from one socket before the other one."""
+"""Messages that are taken from one socket before the other one is served."""
 PASS = 64
-"""Messages that are received and routed before what they lead to is sent. Sent one right behind
-the other, they leave ZeroMQ's thread no time to fall asleep, so that few of them must wake it."""
+"""Messages that are received and routed before the answers are sent. Answers that are sent in one
+batch keep ZeroMQ's thread awake, so that few of them have to wake it."""
 MUST_FACTOR = 2
-"""Errors and answers for a client that reads nothing are kept up to this many times
+"""Errors and answers for a client that does not read are queued up to this many times
 ``max_pending_bytes``; then they are dropped too."""
 FLUSH_EVERY_S = 0.0003
-"""While messages flow, how often full pipes are tried again."""
+"""While messages flow, how often sending to full pipes is tried again, in seconds."""
 SIGNALLED_S = 0.25
-"""How long after its own signal a broker that leaves expects those of its workers, in seconds: if
-all programs are restarted at once, their workers are about to drain."""
+"""How long after its own signal a leaving broker expects those of its workers, in seconds. If all
+programs are restarted at once, their workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
-"""How long after one look at deadlines the next one comes, beside the ticks."""
+"""Seconds between two checks of deadlines, in addition to the ticks."""
 RETRY_S = (0.001, 0.05)
-"""How soon to try again to send to a peer whose pipe was full, and how long to wait at most."""
+"""Shortest and longest pause before sending to a full pipe is tried again, in seconds."""
 
 
 CLOSED_S = 0.01
-"""How long after a connection has closed its session or lease learns so: ZeroMQ's thread passes on
-the last messages right after it has reported the end."""
+"""Seconds from the end of a connection to the end of its session or lease: ZeroMQ's thread passes
+on the last messages after it has reported the end."""
 
 M = TypeVar("M")
 Take = Callable[[float], int]
-"""Takes and routes what a socket has at a time; how many messages these were."""
+"""Takes and routes a batch of a socket's messages; returns their number."""
 
 # Looking up an enum's member takes longer than a global; this is the hot path.
 _FRONT, _OK = Side.FRONT, Sent.OK
 
 
 class BrokerServer:
-    """A broker on its sockets. ``run`` serves until ``stop`` is called or a signal ends it."""
+    """A broker with its sockets. ``run`` serves until ``stop`` is called or a signal ends it."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class BrokerServer:
         health: HealthFile | None = None,
         keys: KeyFolder | None = None,
     ) -> None:
-        """Binds both sockets; raises BindError where that fails or is not allowed.
+        """Binds both sockets; raises BindError if that fails or is not allowed.
 
-        With ``keys`` only peers whose keys that folder allows may connect, and all is encrypted;
-        raises KeyFault where it cannot be read. ZeroMQ has one authenticator in a context, so the
-        broker has a context of its own.
+        With ``keys`` only peers whose keys that folder allows may connect, and everything is
+        encrypted; raises KeyFault if the folder cannot be read. ZeroMQ has one authenticator in a
+        context, so the broker has a context of its own.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
@@ -142,17 +142,17 @@ class BrokerServer:
         self._retry_s = RETRY_S[0]
         self._flushed_at = 0.0
         self._expires_at = float("inf")
-        """When deadlines are looked at next, beside the ticks."""
+        """When deadlines are checked next, in addition to the ticks."""
         self._remade = 0
-        """Attempts to make a file again."""
+        """Number of attempts to create a socket's file again."""
 
     def reserve(self) -> None:
-        """Takes the memory for what is routed at the broker's limit from the system before."""
+        """Allocates the memory for recent messages now."""
         self.core.session_table.recent.reserve()
 
     async def run(self) -> None:
-        """Serves until ``stop`` or ``leave``; then waits for what is to end before, ends what would
-        be lost with an error, and closes."""
+        """Serves until ``stop`` or ``leave``. Then it waits for requests that have to end first,
+        ends with an error those that would be lost, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -200,7 +200,7 @@ class BrokerServer:
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Makes ``run`` end: within ``drain_s``, or at once when it is called again.
+        """Makes ``run`` end: within ``drain_s``, or at once if it is called again.
 
         From another thread, call it through ``loop.call_soon_threadsafe``.
         """
@@ -209,23 +209,22 @@ class BrokerServer:
             self._stopping.set()
 
     def leave(self) -> None:
-        """Makes ``run`` end and end no stream that a worker runs: the next broker at these
-        addresses adopts what the workers report. It ends at once, or within ``drain_s`` where
-        something runs that cannot be adopted.
+        """Makes ``run`` end without ending any stream that a worker runs: the next broker at these
+        addresses adopts the streams that workers report.
 
-        As ``stop``, where ``stop_for_good`` was called before.
+        It ends at once, or within ``drain_s`` if requests run that cannot be adopted. After
+        ``stop_for_good`` it is the same as ``stop``.
         """
         self._leaving = not self._for_good
         self.stop()
 
     def stop_for_good(self) -> None:
-        """No other broker will take the place of this one when it ends."""
+        """No other broker takes the place of this one when it ends."""
         self._for_good = True
 
     def run_forever(self) -> None:
-        """Serves in this thread, on uvloop, until SIGINT, with which it stops, or SIGTERM, with
-        which it leaves, as it is what supervisord sends before a restart. After SIGUSR1, SIGTERM
-        stops it too."""
+        """Serves in this thread, on uvloop, until a signal. SIGINT stops the broker. SIGTERM, which
+        supervisord sends before a restart, makes it leave. After SIGUSR1, SIGTERM stops it too."""
         import uvloop
 
         async def main() -> None:
@@ -240,7 +239,7 @@ class BrokerServer:
     async def _finish(
         self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
     ) -> None:
-        """Waits, up to ``drain_s``, for the streams that are to end before."""
+        """Waits, up to ``drain_s``, for the streams that have to end first."""
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
@@ -253,7 +252,7 @@ class BrokerServer:
     def _drain(self) -> None:
         """Takes and routes the messages that have arrived.
 
-        ZeroMQ's descriptor is edge-triggered, and a send can swallow its socket's edge: this
+        ZeroMQ's descriptor is edge-triggered, and a send can consume its socket's edge. So this
         repeats until neither socket has had a message since the last send to it.
         """
         self._drain_due = False
@@ -262,7 +261,7 @@ class BrokerServer:
         try:
             more = self._take_all()
         except Exception:
-            # The next tick tries again: at once could mean a busy loop.
+            # The next tick tries again: an immediate retry could become a busy loop.
             self._on_defect("taking messages from the sockets")
             return
         self._watch_deadlines()
@@ -270,10 +269,10 @@ class BrokerServer:
             self._drain_soon()
 
     def _take_all(self) -> bool:
-        """Takes and routes messages of both sockets; whether there may be more.
+        """Takes and routes messages of both sockets; returns whether there may be more.
 
-        The workers' socket first: what that leads to, sent to clients, comes before the look at
-        the clients' socket, so that a step's tokens need one pass only.
+        The workers' socket is first: its messages are sent to clients before the clients' socket is
+        read, so that a step's tokens need only one pass.
         """
         now = time.monotonic()
         from_workers = self._take_back(now)
@@ -290,7 +289,7 @@ class BrokerServer:
         route: Callable[[list[M], float], list[Outgoing]],
         now: float,
     ) -> int:
-        """Takes and routes up to ``BURST`` messages of a socket; how many these were."""
+        """Takes and routes up to ``BURST`` messages of a socket; returns their number."""
         taken = 0
         while taken < BURST:
             messages = receive(connections, PASS)
@@ -310,16 +309,17 @@ class BrokerServer:
             self._loop.call_soon(self._drain)
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
-        """Sends messages, and then those to which each failure leads.
+        """Sends messages, and then the messages that each failure causes.
 
-        A failure can lead to the next one, as where a request goes from one worker that is gone to
-        another: the failures wait in a queue, because thousands of workers may go at once.
+        A failure can cause the next one, for example when a request moves from one lost worker to
+        another. Failures wait in a queue instead of recursing, because thousands of workers may be
+        lost at once.
         """
         to_front, to_back = self._to_front, self._to_back
         failed: deque[tuple[Sent, Outgoing]] = deque()
         self._send(messages, failed)
         while failed:
-            # Behind all others: what the core sends now must not overtake what it sent before.
+            # After all others: messages that the core sends now must not overtake earlier ones.
             sent, message = failed.popleft()
             if sent is Sent.GONE:
                 more = self._on_gone(message.side, message.peer, message.frames)
@@ -340,7 +340,7 @@ class BrokerServer:
                 failed.append((sent, message))
 
     def _on_gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> Sequence[Outgoing]:
-        """A peer has no connection any more; the messages to which that leads."""
+        """A peer has no connection any more; returns the messages that this causes."""
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
         return self.core.on_gone(side, peer, time.monotonic(), unsent)
 
@@ -348,7 +348,7 @@ class BrokerServer:
         return (Side.FRONT, self._clients), (Side.BACK, self._workers)
 
     def _bury(self, side: Side, connections: Connections) -> None:
-        """Connections have closed. Their last messages are taken first."""
+        """Ends sessions or leases of closed connections, after their last messages were taken."""
         if self._stopped:
             return
         self._drain()
@@ -379,7 +379,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _guard(self) -> None:
-        """Looks for clients' messages without an end."""
+        """Checks for clients' messages that are too long."""
         if self._stopped or self._loop is None:
             return
         try:
@@ -387,11 +387,11 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking for messages without an end")
         self._loop.call_later(LOOK_EVERY_S, self._guard)
-        # To look whether a message waits may swallow the edge of the socket's descriptor.
+        # A check for waiting messages may consume the edge of the socket's descriptor.
         self._drain_soon()
 
     def _watch_deadlines(self) -> None:
-        """Sets a timer for the next deadline, where none is set that comes before it."""
+        """Sets a timer for the next deadline, unless an earlier timer is set."""
         due_at = self.core.due_at
         if due_at >= self._expires_at or self._loop is None:
             return
@@ -412,7 +412,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _check_files(self) -> None:
-        """Makes the files at which others connect again, where they were deleted."""
+        """Creates the sockets' files again if they were deleted, so that others can connect."""
         for socket, endpoint in (
             (self._front, self.front_endpoint),
             (self._back, self.back_endpoint),
@@ -444,7 +444,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _flush_all(self, now: float) -> int:
-        """Tries the pipes that were full; returns how many messages were sent."""
+        """Tries to send to the pipes that were full; returns how many messages were sent."""
         self._flushed_at = now
         went = 0
         for side, outbox in ((Side.FRONT, self._to_front), (Side.BACK, self._to_back)):

@@ -30,7 +30,7 @@ from .sweep import Sweep
 from .tables import Request, Session, SessionTable
 
 SESSIONS_AT_ONCE = 500
-"""Sessions that a tick looks at."""
+"""Sessions that one tick checks."""
 MAX_ENDED = 250
 """Streams that end with their sessions between two ticks."""
 
@@ -55,16 +55,19 @@ class Sessions:
         self._out = out
         self._visited = Sweep(table.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
-        """Streams and kept ends of sessions that have ended, which are to end too."""
+        """Streams and stored ends of ended sessions, which are to end too."""
         self._room = MAX_ENDED
-        """Streams that may still end with their sessions before the next tick."""
+        """Streams of ended sessions that may still end before the next tick."""
 
     def open(
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
     ) -> Session:
-        """A new session on the connection ``peer``, with the token that its client has ``chosen``
-        if that is free; raises ``client_limit`` if its key has its share of sessions, and
-        ``queue_full`` if none is free."""
+        """Opens a session on the connection ``peer``, with the token that its client has ``chosen``
+        if that is free.
+
+        Raises ``client_limit`` if its key has its share of sessions, and ``queue_full`` if the
+        table is full.
+        """
         self._check_room(key)
         token = chosen if chosen and self._is_free(chosen, key) else new_session_token()
         number = session_id(token, key)
@@ -135,7 +138,7 @@ class Sessions:
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            # Its buffers are those of an earlier run of the broker, or of another one.
+            # Its buffers are those of an earlier run of the broker, or of another broker.
             resumed=known is not None and not recovering and not hello.elsewhere,
             streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
             recovering=recovering,
@@ -202,7 +205,8 @@ class Sessions:
         return bool(self._ending)
 
     def renew(self, now: float) -> None:
-        """Renews all sessions: what their clients sent meanwhile has not been looked at yet."""
+        """Renews all sessions, because messages that their clients have sent meanwhile were not
+        read yet."""
         for session in self._table:
             session.last_seen = now
             if session.detached_at is not None:
@@ -229,8 +233,11 @@ class Sessions:
                 self.end(session)
 
     def _look(self, session: Session, silent: float, now: float) -> None:
-        """A client is silent. Sent anything, the connection of one that is gone proves to be closed
-        (``on_gone``); one that stands still, or is behind a link that is cut, may come back."""
+        """Checks the connection of a silent client.
+
+        A message to a client that has exited shows that its connection has closed (``on_gone``). A
+        client that was stopped, or whose link was cut, may come back.
+        """
         peer = session.peer
         if peer is None:
             return
@@ -242,8 +249,8 @@ class Sessions:
             session.cut = True
 
     def end(self, session: Session) -> None:
-        """Ends a session and every stream of it; where there are many, the last ones in the ticks
-        that follow."""
+        """Ends a session and every stream of it; if there are many streams, some end in later
+        ticks."""
         self._table.remove(session)
         self._adoption.on_ended(session)
         self._buffers.drop_all(session)
@@ -279,7 +286,7 @@ class Sessions:
             request.resumed = True
 
     def _check_room(self, key: str) -> None:
-        """Makes room for one more session of a key. Idle sessions end where there is none."""
+        """Makes room for one more session of a key; idle sessions end if the table is full."""
         most = self._settings.max_sessions
         own = self._table.num_of_key(key)
         if key and not fits_share(own, min(len(self._table), most - 1), most):
@@ -299,7 +306,7 @@ class Sessions:
             )
 
     def _make_room(self, sessions: list[Session], code: Code, full: str) -> None:
-        """Ends the sessions among these that are idle for longest; raises where none is idle."""
+        """Ends the sessions that have been idle for longest; raises an error if none is idle."""
         idle = [s for s in sessions if not s.streams]
         if not idle:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)

@@ -15,46 +15,46 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     expiry_s: float = 5.0
     """A worker from which no message came for this long is lost, and its streams move."""
     hung_step_s: float = 60.0
-    """A worker whose current step has run for longer is lost too."""
+    """A worker whose current step has run for longer than this is also lost."""
     move_wait_s: float = 120.0
-    """How long requests that were accepted wait where no worker serves them any more."""
+    """How long accepted requests wait if no worker serves them any more."""
     ping_s: float = 2.0
     session_expiry_s: float = 10.0
     """After this long without a message, a client with the capability ``ping`` counts as gone."""
     session_grace_s: float = 5.0
     """How long a session without a connection waits to be taken over before its streams end."""
     session_cut_s: float = 30.0
-    """The same of a client that fell silent, and whose connection was not seen to close: a link on
-    the way may be cut."""
+    """How long a session of a silent client waits if its connection was not seen to close: a link
+    on the way may be cut."""
     recover_s: float = 30.0
-    """How long after its start a broker adopts streams of an earlier run, which workers report."""
+    """How long after its start a broker adopts streams of an earlier run that workers report."""
     session_idle_s: float = 3600.0
     """A session without streams and messages ends after this long."""
     max_priority: int = 0
-    """The highest priority of a request where the broker has no keys."""
+    """The highest priority of a request if the broker has no keys."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Requests that wait for a worker, of all models together."""
     max_queued_bytes: int = 1024 * 1024 * 1024
-    """All waiting requests together, with their attachments and buffers."""
+    """Bytes of all waiting requests together, with their attachments and buffers."""
     max_streams: int = 4_096
     """Live streams of one session."""
     max_buffer_bytes: int = 64 * 1024 * 1024
-    """All buffers of one session together."""
+    """Bytes of all buffers of one session."""
     max_total_buffer_bytes: int = 1024 * 1024 * 1024
-    """All buffers of all sessions together."""
+    """Bytes of all buffers of all sessions."""
     max_buffers: int = 4_096
     """Buffers of one session."""
     max_journal_bytes: int = 128 * 1024 * 1024
-    """What is kept of the live streams of a session so that they can move; 0: nothing, and no
-    stream can."""
+    """Bytes of the journal of a session, from which its live streams can move; 0: no journal, and
+    no stream can move."""
     max_total_journal_bytes: int = 1024 * 1024 * 1024
-    """The same of all sessions together."""
+    """Bytes of the journals of all sessions."""
     max_pending_bytes: int = 4 * 1024 * 1024
-    """Messages that wait for a client that does not read; beyond it, its streams end."""
+    """Bytes of messages that wait for a client that does not read; above it, its streams end."""
     route_by_prefix: bool = True
-    """Whether requests go where the beginning of their prompt is in the cache, unless the load
-    there outweighs it; else to the least loaded worker."""
+    """Whether a request goes to the worker that has the beginning of its prompt in the cache,
+    unless the load there outweighs it; else to the least loaded worker."""
     drain_s: float = 30.0
     """How long streams may continue after the signal to stop."""
     tick_s: float = 0.25
@@ -62,7 +62,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: Settings) -> BrokerSettings:
-        """Those of the settings that concern the broker."""
+        """The settings that concern the broker."""
         names = {field.name for field in msgspec.structs.fields(Settings)}
         own = [f.name for f in msgspec.structs.fields(cls) if f.name in names]
         return cls(**{name: getattr(settings, name) for name in own})

@@ -28,7 +28,7 @@ class Counters:
     """The ERRORs of the broker itself, by code."""
 
     def totals(self) -> dict[str, int]:
-        """Those without labels, by name."""
+        """The counters without labels, by name."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: value for name, value in values if isinstance(value, int)}
 
@@ -85,13 +85,13 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
 def live_streams(
     dispatcher: Dispatcher, sessions: Iterable[Session] | None, now: float
 ) -> list[StreamStatus]:
-    """The live streams of these sessions, or of all of them for None, in the order of their
+    """The live streams of these sessions, or of all sessions for None, in the order of their
     arrival."""
     requests: Iterable[Request]
     if sessions is None:
         requests = dispatcher.requests.values()
     else:
-        # A client that asks again and again costs as much as it has streams itself.
+        # A client that asks repeatedly causes work only in proportion to its own streams.
         own = (request for session in sessions for request in session.streams.values())
         requests = sorted(own, key=lambda request: request.arrived)
     return [

@@ -1,4 +1,5 @@
-"""Walks over a table in parts, one a tick, so that a large table makes no tick long."""
+"""Walks over a table in parts, one part in each tick, so that a large table does not make a tick
+long."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ ROUND_TICKS = 16
 class Sweep(Generic[T]):
     """Visits the values of a table again and again, ``at_once`` of them at a time.
 
-    A table that has no more than these is visited as a whole each time. What has left the table
-    since a walk began may still be visited.
+    A smaller table is visited as a whole each time. Values that have left the table since a walk
+    began may still be visited.
     """
 
     def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
-        """``ticks``: a walk takes so many parts at the most; in a very large table they are
+        """``ticks``: the maximum number of parts of a walk; the parts of a very large table are
         larger for that."""
         self._table = table
         self._ticks = ticks
@@ -33,7 +34,7 @@ class Sweep(Generic[T]):
         return self._left is None
 
     def part(self) -> list[T]:
-        """The values that are due now."""
+        """The values of the next part."""
         if self._left is None:
             values = list(self._table.values())
             self._number = max(self._at_once, len(values) // self._ticks)

@@ -42,29 +42,30 @@ class KeyUse:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
-    """A client, over whichever connection it has at the moment.
+    """A client, over its present connection.
 
-    The first fields are those that each TOKEN needs: of many sessions, none is in the processor's
-    cache, and what is together is there with one access to the memory.
+    The first fields are those that each TOKEN needs. With many sessions, none is in the processor's
+    cache, and adjacent fields are loaded with one access to memory.
     """
 
     peer: bytes | None
     """The routing id of its connection; None while it has no connection."""
     alive: bool = True
-    """Whether it is in the table."""
+    """Whether the session is in the table."""
     bodies: bool = False
     """Whether the client takes several bodies in one TOKEN."""
     id: int
     token: str
-    """Empty while the client of a session of an earlier run has not come back."""
+    """The token; empty until the client of a session of an earlier run has reconnected."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
     last_seen: float
     recovering: bool = False
-    """Whether it is one of an earlier run of the broker, so that workers may report its streams."""
+    """Whether the session is of an earlier run of the broker, so that workers may report its
+    streams."""
     greeted: bool = False
-    """Whether it began with HELLO; only such a session can be taken over."""
+    """Whether the session began with HELLO; only such a session can be taken over."""
     carries_users: bool = False
     """Whether its client is a gateway, whose users are not the operator."""
     recovers: bool = False
@@ -74,12 +75,12 @@ class Session:
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
     texts: bool = False
-    """Whether it takes columns with texts."""
+    """Whether the client takes columns with texts."""
     client: str = ""
     detached_at: float | None = None
-    """When it lost its connection; None while it has one."""
+    """When the session lost its connection; None while it has one."""
     probed: float | None = None
-    """The ``last_seen`` of the silence in which it was last looked whether it has a connection."""
+    """The ``last_seen`` of the silence in which its connection was last checked."""
     cut: bool = False
     """Whether it lost it by silence, so that its client may still be there."""
     displaced: bool = False
@@ -95,9 +96,9 @@ class Session:
     use: KeyUse = field(default_factory=KeyUse)
     """Shared by the sessions of its key; the table of sessions sets it."""
     pace: Pace = field(default_factory=Pace)
-    """At which its streams end."""
+    """Rate at which its streams end."""
     journal: Journal
-    """What was routed for its live streams."""
+    """The journal of its live streams."""
     acks: bool = False
     """Whether its client acknowledges the ends that it has received."""
     ends: KeptEnds = field(default_factory=KeptEnds)
@@ -105,12 +106,12 @@ class Session:
 
     @property
     def tenant(self) -> bytes:
-        """Whose modules it may use: those of its key, or of all clients without one."""
+        """The tenant whose modules the session may use: its key, or all clients without a key."""
         return self.key.encode()
 
     @property
     def flags(self) -> int:
-        """What a worker must know of it: the bits of a header that say how bodies are encoded."""
+        """The header bits that tell a worker how to encode bodies for this session."""
         if self.encoding == "json":
             return 0
         if not self.columns:
@@ -121,18 +122,18 @@ class Session:
 class SessionTable:
     """The sessions, by id, by connection and by token.
 
-    Each session is in ``by_id``, in ``by_token`` where its token is known, and in ``by_peer``
-    exactly while it has a connection: ``session.peer`` is changed by this class only.
+    Each session is in ``by_id``, in ``by_token`` if its token is known, and in ``by_peer`` exactly
+    while it has a connection: only this class changes ``session.peer``.
     """
 
     def __init__(self, recent: Recent) -> None:
         self.recent = recent
-        """What was routed of late for all of them."""
+        """Recently routed messages of all sessions."""
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
         self._by_key: dict[str, dict[int, Session]] = {}
-        """Those of clients with a key."""
+        """The sessions of clients with a key, by key."""
         self._uses: dict[str, KeyUse] = {}
         """By key, as long as it has a session."""
         self.unread = UnreadAnswers()
@@ -141,7 +142,7 @@ class SessionTable:
         return len(self.by_id)
 
     def __iter__(self) -> Iterator[Session]:
-        """A copy, so that sessions can be removed on the way."""
+        """Iterates over a copy, so that sessions can be removed meanwhile."""
         return iter(list(self.by_id.values()))
 
     def add(self, session: Session) -> None:
@@ -162,7 +163,7 @@ class SessionTable:
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
-        """The client of a session of an earlier run has come back."""
+        """The client of a session of an earlier run has reconnected."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)
@@ -196,7 +197,7 @@ class SessionTable:
                 del self._by_key[session.key], self._uses[session.key]
 
     def attach(self, session: Session, peer: bytes) -> None:
-        """Gives a session the connection ``peer`` in place of the one it had, if any."""
+        """Gives a session the connection ``peer`` instead of its earlier one, if any."""
         self.detach(session)
         session.peer = peer
         self.by_peer[peer] = session
@@ -225,24 +226,24 @@ class Worker:
     last_seen: float
     state: WorkerState = WorkerState.READY
     handed_over: bool = False
-    """Whether it was sent HANDOVER: what it has goes to others."""
+    """Whether HANDOVER was sent to the worker: its streams move to others."""
     succeeded: bool = False
-    """Whether it drains and another process takes its place as soon as it has left. Its DRAIN sets
-    it."""
+    """Whether the worker drains and another process takes its place as soon as it has left. Its
+    DRAIN sets it."""
     step_age_s: float | None = None
     stepped_at: float = float("-inf")
-    """When its last step began that a heartbeat reported, or the time of that heartbeat if no step
+    """When the last step that a heartbeat reported began, or the time of that heartbeat if no step
     was running."""
     elsewhere: int = 0
-    """Requests, or controllers, of other brokers that it runs, as it last said."""
+    """Requests, or controllers, of other brokers that the worker runs, as it last reported."""
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)
     manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
-    """Of its last TOKEN: the frame, what is in it, and the sessions that it names. Steps of an
-    unchanged batch have the same one."""
+    """The manifest of its last TOKEN: the frame, its content, and the sessions that it names. Steps
+    of an unchanged batch have equal manifests."""
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
-    """Of a controller worker: the requests whose controllers it runs, or has a place for."""
+    """At a controller worker: the requests whose controllers it runs, or has a place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
     """By session: streams that it was told to drop, and may still send entries of."""
     revoked: deque[Request] = field(default_factory=deque)
@@ -254,7 +255,7 @@ class Worker:
     """Number of its REGISTER, which a REGISTERED has too."""
 
     def take(self, request: Request) -> None:
-        """A request goes to it, or is with it already."""
+        """A request goes to the worker, or already runs there."""
         self.requests[request.id] = request
         if self.withdrawn:
             self.dropped(request.session.id, request.stream_id)
@@ -274,7 +275,7 @@ class Worker:
             self.dropped(request.session.id, request.stream_id)
 
     def withdraw(self, session: int, stream_id: int) -> None:
-        """It is told to drop a stream, which another worker has."""
+        """The worker is ordered to drop a stream that another worker has."""
         self.withdrawn.setdefault(session, set()).add(stream_id)
 
     def dropped(self, session: int, stream_id: int) -> None:
@@ -295,17 +296,17 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request fits beside those of this broker and of others."""
+        """Whether one more request fits, in addition to those of this broker and of others."""
         others = self.elsewhere if self.role == "gpu" else 0
         return len(self.requests) + others < self.capacity
 
     @property
     def fill(self) -> float:
-        """The part of its capacity in use, 0 to 1, by this broker and by others."""
+        """The part of its capacity that this broker and others use, 0 to 1."""
         return (len(self.requests) + len(self.steers) + self.elsewhere) / self.capacity
 
     def names(self) -> list[str]:
-        """The models that it offers, patterns included."""
+        """The models that the worker offers, including patterns."""
         return [*self.models, *(p for p in self.patterns if p not in self.models)]
 
 
@@ -328,16 +329,17 @@ class Interruption:
     """How a request lost its worker, while it waits for another."""
 
     left: str
-    """The worker that it was with."""
+    """The worker that had the request."""
     process: int
-    """That worker's process, where the stream may go on there if it registers again, else 0."""
+    """The process of that worker if the stream may continue there after it registers again, else
+    0."""
     why: str
     at: float
-    """When that worker was last heard of."""
+    """When that worker last sent a message."""
     since: float
     """When it was lost."""
     sent: bytes
-    """What was routed for the request, as a body of TOKEN in msgpack; empty: nothing."""
+    """The entries that were routed for the request, as a body of TOKEN in msgpack; may be empty."""
 
 
 @dataclass(slots=True, eq=False)
@@ -353,67 +355,71 @@ class Request:
     priority: int
     deadline: float | None
     controller: str
-    """The controller that it names, or ``""``."""
+    """The name of its controller, or ``""``."""
     frames: list[bytes]
-    """Body, attachments and buffers, as they go to the worker; kept as long as it can move."""
+    """Body, attachments and buffers, as sent to the worker; stored as long as the request can
+    move."""
     arrived: float
     by: str = ""
     """The user whose request it is, where its client serves several."""
     group: str = ""
-    """The secret of the sessions with which its session takes turns as one; empty: alone."""
+    """The secret of the sessions with which its session takes turns as one group; empty if it is
+    alone."""
     trace: str = ""
     request_id: str = ""
     dispatched: float | None = None
-    """When it went to its worker; None where it has not, as the worker's connection had closed."""
+    """When it went to its worker; None if it did not, because the worker's connection had
+    closed."""
     error: str | None = None
     """Why the broker has ended it, if it has."""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""
     controller_awaited: bool = False
-    """It was taken while no worker served its controller, as one might still register."""
+    """Whether it was accepted while no worker served its controller, because one might still
+    register."""
     controller_started: bool = False
     """Whether its controller has begun: START went to the worker that runs it."""
     served_as: str = ""
     """Once its controller has begun: the pattern of the worker that served it."""
     cancelled: CancelReason | None = None
-    """Why its worker was asked to end it; ``deadline`` is then when the broker ends it itself."""
+    """Why its worker was asked to end it; ``deadline`` is then when the broker itself ends it."""
     queued_for: str = ""
-    """The key in whose turn it waits in its queue: that of its session when it came there."""
+    """The key in whose turn it waits in its queue: the key of its session when it was queued."""
     place: int = 0
     """The place in its queue that was last reported to its client."""
     open: bool = True
-    """Whether the client still waits for it; a closed one only waits for the worker's end."""
+    """Whether the client still waits for it; a closed request only waits for the worker's end."""
     movable: bool = True
     """Whether it can go on at another worker: the broker has what that needs."""
     interruption: Interruption | None = None
     """While it waits for another worker: how it lost the one that it had."""
     began_with: ModelInfo | None = None
-    """Of one that has moved: the model that it was with first, where that was loaded."""
+    """The model with which a moved request began, if it was loaded there."""
     entries: int = 0
-    """How many were routed for it before it went to its worker."""
+    """Number of entries that were routed before the request went to its present worker."""
     moves: int = 0
-    """How often it has gone on at another worker, also under earlier runs of the broker."""
+    """How often it has continued at another worker, including earlier runs of the broker."""
     deaths: int = 0
-    """Workers in a row that died when it had no new token there."""
+    """Consecutive workers that died when it had no new token there."""
     lone_deaths: int = 0
-    """Workers in a row that died when it was their only stream without a new token."""
+    """Consecutive workers that died when it was their only stream without a new token."""
     resumed: bool = False
-    """Whether its client has taken its session over on another connection, and has not attached."""
+    """Whether its client has resumed its session on another connection, and has not attached."""
     returning: bool = False
-    """Whether it is with its worker again, whose JOURNAL of it has not arrived yet."""
+    """Whether it has returned to its worker, whose JOURNAL of it has not arrived yet."""
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
     adopted_at: float | None = None
-    """Of one of an earlier run of the broker: when it was adopted (``adoption.py``)."""
+    """When a request of an earlier run of the broker was adopted (``adoption.py``)."""
     unclaimed: bool = False
     """Whether it was adopted, and its client has not attached yet."""
     pages: list[bytes] | None = None
-    """The keys of its prompt's pages, from when they are first needed until it is sent."""
+    """The keys of its prompt's pages, from their first use until the request is sent."""
 
     @property
     def turn(self) -> int | str:
-        """With which requests it shares turns in a queue: those of its group, or its session."""
+        """The unit that takes turns in a queue: its group, or its session."""
         return self.group or self.session.id
 
     @property

@@ -1,17 +1,17 @@
-"""A guard against messages without an end.
+"""A guard against messages that never end.
 
 libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
 does not bound the frames of one message: ``pipe_t::write`` counts a message at its last frame, and
-keeps 64 bytes even for an empty one until then. No option and no event concerns them.
+stores 64 bytes even for an empty frame until then. No option and no event of libzmq concerns them.
 
 The guard asks the kernel how many bytes a TCP connection has received since its last complete
 message. With CURVE a frame has at least 35 bytes on the wire, and so these bytes bound the memory.
 Without keys an empty frame has two, and so the guard watches the memory of the process as well.
 
 A handshake may have properties of any number and size, which libzmq keeps as long as the
-connection. So all bytes of a connection that are not of its messages count as unfinished, until
-they were few once. A small property takes 40 times its bytes.
-Unix sockets count no bytes and are not guarded: who can open one runs as the broker's own user.
+connection. So all bytes of a connection outside its messages count as unfinished, until they have
+been few at one time. A small property takes 40 times its bytes in memory. Unix sockets do not count
+bytes and are not guarded: only processes of the broker's own user can open them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.05
 """How often a part of the connections is looked at, in seconds."""
 CONNECTIONS_AT_ONCE = 128
-"""Connections in a part, unless there are more than ``TICKS`` times as many."""
+"""Connections in a part, unless there are more than ``TICKS`` times this number."""
 TICKS = 32
 """A walk over all connections has at most this many parts."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
-"""Bound of one message on the wire. A smaller one beyond the protocol's limits is refused."""
+"""Bytes of one message on the wire. A smaller message above the protocol's limits is refused."""
 MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
-"""Bound of all unfinished messages of a key. Those that have sent no complete message yet,
+"""Bytes of all unfinished messages of a key. Connections that have not sent a complete message yet,
 and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""By how much the process may grow during one message of a peer without a key, or while a
+"""Growth of the process that is allowed during one message of a peer without a key, or while a
 connection has received more than its messages."""
 QUIET_BYTES_PER_S = 16
-"""A connection that has received no more than these and ``QUIET_BYTES`` since its last message
-counts as idle: these are ZeroMQ's heartbeats."""
+"""A connection that has received at most this rate, plus ``QUIET_BYTES``, since its last message
+counts as idle: the bytes are ZeroMQ's heartbeats."""
 
 
 class Unfinished:
@@ -62,23 +62,24 @@ class Unfinished:
         self._readable = readable
         self._sweep = Sweep(connections.by_fd, CONNECTIONS_AT_ONCE, TICKS)
         self._open: dict[Connection, int] = {}
-        """Bytes of the unfinished message, beyond what an idle connection receives."""
+        """Bytes of the unfinished message, minus what an idle connection receives."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """Connections beyond a bound, with the round of the socket and the messages that had been
-        taken by then; None: it was shut."""
+        """Connections above a bound, with the socket's round and the number of messages taken at
+        that time; None: the connection was shut."""
         self._rounds = 0
-        """How often all connections had their turn while messages were unfinished."""
+        """Number of rounds in which all connections had their turn while messages were
+        unfinished."""
         self._taken = 0
         """Messages that had been taken when the last round ended."""
         self._emptied = 0
-        """The last round that ended because nothing waited at the socket."""
+        """The last round that ended because no message waited at the socket."""
         self._size: int | None = None
         """Bytes of the process; None while no message is unfinished."""
         self._grown = 0
-        """By how many bytes the process has grown in all while messages were unfinished."""
+        """Bytes by which the process has grown in total while messages were unfinished."""
 
     def look(self, now: float) -> None:
-        """Looks at the next connections, and closes those that take too much."""
+        """Checks the next connections, and closes those that take too much."""
         if self._open:
             self._count_rounds()
             self._measure()
@@ -91,8 +92,8 @@ class Unfinished:
         self._judge()
 
     def _judge(self) -> None:
-        """Compares the unfinished messages with their bounds, the smallest one first: the largest
-        ones are then those beyond the bound of their key."""
+        """Compares the unfinished messages with their bounds, the smallest first, so that the
+        largest ones exceed the bound of their key."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
             ended = connection.spoke and connection.counted is None
@@ -106,7 +107,7 @@ class Unfinished:
                 self._accused.pop(connection, None)
 
     def _visit(self, connection: Connection, now: float) -> None:
-        """Finds out how many bytes of an unfinished message a connection has received."""
+        """Determines how many bytes of an unfinished message a connection has received."""
         if not self._connections.has(connection):
             return
         received = bytes_received(connection.fd)
@@ -136,8 +137,8 @@ class Unfinished:
         return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
-        """Shuts a connection, once all that had arrived when it was accused has been taken: its
-        message may have been complete by then."""
+        """Shuts a connection once all messages that had arrived when it was accused have been
+        taken: its message may have been complete by then."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
         if accused is None or not self._has_passed(connection, *accused):
@@ -150,10 +151,10 @@ class Unfinished:
         shut(connection)
 
     def _has_passed(self, connection: Connection, rounds: int, taken: int) -> bool:
-        """Whether all that had arrived from a connection in a round has been taken since.
+        """Whether all messages that had arrived from a connection in a round have been taken since.
 
-        That is one message of a connection of which only messages are counted, and otherwise all
-        that a pipe may have.
+        If only messages were counted for the connection, that is one message; otherwise it is as
+        many as a pipe may hold.
         """
         if connection.counted is None or rounds == self._rounds:
             return rounds != self._rounds
@@ -161,8 +162,8 @@ class Unfinished:
         return self._emptied > rounds or self._connections.taken - taken > pipes
 
     def _count_rounds(self) -> None:
-        """Counts a round where nothing waits at the socket, or where each connection has had its
-        turn: a ROUTER takes one message of each one that has any, and then the next ones."""
+        """Counts a round if no message waits at the socket, or if each connection has had its turn:
+        a ROUTER takes one message of each connection in turn."""
         taken = self._connections.taken
         is_empty = not self._readable()
         if is_empty or taken - self._taken > 2 * len(self._connections.by_fd):
@@ -176,7 +177,7 @@ class Unfinished:
         self._accused.pop(connection, None)
 
     def _measure(self) -> None:
-        """Adds what the process has grown by since the last look."""
+        """Adds the growth of the process since the last check."""
         size = memory_in_use()
         if self._size is not None:
             self._grown += max(0, size - self._size)
@@ -196,9 +197,10 @@ class _Memory(ctypes.Structure):
 
 
 def memory_in_use() -> int:
-    """Bytes that this process has allocated; resident ones where the C library counts none.
+    """Bytes that this process has allocated; resident bytes if the C library does not count
+    allocations.
 
-    Memory that is free, and not returned to the system, would hide the growth of a message.
+    Free memory that is not returned to the system would hide the growth of a message.
     """
     allocated = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if allocated is not None:

@@ -1,7 +1,7 @@
 """Large answers that clients may not have read.
 
-A message in a client's ZeroMQ pipe cannot be seen any more, and the pipe is bounded in messages and
-not in bytes: with tokenizers of 10 MB, 256 of them are gigabytes. So the last messages to a
+The broker cannot see how many messages of a client's ZeroMQ pipe are unread. The pipe is bounded in
+messages and not in bytes: 256 tokenizers of 10 MB are gigabytes. So the last messages to a
 connection, as many as its pipe holds, count as unread.
 """
 
@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 PIPE_MESSAGES = 256
-"""Messages in a client's ZeroMQ pipe. Few, as only those behind them are bounded in bytes."""
+"""Messages in a client's ZeroMQ pipe. The number is small, as only messages that wait outside the
+pipe are bounded in bytes."""
 LARGE_BYTES = 64 * 1024
-"""Smaller answers do not count: a pipe of them holds 16 MiB."""
+"""Smaller answers do not count: a full pipe of them has 16 MiB."""
 MAX_CONNECTIONS = 20_000
-"""Connections that are kept; the one that was the first to get a large answer is dropped first."""
+"""Connections that are counted. Above it, the connection whose first large answer is oldest is
+dropped."""
 
 
 class UnreadAnswers:
-    """The most bytes of large answers that each connection may have left unread.
+    """An upper bound of the bytes of large answers that each connection has not read.
 
-    It is a connection's and not its session's, which can end while the pipe stays. Tokens do not
-    count, neither their bytes nor as messages that came after a large answer.
+    The bound belongs to a connection and not to a session, which can end while the pipe stays.
+    Tokens do not count, neither their bytes nor as messages after a large answer.
     """
 
     def __init__(self) -> None:
         self._by_peer: OrderedDict[bytes, _Unread] = OrderedDict()
 
     def add(self, peer: bytes, size: int) -> None:
-        """A message of so many bytes goes to a connection."""
+        """A message of ``size`` bytes goes to a connection."""
         unread = self._by_peer.get(peer)
         if unread is None:
             if size < LARGE_BYTES:
@@ -41,7 +43,7 @@ class UnreadAnswers:
             del self._by_peer[peer]
 
     def bytes_of(self, peer: bytes | None) -> int:
-        """What a connection may have left unread."""
+        """The bytes that a connection may not have read."""
         unread = self._by_peer.get(peer) if peer is not None else None
         return unread.bytes if unread is not None else 0
 
@@ -51,13 +53,13 @@ class UnreadAnswers:
 
 
 class _Unread:
-    """Of one connection."""
+    """The counts of one connection."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._sent = 0
         self._large: deque[tuple[int, int]] = deque()
-        """Which message it was, and its bytes."""
+        """The number of each large message, and its bytes."""
 
     def add(self, size: int) -> None:
         self._sent += 1

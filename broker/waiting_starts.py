@@ -1,6 +1,6 @@
-"""STARTs that wait for a controller worker, in queues by the pattern that has to serve them.
+"""STARTs that wait for a controller worker, in queues by the pattern that the worker has to serve.
 
-A place that becomes free goes to the first START of the worker's own queues, without a look at all
+A place that becomes free goes to the first START of the worker's own queues, without a scan of all
 others.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .tables import Request
 
 HELD = ""
-"""The queue of the STARTs that wait for something else than a free place."""
+"""The queue of the STARTs that wait for something other than a free place."""
 
 
 @dataclass(slots=True)
@@ -22,13 +22,13 @@ class WaitingStart:
     request: Request
     body: bytes
     since: float
-    """When it came, in seconds."""
+    """When it arrived, in seconds."""
     pattern: str
     """Its queue: the name or the pattern that a controller worker has to serve, or ``HELD``."""
 
 
 class WaitingStarts:
-    """The table of these STARTs: by request, and by pattern in the order of their arrival."""
+    """The table of the waiting STARTs: by request, and by pattern in the order of their arrival."""
 
     def __init__(self) -> None:
         self._by_request: dict[int, WaitingStart] = {}
@@ -45,28 +45,28 @@ class WaitingStarts:
         return iter(list(self._by_request.values()))
 
     def add(self, request: Request, body: bytes, since: float, pattern: str) -> None:
-        """A START waits, as the last one of its queue."""
+        """Adds a START as the last one of its queue."""
         self.remove(request.id)
         waiting = WaitingStart(request, body, since, pattern)
         self._by_request[request.id] = waiting
         self._queues.setdefault(pattern, {})[request.id] = waiting
 
     def remove(self, request: int) -> WaitingStart | None:
-        """The START of a request does not wait any more; None if none did."""
+        """Removes the START of a request; None if none waits."""
         waiting = self._by_request.pop(request, None)
         if waiting is not None:
             self._leave_queue(waiting)
         return waiting
 
     def move(self, waiting: WaitingStart, pattern: str) -> None:
-        """A START waits for another pattern from now on."""
+        """Moves a START to the queue of another pattern."""
         if waiting.pattern != pattern:
             self._leave_queue(waiting)
             waiting.pattern = pattern
             self._queues.setdefault(pattern, {})[waiting.request.id] = waiting
 
     def first(self, patterns: Iterable[str]) -> WaitingStart | None:
-        """The START that has waited for longest of those for one of these patterns."""
+        """The START that has waited longest in the queues of these patterns."""
         queues = [queue for pattern in patterns if (queue := self._queues.get(pattern))]
         heads = (next(iter(queue.values())) for queue in queues)
         return min(heads, key=lambda head: head.since, default=None)

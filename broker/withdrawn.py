@@ -1,8 +1,8 @@
-"""What a worker still sends of streams that it was told to drop, as another worker has them.
+"""Entries that a worker still sends of streams that another worker has now.
 
-Bodies of TOKEN are passed on unread, by session: a worker with a lease has no streams but its own.
-After a restart of the broker a worker may report streams that went on elsewhere. Until it has
-dropped them, what it sends for their sessions is read, and their entries are taken out.
+Bodies of TOKEN are passed on unread, by session, because a worker with a lease has only streams of
+its own. After a restart of the broker, a worker may report streams that have continued elsewhere.
+Until it has dropped them, its bodies for their sessions are decoded, and their entries are removed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..protocol.columns import TokenBody, TokenColumns, column_entries
 def without_withdrawn(
     frames: Sequence[bytes], sessions: Sequence[int], withdrawn: Mapping[int, Set[int]]
 ) -> list[bytes]:
-    """The frames of a worker's TOKEN, the bodies of these sessions from the third on, without the
-    entries of the streams that are ``withdrawn``. A body of which nothing is left is empty.
+    """Removes the entries of ``withdrawn`` streams from a worker's TOKEN, whose bodies for these
+    sessions begin at the third frame. A body without remaining entries becomes empty.
 
-    Raises RequestError where a body is malformed.
+    Raises RequestError if a body is malformed.
     """
     kept = list(frames)
     for i, session in enumerate(sessions, 2):

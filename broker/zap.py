@@ -48,7 +48,7 @@ class Zap:
             self._socket.send_multipart(self._answer(frames))
 
     def close(self) -> None:
-        """Answers no more."""
+        """Stops answering."""
         self._socket.close(0)
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
@@ -82,12 +82,12 @@ def key_of(user: str) -> str:
 
 
 def number_connections(socket: zmq.Socket[bytes], role: Role) -> None:
-    """Has ZeroMQ ask about each connection of a socket. Before the socket is bound."""
+    """Makes ZeroMQ authenticate each connection of a socket. Call it before the socket is bound."""
     socket.setsockopt(zmq.ZAP_DOMAIN, _domain(role))
 
 
 def require_keys(socket: zmq.Socket[bytes], key: OwnKey) -> None:
-    """Lets only peers with an allowed key connect. Before the socket is bound."""
+    """Lets only peers with an allowed key connect. Call it before the socket is bound."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
 
