@@ -1,8 +1,8 @@
 """How large a body may be, checked before it is decoded.
 
 To decode a text costs its receiver some 0.5 ns for each byte. To decode numbers, short strings or
-maps costs up to 40 ns for each byte, as each of them becomes an object. So texts alone may fill a
-large body: all else in it has a bound of its own.
+maps costs up to 40 ns for each byte, as each of them becomes an object. So only texts may fill a
+large body; everything else in it has a smaller bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9
 
 
 class _Texts(Struct):
-    """The fields that may be texts, not decoded."""
+    """The fields that may be texts, undecoded."""
 
     prompt: Raw = Raw()
     scored: Raw = Raw()
@@ -40,7 +40,7 @@ def max_body_bytes(message_type: bytes) -> int:
 
 
 def check_body(message_type: bytes, body: bytes) -> None:
-    """Raises RequestError where the body of a client's message is too large for its type."""
+    """Raises RequestError if the body of a client's message is too large for its type."""
     if len(body) <= MAX_PLAIN_BODY_BYTES:
         return
     most = max_body_bytes(message_type)

@@ -1,7 +1,7 @@
 """Buffers: parts of prompts that a session keeps, in the form in which the broker forwards them.
 
 The first byte gives the kind: ``t`` for token ids, u32 little-endian each; ``s`` for text, UTF-8. A
-``GENERATE`` that names k buffers reaches its worker with these k as its last attachments.
+``GENERATE`` that names k buffers reaches its worker with these k buffers as its last attachments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .messages import Buffer
 
 
 def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | None:
-    """The bytes to keep for a ``BUFFER``; None if it deletes the buffer of this name."""
+    """The bytes to store for a ``BUFFER``; None if it deletes the buffer of this name."""
     given = [message.tokens is not None, message.text is not None, bool(attachments)]
     if sum(given) > 1:
         raise RequestError(

@@ -1,7 +1,7 @@
-"""Tokens in columns: what ``TOKEN`` carries for sessions that have the capability ``columns``.
+"""Tokens in columns: the form of ``TOKEN`` for sessions that have the capability ``columns``.
 
-A step gives most streams a token and nothing else. As entries, each of these is a map with a
-number of names; here they are rows of arrays, which neither side takes apart one by one.
+In a step, most streams receive only a token. As an entry, each token is a map with several names.
+Here the tokens are rows of arrays, which neither side decodes one by one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NAMES = {
     "texts": "x",
     "entries": "e",
 }
-"""The fields on the wire: the body of one row has 41 bytes, of which the broker keeps each."""
+"""The names of the fields on the wire are short: a body with one row has 41 bytes, which the broker
+stores."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
-    """The body of ``TOKEN`` in columns: a token of each row's stream, and entries beside them.
+    """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
 
     The columns are little-endian. A row stands for an entry that has ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, perhaps ``text`` and, as its only one of ``top_logprobs``, its
-    own token. In one body all that is new of a stream is in the columns, or all of it in
-    ``entries``.
+    ``logprob``, ``pos``, ``seq``, perhaps ``text``, and only its own token in ``top_logprobs``. In
+    one body, all entries of a stream are in the columns, or all are in ``entries``.
     """
 
     streams: bytes = b""
@@ -46,12 +46,12 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     positions: bytes = b""
     """u32 each: ``pos``."""
     seqs: bytes = b""
-    """u32 each: ``seq``; empty where all of them are 0."""
+    """u32 each: ``seq``; empty if all of them are 0."""
     texts: list[str | None] = []
-    """``text`` of each row, None where its entry has none; empty where no row has any. Only for
+    """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
     clients that have the capability ``text_columns``."""
     entries: list[Token] = []
-    """Entries of streams with a field that no column has."""
+    """Entries of streams with a field that is not a column."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -90,8 +90,8 @@ def _unpackers(rows: int) -> tuple[_Unpack, _Unpack, _Unpack]:
 
 
 def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
-    """The rows of a body; raises RequestError where its columns do not have the same length, or a
-    stream id is not valid.
+    """The rows of a body; raises RequestError if its columns differ in length, or a stream id is
+    not valid.
 
     ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
     """
@@ -124,13 +124,13 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
             f"the columns of a TOKEN have {len(texts)} texts; with {rows} rows they have {rows}, "
             "or none",
         )
-    # A named tuple's own constructor takes as long as all three columns.
+    # The constructor of a named tuple takes as long as all three columns.
     return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts))
 
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
-    """Entries as columns: each stream whose entries are all plain (``is_plain``) in the columns,
-    the others in ``entries``; the order within each stream stays. ``texts``: rows may have text."""
+    """Entries as columns. A stream whose entries are all plain (``is_plain``) is in the columns,
+    any other in ``entries``; the order within each stream stays. ``texts``: rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
@@ -153,7 +153,7 @@ def _texts(entries: list[Token]) -> list[str | None]:
 
 
 def column_entries(body: TokenColumns) -> list[Token]:
-    """The entries of a body: those of the rows, then the others. Raises RequestError as
+    """The entries of a body: first the rows, then ``entries``. Raises RequestError as
     ``unpack_columns`` does."""
     return [*map(plain_entry, *unpack_columns(body)), *body.entries]
 
@@ -161,7 +161,7 @@ def column_entries(body: TokenColumns) -> list[Token]:
 def plain_entry(
     stream_id: int, token: int, logprob: float, pos: int, seq: int, text: str | None = None
 ) -> Token:
-    """The entry that a row stands for."""
+    """The entry that a row represents."""
     entry = Token(
         token=token,
         stream_id=stream_id,
@@ -177,8 +177,8 @@ def plain_entry(
 
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
-    """Whether a row can stand for an entry: it has a token and nothing that no column has.
-    ``texts``: it may have text."""
+    """Whether a row can represent an entry: the entry has a token, and no field that is not a
+    column. ``texts``: it may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

@@ -12,10 +12,11 @@ def separate(addresses: str) -> list[str]:
 
 
 def numbered(address: str, number: int) -> str:
-    """The address of broker ``number`` of several, where ``address`` is that of number 0: for TCP
-    10 ports further for each, for a socket file ``-NUMBER`` at its end, before a suffix.
+    """The address of broker ``number`` of several, if ``address`` is the address of number 0. A TCP
+    port is 10 higher for each broker; the name of a socket file ends with ``-NUMBER``, before a
+    suffix.
 
-    Raises ValueError where it is neither.
+    Raises ValueError if the address has neither form.
     """
     if not number:
         return address

@@ -1,7 +1,7 @@
 """Errors with stable codes, as ``ERROR`` carries them and clients catch them.
 
-The code is part of the protocol: programs match on it. The message is for people: first what was
-wrong with which value, then what would be right.
+The code is part of the protocol: programs match on it. The message is for people: it names the
+wrong value and the fault, and then the remedy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Every reason for which Tokenbus refuses or ends something."""
+    """Every reason for which Tokenbus refuses a request or ends a stream."""
 
     # The request is invalid; sending it again unchanged fails again.
     BAD_MESSAGE = "bad_message"

@@ -1,8 +1,8 @@
 """The fixed binary header between broker and workers, and the manifest of a step's tokens.
 
 The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
-``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest: which
-session each of its bodies is for, which requests end with it, and which deltas follow.
+``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest. It
+lists the session of each body, the requests that end, and the deltas that follow.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Flag(IntFlag):
 
 
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
-"""The flags of how the bodies of TOKEN are encoded for a client."""
+"""The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""From this bit on, the flags of a request are how long it waited at the broker, in ms."""
+"""The bits of the flags from this one on are the time that the request waited at the broker, in
+ms."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 
@@ -79,7 +80,7 @@ def encode_header(request: int = 0, address: int = 0, flags: int = 0) -> bytes:
 
 
 def waited_flags(waited_s: float) -> int:
-    """The bits of the flags that say how long a request waited at the broker."""
+    """The bits of the flags for the time that a request waited at the broker."""
     return min(MAX_WAITED_MS, max(0, int(waited_s * 1000))) << WAITED_SHIFT
 
 

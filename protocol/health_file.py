@@ -1,7 +1,9 @@
-"""A file by which a container's probes see that its process works, without a connection to it.
+"""A file that shows to a container's probes that its process works, without a connection to the
+process.
 
-Workers listen nowhere, and a probe that asks the broker would have them restarted where the broker
-is away. The file's time of modification says that the process works, its text whether it serves.
+Workers do not listen on an address. A probe that asked the broker would restart them whenever the
+broker is down. The file's modification time shows that the process works, and its text whether it
+serves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 READY = "ready"
-"""The text of the file where the process serves."""
+"""The text of the file if the process serves."""
 NOT_READY = "not ready"
 STANDBY = "standby"
 """A state worker that waits until another one ends."""
@@ -25,10 +27,11 @@ EVERY_S = 1.0
 
 
 class HealthFile:
-    """The file of one process, at the path of the setting ``health_file``; without it, none.
+    """The file of one process, at the path of the setting ``health_file``. Without this setting, no
+    file is written.
 
-    Times are seconds of a monotonic clock. A file that cannot be written is reported once: the
-    probes fail then, as they should.
+    Times are seconds of a monotonic clock. If the file cannot be written, this is logged once; the
+    probes then fail, as they should.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,13 +42,14 @@ class HealthFile:
         self._failed = False
 
     def beat(self, ready: bool, step_age_s: float | None, now: float) -> None:
-        """A worker sends its heartbeat. ``step_age_s``: for how long its step has been running;
-        with one that hangs, the process does not count as working."""
+        """Called with each heartbeat of a worker. ``step_age_s``: how long its step has been
+        running; if the step hangs, the process does not count as working."""
         if step_age_s is None or step_age_s <= self._hung_step_s:
             self.touch(READY if ready else NOT_READY, now)
 
     def touch(self, text: str, now: float) -> None:
-        """The process works: writes the file if its text has changed, and else its time."""
+        """Records that the process works: writes the file if its text has changed, and otherwise
+        updates its modification time."""
         if self._path is None or (text == self._text and now < self._next):
             return
         self._next = now + EVERY_S

@@ -15,7 +15,8 @@ _TOKEN = re.compile("[0-9a-f]{32}")
 def new_boot() -> int:
     """The number of one run of a broker: 31 random bits.
 
-    Not its time: a clock that was set back would give the ids of an earlier run once more.
+    The number is not the time, because a clock that was set back would repeat the ids of an earlier
+    run.
     """
     return secrets.randbits(31)
 
@@ -51,8 +52,8 @@ def is_session_token(text: str) -> bool:
 def session_id(token: str, key: str = "") -> int:
     """The id of the session with this token, of the client with this CURVE public key.
 
-    Derived from both, so that a broker that was restarted can tell by the id, which workers report,
-    whether a client holds the token of a session, without having seen it before.
+    The id is derived from both. Workers report it to a restarted broker, which can then check
+    whether a client has the token of the session.
     """
     digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_ID

@@ -2,7 +2,7 @@
 
 Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* has the pair of
 one holder and the public key of the broker. A *key folder*, on the broker's machine, has the
-broker's own pair and the public keys that may connect, a file each:
+broker's own pair, and a file for each public key that may connect:
 
     broker.key                 the broker's pair
     local-client.key           the pair of clients on this machine: tokenbus, the gateways
@@ -42,7 +42,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class KeyFault(ValueError):
-    """A key, its file or its folder cannot be used; the message says what would be right."""
+    """A key, its file or its folder cannot be used; the message says how to correct it."""
 
 
 class KeyPair(Struct, frozen=True):
@@ -64,7 +64,7 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> OwnKey:
-        """The key of a file; raises KeyFault, also where other users may read it."""
+        """The key of a file; raises KeyFault, also if other users may read the file."""
         try:
             mode = path.stat().st_mode
         except OSError as error:
@@ -78,7 +78,7 @@ class OwnKey(Struct, frozen=True, kw_only=True):
         return key
 
     def write(self, path: Path) -> None:
-        """Writes a new file; raises KeyFault where one is there already."""
+        """Writes a new file; raises KeyFault if the file exists already."""
         text = (
             f"# A key of Tokenbus. Who has this file can connect as the {self.role} {self.name!r}: "
             "keep it secret.\n"
@@ -95,14 +95,14 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The quotas of a tenant; None: as much as any client without a quota."""
+    """The quotas of a tenant; None: the same as for a client without a quota."""
 
     streams: Bound | None = None
     """Live streams of all its sessions together."""
     tokens_per_minute: Bound | None = None
     """Generated tokens."""
     upload_bytes: Bound | None = None
-    """Controller modules in the store, their compiled forms included."""
+    """Controller modules in the store, including their compiled forms."""
     variable_bytes: Bound | None = None
     """Variables of all its live requests together."""
     sandbox_ms_per_minute: Bound | None = None
@@ -112,11 +112,11 @@ class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
-    """A public key that may connect, and what its holder may do."""
+    """A public key that may connect, and the rights of its holder."""
 
     public: PublicKey
     operator: bool = False
-    """Whether this client may drain workers, and see the streams of all."""
+    """Whether this client may drain workers, and see the streams of all clients."""
 
 
 class KeyFolder:
@@ -127,8 +127,8 @@ class KeyFolder:
 
     @classmethod
     def of(cls, settings: Settings) -> KeyFolder | None:
-        """The folder of these settings; None where none is set and none was made in the run
-        directory. Raises KeyFault where the one that is set has no broker's key."""
+        """The folder of these settings; None if no folder is set and the run directory has none.
+        Raises KeyFault if the folder that is set has no broker's key."""
         folder = cls(settings.keys_folder)
         if (folder.path / BROKER).exists():
             return folder
@@ -145,14 +145,16 @@ class KeyFolder:
         return OwnKey.read(self.path / BROKER)
 
     def make(self, new_pair: Callable[[], KeyPair]) -> bool:
-        """Makes the folder with the keys of this machine, unless it is there; whether it was made.
+        """Creates the folder with the keys of this machine, unless it exists; returns whether it
+        was created.
 
         Raises KeyFault.
         """
         if (self.path / BROKER).exists():
             return False
         try:
-            # Folders that are made above it, such as a run directory, are for this user only too.
+            # Parent folders that are created, such as a run directory, are private to this user
+            # too.
             for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -164,7 +166,7 @@ class KeyFolder:
         for role in ROLES:
             key = self.issue(LOCAL, role, new_pair(), pair.public)
             with contextlib.suppress(FileNotFoundError):
-                self.own(role).unlink()  # Left by an attempt that did not finish.
+                self.own(role).unlink()  # Left by an attempt that failed.
             key.write(self.own(role))
             self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
         # Last: with this file the folder is complete.
@@ -173,14 +175,15 @@ class KeyFolder:
 
     @staticmethod
     def issue(name: str, role: Role, pair: KeyPair, broker: str) -> OwnKey:
-        """A holder's key as its file has it; raises KeyFault for an invalid name."""
+        """The content of a holder's key file; raises KeyFault for an invalid name."""
         check_name(name)
         return OwnKey(name=name, role=role, public=pair.public, secret=pair.secret, broker=broker)
 
     def allow(self, role: Role, name: str, allowed: Allowed) -> None:
-        """Lets a public key connect as a client or as a worker; replaces what the name had.
+        """Lets a public key connect as a client or as a worker; replaces the earlier entry of the
+        name.
 
-        Raises KeyFault where another name has this key, as a key is one holder's, in one role.
+        Raises KeyFault if another name has this key: a key belongs to one holder, in one role.
         """
         check_name(name)
         for other_role in ROLES:
@@ -193,8 +196,8 @@ class KeyFolder:
         self._write(role, name, allowed)
 
     def revoke(self, name: str, role: Role | None = None) -> list[Role]:
-        """Ends what a name may do; returns as what it could connect. Raises KeyFault where it could
-        not."""
+        """Removes the rights of a name; returns the roles in which it could connect. Raises
+        KeyFault if it could not connect."""
         check_name(name)
         roles = [r for r in ROLES if role in (None, r) and self._file(r, name).exists()]
         if not roles:
@@ -210,8 +213,8 @@ class KeyFolder:
     def allowed(self, role: Role, faults: list[KeyFault] | None = None) -> dict[str, Allowed]:
         """The keys that may connect in a role, by name.
 
-        Raises KeyFault for a file that is not valid; with ``faults``, which gets it, the name may
-        not connect.
+        Raises KeyFault for a file that is not valid. With ``faults``, the error is added to that
+        list instead, and the name may not connect.
         """
         found = {}
         for path in sorted(self._folder(role).glob("*.toml")):
@@ -224,7 +227,7 @@ class KeyFolder:
         return found
 
     def folders(self) -> list[Path]:
-        """Those in which a change of what is allowed is a change of a file."""
+        """The folders whose modification times change whenever the allowed keys change."""
         return [self._folder(role) for role in ROLES]
 
     def _folder(self, role: Role) -> Path:
@@ -251,7 +254,7 @@ class KeyFolder:
 def own_key(settings: Settings, role: Role) -> OwnKey | None:
     """The key with which a program connects: that of the setting ``key``, or else this machine's.
 
-    None where there is neither: it connects to a broker without keys. Raises KeyFault.
+    None if neither exists: the program connects to a broker without keys. Raises KeyFault.
     """
     if settings.key:
         return OwnKey.read(Path(settings.key))
@@ -260,7 +263,7 @@ def own_key(settings: Settings, role: Role) -> OwnKey | None:
 
 
 def check_name(name: str) -> None:
-    """Raises KeyFault where ``name`` cannot be the name of a key."""
+    """Raises KeyFault if ``name`` is not a valid name of a key."""
     if NAME.fullmatch(name) is None:
         raise KeyFault(
             f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and '-'"

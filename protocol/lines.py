@@ -1,9 +1,9 @@
 """The line codec: the form of LMTP, ``<TYPE> <JSON>``, one message per line.
 
-For WebSocket, line-oriented stdio and in-process use. A line has no attachments; bodies have fields
-for their contents (token ids as a list, a module as base64). ``line_frames`` and ``frames_line``
-carry messages between lines and frames without decoding their bodies. A carrier with binary
-messages (WebSocket) has ``frames_binary`` for clients that ask for tokens in columns.
+It serves WebSocket, line-oriented stdio and in-process use. A line has no attachments; bodies have
+fields for their contents (token ids as a list, a module as base64). ``line_frames`` and
+``frames_line`` carry messages between lines and frames without decoding their bodies. A carrier
+with binary messages (WebSocket) has ``frames_binary`` for clients that ask for tokens in columns.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    Answers have to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also
-    choose msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an
-    attachment, which may be as large as modules are. Raises RequestError.
+    Answers have to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also choose
+    msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an attachment
+    of up to ``MAX_MODULE_BYTES``. Raises RequestError.
     """
     word, body = split_line(line)
     if word == b"HELLO":
@@ -70,8 +70,8 @@ def frames_line(frames: Sequence[bytes]) -> str:
 
 
 def frames_binary(frames: Sequence[bytes]) -> bytes:
-    """The binary message of one from the broker to a client whose encoding is msgpack: the type, a
-    space, and the bodies, which say themselves where they end."""
+    """A message from the broker to a client whose encoding is msgpack, as one binary message: the
+    type, a space, and the bodies, whose ends msgpack shows."""
     return b"%b %b" % (frames[0], b"".join(frames[1:]))
 
 
@@ -100,7 +100,7 @@ def _attached_module(body: bytes) -> list[bytes]:
     try:
         upload: Upload = decode_as(Upload, body, "json")
     except RequestError:
-        # The broker's answer says what is wrong with it.
+        # The broker's answer reports the error.
         return [body]
     if upload.data is None:
         return [body]

@@ -1,7 +1,7 @@
 """The logs of all processes: one set-up, one line for each record, one id for each request.
 
-A record about a request names it with ``extra=about(number)``. Where the request came with an id of
-its own (``x-request-id`` of HTTP, or a trace), the line carries that id in every process.
+A record about a request names it with ``extra=about(number)``. If the request has an id of its own
+(``x-request-id`` of HTTP, or a trace), its lines have that id in every process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from .settings import Settings
 
 _HUMAN = "%(asctime)s %(levelname)s %(message)s"
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
-"""Characters that would begin another line, or steer the terminal on which a line is shown."""
+"""Characters that would begin another line, or control the terminal on which a line is shown."""
 
 task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
-"""Request id and trace id of what the current task does, for a process that has it from outside."""
+"""Request id and trace id of the current task, for a process that receives them from outside."""
 
 _ids: dict[int, tuple[str, str]] = {}
-"""Request id and trace id of the live requests of this process that came with one."""
+"""Request id and trace id of the live requests of this process that have one."""
 
 
 def set_up(settings: Settings, process: str) -> None:
-    """Sends what this process logs to standard error, in the setting ``log_format``.
+    """Sends the log records of this process to standard error, in the format of the setting
+    ``log_format``.
 
     ``process`` is its name in JSON lines: ``broker``, ``gpu``, ``gateway``.
     """
@@ -43,7 +44,7 @@ def set_up(settings: Settings, process: str) -> None:
 
 
 def take_over(*packages: str) -> None:
-    """Lets what imported packages log take the way of all records, where they have set up their
+    """Routes the log records of imported packages to this set-up, if they have installed their
     own."""
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in packages:
@@ -58,7 +59,7 @@ def about(request: int) -> dict[str, int]:
 
 
 def begin(request: int, request_id: str, trace: str) -> None:
-    """A request of this process has an id or a trace (``traceparent``), which its lines name."""
+    """Records the id or the trace (``traceparent``) of a request, for its log lines."""
     if request_id or trace:
         trace_id = trace.split("-")[1] if trace.count("-") >= 3 else ""
         _ids[request] = (request_id or trace_id, trace_id)
@@ -92,8 +93,11 @@ class HumanFormatter(logging.Formatter):
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``time`` (UTC), ``level``, ``process``, ``pid``, ``logger``,
-    ``message``, and where there are: ``request`` (the broker's number), ``request_id``,
-    ``trace_id``, ``exception``, and the ``fields`` of the record."""
+    ``message``.
+
+    A record may also have ``request`` (the broker's number), ``request_id``, ``trace_id``,
+    ``exception``, and its own ``fields``.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ def _encoded(line: dict[str, Any]) -> str:
     try:
         return msgspec.json.encode(line).decode()
     except (TypeError, ValueError):
-        # A file name may hold bytes that are no Unicode.
+        # A file name may contain bytes that are not valid Unicode.
         plain = {name: _escaped(value) for name, value in line.items()}
         return msgspec.json.encode(plain).decode()
 

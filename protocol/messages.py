@@ -21,7 +21,7 @@ ENCODINGS = ("json", "msgpack")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Larger bodies are refused."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
-"""For all attachments of a message together."""
+"""Bytes of all attachments of a message together."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
 """Larger controller modules are refused, by the client and by the broker."""
 MAX_FRAMES = 64
@@ -37,7 +37,7 @@ Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 """Seconds to wait before another try."""
 Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
-"""Seconds between two messages, or without one. Less would keep a process busy."""
+"""Seconds between two messages, or without a message. A smaller value would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 UserName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
@@ -59,7 +59,7 @@ RequestId = Annotated[str, Meta(max_length=128)]
 class Hello(Struct, kw_only=True, omit_defaults=True):
     """``HELLO``: opens a session, or takes one over on a new connection.
 
-    A client that never sends it gets an anonymous session in JSON, which ends with its connection.
+    A client that does not send it has an anonymous session in JSON, which ends with its connection.
     """
 
     versions: tuple[int, ...] = (PROTOCOL_VERSION,)
@@ -68,11 +68,11 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     session: str | None = None
     """The token of a ``WELCOME``: take that session over, under the same key."""
     begin: bool = False
-    """Where the broker has no session with this token, under any key, begin one with it: a secret
-    of 32 hexadecimal digits that the client has chosen."""
+    """If the broker has no session with this token, under any key, begin a session with it. The
+    token is then a secret of 32 hexadecimal digits that the client has chosen."""
     elsewhere: bool = False
-    """The session may have been at another broker since it was at this one, if it was: the broker
-    asks the workers for its live streams. The client sends its buffers again."""
+    """Whether the session may have been at another broker since it was at this one. The broker then
+    asks the workers for its live streams, and the client sends its buffers again."""
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
@@ -100,7 +100,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
-    """Keep prompt and output as a buffer of this name when the stream ends."""
+    """Store the prompt and the output as a buffer of this name when the stream ends."""
     text: bool = False
     """Text mode: each TOKEN also has the text that it completes."""
     controller: str | None = None
@@ -108,28 +108,29 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller: text unchanged, any other value as JSON."""
     heal_prompt: bool = False
-    """Take the last token of the prompt back and force its text: the first token that is sampled
-    begins with it. The text of the stream begins behind it. Not with a module."""
+    """Remove the last token of the prompt and force its text: the first sampled token begins with
+    it. The text of the stream begins after it. Not available with a module."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    """Higher goes first."""
+    """Higher priorities are served first."""
     timeout_s: Timeout | None = None
     """End the stream, with ``timeout``, this many seconds after it arrived."""
     by: UserName = ""
-    """Whose request it is, where one session serves several users: their requests take turns in the
+    """The user whose request it is, if one session serves several: their requests take turns in the
     queue."""
     group: GroupName = ""
-    """A secret that several sessions of one client share, as those of a gateway: in the queue their
-    requests take turns as if they were of one session."""
+    """A secret that several sessions of one client share, such as those of a gateway. In the queue,
+    their requests take turns as if they belonged to one session."""
     inspect: bool = False
-    """TOKEN entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
+    """TOKEN entries also report the effect of their masks: ``allowed``, ``cut`` and
+    ``round_us``."""
     trace: TraceParent = ""
-    """The ``traceparent`` of the request (W3C Trace Context); workers pass it on as it is."""
+    """The ``traceparent`` of the request (W3C Trace Context); workers pass it on unchanged."""
     request_id: RequestId = ""
     """The name of the request in log lines of all processes; default: its trace, if it has one."""
 
 
 class Score(Struct, kw_only=True, omit_defaults=True):
-    """``SCORE``: the log-probability of each token of ``scored``, given all before it."""
+    """``SCORE``: the log-probability of each token of ``scored``, given all tokens before it."""
 
     stream_id: StreamId
     scored: list[TokenId] | str
@@ -139,7 +140,8 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     text: bool = False
     """Each TOKEN also has the text of its token."""
     top_logprobs: TopLogprobs = 0
-    """How many of the most likely tokens to report at each place, besides the scored one."""
+    """How many of the most likely tokens to report at each position, in addition to the scored
+    token."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
     by: UserName = ""
@@ -166,14 +168,14 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
     moves: Count = 0
-    """How often the stream has moved, by the last ``moves`` that the client was sent of it."""
+    """How often the stream has moved: the last ``moves`` that the client has received for it."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
-    """``BUFFER``: keep a part of prompts in the session, for ``buffers`` to name.
+    """``BUFFER``: store a part of prompts in the session, which ``buffers`` can name.
 
-    Exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). None of them: the buffer is
-    deleted.
+    It has exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of them, the
+    buffer is deleted.
     """
 
     name: Name
@@ -191,7 +193,8 @@ class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
 class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
     """``TOKENIZER``: the tokenizer of a model; answered by ``MSG {"tokenizer": …}``.
 
-    A model that has no tokenizer in the form of the tokenizers library gets an ``unsupported``.
+    The answer is ``unsupported`` if the model has no tokenizer in the form of the tokenizers
+    library.
     """
 
     stream_id: StreamId
@@ -203,12 +206,12 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     streams: bool = False
-    """List the live streams too. The operator gets all of them, a user of a gateway those of its
-    own session, and any other client those of clients with its key."""
+    """List the live streams too. The operator receives all streams, a user of a gateway those of
+    its own session, and any other client those of clients with its key."""
     own: bool = False
-    """List those of this session only, whoever asks."""
+    """List only the streams of this session, for every kind of client."""
     metrics: bool = False
-    """With counters and histograms, of the broker and of each worker."""
+    """Include counters and histograms of the broker and of each worker."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -225,14 +228,15 @@ def module_too_large(size: int) -> RequestError | None:
 class Upload(Struct, kw_only=True, omit_defaults=True):
     """``UPLOAD``: store a controller module, given as ``data`` or as attachment 0.
 
-    Answered by ``MSG`` with a ``StoredModule`` as its result.
+    The answer is ``MSG`` with a ``StoredModule`` as its result.
     """
 
     stream_id: StreamId
     data: bytes | None = None
     tag: Name | None = None
     by: UserName = ""
-    """Whose doing it is, for display: a program that serves several users names them."""
+    """The person or program that uploads, for display: a program that serves several users names
+    them."""
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
@@ -243,7 +247,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     module: Name
-    """Its id, or at least 8 characters of the beginning of its id, or another tag of it."""
+    """The id of the module, at least 8 characters of the beginning of its id, or another tag of
+    it."""
     tags: list[Name]
     by: UserName = ""
     """As in ``Upload``."""
@@ -261,7 +266,7 @@ class Tags(Struct, kw_only=True, omit_defaults=True):
 class Delete(Struct, kw_only=True, omit_defaults=True):
     """``DELETE``: delete a tag, or a module with all its tags.
 
-    Answered by ``MSG`` with a ``StoredModule`` as its result: what was deleted.
+    The answer is ``MSG`` with a ``StoredModule`` as its result, which describes what was deleted.
     """
 
     stream_id: StreamId
@@ -270,17 +275,17 @@ class Delete(Struct, kw_only=True, omit_defaults=True):
 
 
 class DrainWorker(Struct, kw_only=True, omit_defaults=True):
-    """``DRAIN``: a worker is to leave: it takes no more requests, and hands over those that it has
-    where other workers can take them.
+    """``DRAIN``: a worker is to leave: it accepts no more requests, and hands over its streams if
+    other workers can take them.
 
-    Answered when it has left, by ``MSG`` with ``{"worker": name, "requests": number}`` as its
-    result: how many it had. Only the operator may: a client with the operator's key, or one on a
-    broker's machine without keys, if it is not a gateway.
+    The answer comes when the worker has left: ``MSG`` with ``{"worker": name, "requests": number}``
+    as its result, with the number of requests that it had. Only the operator may send it: a client
+    with the operator's key, or, without keys, one on the broker's machine that is not a gateway.
     """
 
     stream_id: StreamId
     worker: Name
-    """Its name, as in ``STATUS``."""
+    """The worker's name, as in ``STATUS``."""
 
 
 class Ping(Struct, kw_only=True, omit_defaults=True):
@@ -288,15 +293,17 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     ack: Count = 0
-    """The last ``Pong.position`` on this connection: the client has received what precedes it."""
+    """The last ``Pong.position`` on this connection: the client has received all messages before
+    it."""
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
     """``BYE``: ends the session and its streams."""
 
     keep: bool = False
-    """Only the connection ends, as if it had been lost: a session that began with ``HELLO`` waits
-    to be taken over, an anonymous one ends. From what carries other clients' connections."""
+    """End only the connection, as if it had been lost. A session that began with ``HELLO`` can then
+    be taken over, and an anonymous session ends. Sent by programs that carry other clients'
+    connections."""
 
 
 # --- broker to client ---------------------------------------------------------------------------
@@ -312,11 +319,12 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     resumed: bool = False
     """Whether ``HELLO`` took over an existing session; its streams wait for ``ATTACH``."""
     streams: list[StreamId] = []
-    """The live streams of a resumed session; of a recovering one, those that are known so far."""
+    """The live streams of a resumed session; if ``recovering``, the streams that are known so
+    far."""
     recovering: bool = False
-    """This broker was restarted and does not know the session yet. Workers may still report its
-    streams: an ``ATTACH`` is answered when one does, or else, when they have had their time to,
-    with ``unknown_stream``. Buffers are lost."""
+    """Whether the broker was restarted and does not know the session yet. Workers may still report
+    its streams: an ``ATTACH`` is answered when a worker reports the stream, or with
+    ``unknown_stream`` when the time for reports is over. Buffers are lost."""
     server: str = ""
     capabilities: list[str] = []
     ping_s: Period = 2.0
@@ -342,9 +350,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Log-probabilities of the most likely tokens and of this one, by id. In the answer to a SCORE
     only if it asks for them."""
     pos: int = 0
-    """Position in its sequence, counted from the first token that was generated or scored."""
+    """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0
-    """Which sequence of the stream: 0, or a fork's number."""
+    """The number of its sequence in the stream: 0, or a fork's number."""
     parent: int | None = None
     """In the first entry of a fork: the sequence from which it was forked."""
     text: str | UnsetType = UNSET
@@ -357,23 +365,26 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     code: str | None = None
     """The code that belongs to ``error``."""
     live: int = 0
-    """In an entry with a finish_reason: running sequences of the stream; 0: it has ended."""
+    """In an entry with a finish_reason: the number of running sequences of the stream; 0: the
+    stream has ended."""
     stop: str | int | None = None
-    """In an entry with a finish_reason: which of the request's ``stop`` ended the sequence; None
-    where an end-of-sequence token did."""
+    """In an entry with a finish_reason: the element of the request's ``stop`` that ended the
+    sequence; None if an end-of-sequence token ended it."""
     prompt_tokens: int = 0
-    """In the first entry of a stream: the tokens of its prompt, those of buffers included."""
+    """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
-    """In the first entry of a stream: how many of them were in the cache already."""
+    """In the first entry of a stream: the number of prompt tokens that were in the cache
+    already."""
     constraint: ConstraintEnd | None = None
     """In the last entry of a sequence under a built-in constraint: how its text ended."""
     allowed: int | UnsetType = UNSET
-    """``inspect``: how many tokens the mask and the controller's bias allowed where this one was
-    sampled; absent without either."""
+    """``inspect``: how many tokens the mask and the controller's bias allowed at this position;
+    absent without a mask and a bias."""
     cut: list[int] = []
-    """``inspect``: those of the most likely tokens that these forbade, the likeliest first."""
+    """``inspect``: the most likely tokens that the mask and the bias forbade, the likeliest
+    first."""
     round_us: int = 0
-    """``inspect``: how long the controller's round before this token took, in microseconds."""
+    """``inspect``: the time of the controller's round before this token, in microseconds."""
     bias: dict[int, float] = {}
     """``inspect``: what the controller's bias added to the most likely tokens, and to this one;
     without those that it left as they were, and those that it forbade."""
@@ -401,23 +412,25 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     context_length: int
     eos_token_ids: list[int]
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON: same fingerprint, same tokens."""
+    """SHA-256 of the tokenizer's canonical JSON: equal fingerprints give equal tokens."""
     architecture: str = ""
     parameters: int = 0
     dtype: str = ""
     device: str = ""
     sampling: int = 1
-    """How its tokens are sampled: with another version, equal seeds give other tokens."""
+    """The version of the sampling algorithm: in another version, equal seeds give different
+    tokens."""
     path: ForwardPath = field(default_factory=ForwardPath)
 
 
 class Tagged(Struct, kw_only=True, omit_defaults=True):
-    """How a module got a tag."""
+    """The origin of a module's tag."""
 
     at: float = 0.0
-    """When it was assigned last, in seconds since 1970."""
+    """When the tag was last assigned, in seconds since 1970."""
     by: str = ""
-    """By whom: ``by`` of the request, or else the tenant; empty where neither has a name."""
+    """Who assigned the tag: ``by`` of the request, or else the tenant; empty if neither has a
+    name."""
 
 
 class StoredModule(Struct, kw_only=True, omit_defaults=True):
@@ -437,9 +450,10 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     compiled_size: int = 0
     """Size of its compiled form in bytes."""
     compile_ms: float = 0.0
-    """How long the upload was compiled, in milliseconds; next to nothing where that was done."""
+    """The time to compile the upload, in milliseconds; almost 0 if the module was compiled
+    before."""
     tagged: dict[str, Tagged] = {}
-    """How it got each of ``tags``."""
+    """The origin of each of ``tags``."""
 
 
 class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
@@ -463,11 +477,11 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     type: str
     """``GENERATE``, ``SCORE``, or another message that a worker answers."""
     state: Literal["waiting", "running"]
-    """Waiting for a worker, or with one."""
+    """Whether it waits for a worker, or a worker has it."""
     age_s: float
-    """Since it arrived."""
+    """Seconds since it arrived."""
     client: str = ""
-    """The program, as it named itself in ``HELLO``."""
+    """The program, by its name in ``HELLO``."""
     model: str = ""
     worker: str = ""
     controller: str = ""
@@ -484,9 +498,9 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     host: str
     state: str
     models: list[str]
-    """Those that are loaded."""
+    """The models that are loaded."""
     controllers: list[str] = []
-    """The controllers that a controller worker serves by name, modules aside."""
+    """The controllers that a controller worker serves by name, without modules."""
     requests: int
     capacity: int
     heartbeat_age_s: float
@@ -495,7 +509,7 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     paths: dict[str, ForwardPath] = {}
     """The attention and graphs of a GPU worker, by model."""
     metrics: list[Series] = []
-    """With ``metrics``: as of its last heartbeat."""
+    """With ``metrics``: the metrics of the worker as of its last heartbeat."""
 
 
 class Status(Struct, kw_only=True, omit_defaults=True):
@@ -512,7 +526,7 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     """With ``streams``: the live streams of all clients with the sender's key, in the order of
     their arrival."""
     metrics: list[Series] = []
-    """With ``metrics``: those of the broker itself."""
+    """With ``metrics``: the metrics of the broker itself."""
 
 
 class Msg(Struct, kw_only=True, omit_defaults=True):
@@ -532,7 +546,7 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
 SystemEvent = Literal[
     "queued", "loading", "loaded", "moved", "not_movable", "throttled", "draining", "retrying"
 ]
-"""``retrying`` is emitted by the client itself, which sends a lost or refused request again."""
+"""The client itself emits ``retrying`` when it sends a lost or refused request again."""
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
@@ -545,11 +559,11 @@ class System(Struct, kw_only=True, omit_defaults=True):
     place: int | None = None
     """``queued``: the position in the queue, from 1."""
     progress: float | None = None
-    """``loading``: the part that is done, 0 to 1."""
+    """``loading``: the fraction that is loaded, 0 to 1."""
     left: str = ""
-    """``moved``: the worker that the stream, or its controller, was with."""
+    """``moved``: the worker that had the stream, or its controller."""
     worker: str = ""
-    """``moved``: the worker that it is with now."""
+    """``moved``: the worker that has it now."""
     pause_s: float | None = None
     """``moved``: from the loss of the worker to the first new token, in seconds."""
     moves: int = 0
@@ -567,7 +581,7 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     path: str | None = None
     """The invalid field, as ``$.max_tokens``."""
     retry_after_s: Pause | None = None
-    """When to try again, in seconds."""
+    """Seconds to wait before another attempt."""
     type: str | None = None
     """The type of the refused message, if there is no stream."""
 
@@ -604,7 +618,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
 """The messages of a client: type to body."""
 
 OPERATOR_MESSAGES = frozenset({b"DRAIN"})
-"""Those that only the operator may send."""
+"""Messages that only the operator may send."""
 CARRIES_USERS = "gateway"
 """The capability of a client that carries messages of other users."""
 

@@ -1,7 +1,7 @@
 """The counters of processes: series of numbers and histograms, as STATUS carries them.
 
-Workers count where things happen, send the totals with their heartbeats, and the broker keeps the
-last ones. So whoever asks, of however many gateways, sees the same numbers, of all clients.
+Workers count events, send the totals with their heartbeats, and the broker stores the last totals.
+So every gateway reports the same numbers, for all clients.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""For times between tokens."""
+"""Bounds for times between tokens, in seconds."""
 REQUEST_S = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""For times of whole requests and their phases."""
+"""Bounds for times of whole requests and of their phases, in seconds."""
 WAIT_S = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.05)
-"""For a step's wait for masks; it is at most 5 ms, plus the time to take a message."""
+"""Bounds for a step's wait for masks, in seconds. The wait is at most 5 ms plus the time to receive
+a message."""
 TOKENS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
-"""For numbers of tokens."""
+"""Bounds for numbers of tokens."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-"""For the tokens of a step."""
+"""Bounds for the number of tokens in a step."""
 
 OTHER = "other"
-"""The value of a label beyond the most values that it may have."""
+"""The label value that counts all values above the maximum number of values."""
 
 
 class Histogram(Struct):
-    """Observations by size: ``counts[i]`` are at most ``bounds[i]``, the last ones are larger."""
+    """Observations by size: ``counts[i]`` has those of at most ``bounds[i]``, and the last count
+    has the larger ones."""
 
     bounds: Sequence[float]
     counts: list[int]
@@ -50,7 +52,7 @@ class Histogram(Struct):
 
     @classmethod
     def over(cls, bounds: Sequence[float]) -> Histogram:
-        """An empty one; ``bounds`` ascend."""
+        """An empty histogram; ``bounds`` ascend."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -60,7 +62,7 @@ class Histogram(Struct):
 
 
 class Series(Struct):
-    """A number under a name, with labels; or a histogram, and then ``value`` has no meaning."""
+    """A named number with labels, or a histogram; ``value`` has no meaning then."""
 
     name: str
     labels: dict[str, str]
@@ -69,14 +71,14 @@ class Series(Struct):
 
     @classmethod
     def of(cls, name: str, labels: dict[str, str], value: float | Histogram) -> Series:
-        """A series of either kind."""
+        """A series with a number or a histogram."""
         if isinstance(value, Histogram):
             return cls(name, labels, histogram=value)
         return cls(name, labels, value)
 
 
 class Tally:
-    """Counts by the value of one label, which has at most ``most`` values."""
+    """Counts by the value of one label, which has at most ``most`` different values."""
 
     def __init__(self, name: str, label: str, most: int = 64) -> None:
         self._name = name
@@ -85,7 +87,7 @@ class Tally:
         self._counts: dict[str, float] = {}
 
     def add(self, value: str, count: float = 1) -> None:
-        """Counts under a value of the label; not by two threads at once."""
+        """Counts under a value of the label. Not for two threads at the same time."""
         counts = self._counts
         if value not in counts and len(counts) >= self._most:
             value = OTHER

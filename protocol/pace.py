@@ -1,15 +1,16 @@
-"""How often something happens of late: how long a queue takes, and when to try again."""
+"""The recent rate of an event: it predicts how long a queue takes, and when a client should try
+again."""
 
 from __future__ import annotations
 
 RETRY_AFTER_S = 1.0
-"""When to try again where nothing is known of how long it will take, in seconds."""
+"""Seconds until a client should try again if the rate is not known."""
 MEMORY = 16
-"""The times at which something happened, of which the average is taken, weights decaying."""
+"""Number of past events in the average, whose weights decay."""
 FEWEST = 4
-"""As long as it happened at fewer times, how often it happens is not known."""
+"""The rate is unknown until the event has happened at this number of times."""
 BOUNDS_S = (0.1, 60.0)
-"""The least and the most for which a client is asked to wait."""
+"""The shortest and the longest time for which a client is asked to wait, in seconds."""
 
 
 class Pace:
@@ -26,14 +27,14 @@ class Pace:
         self._times = 0
         self._at = 0.0
         self._burst = 0
-        """Events at ``_at``."""
+        """Number of events at the time ``_at``."""
         self._number = 0.0
         self._gap_s = 0.0
         self._due = 0.0
-        """When the last client that was asked to wait is to try again."""
+        """When the last client that was asked to wait should try again."""
 
     def note(self, now: float) -> None:
-        """It happens."""
+        """Records an event."""
         if now <= self._at and self._times:
             self._burst += 1
             return
@@ -45,17 +46,17 @@ class Pace:
         self._at, self._burst = now, 1
 
     def per_s(self, now: float) -> float | None:
-        """How often it happens in a second; None where that is not known."""
+        """Events per second; None if the rate is not known."""
         if self._times < FEWEST:
             return None
         longer_s = max(0.0, now - self._at - self._gap_s)
         return self._number / (self._gap_s + longer_s / min(self._times, MEMORY))
 
     def retry_after_s(self, now: float) -> float:
-        """When a client that was refused is to try again, where each event gives place to one.
+        """When a refused client should try again, if each event makes room for one client.
 
-        Those that are refused get one such time each, one behind the other, so that they do not all
-        come back at once.
+        Refused clients receive one such time each, in sequence, so that they do not all return at
+        once.
         """
         rate = self.per_s(now)
         if rate is None:

@@ -1,13 +1,14 @@
-"""The form of a message between broker and workers on a socket: its small frames in one.
+"""The form of a message between broker and workers on a socket: its small frames are packed into
+one.
 
-To take a frame off a socket costs more than all else that the broker does with it, so the frames
+To receive a frame from a socket costs more than the rest of the broker's work on it, so the frames
 ``[TYPE][header][body][attachment…]`` of a message travel packed::
 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
-Numbers are little-endian. ``count`` frames of the message, at least one, are in the first one, each
-directly behind the one before; the last of them has no size, as it ends with that frame. From the
-first large frame on, each follows as a frame of its own and is not copied.
+Numbers are little-endian. The first frame has ``count`` frames of the message, at least one,
+directly after each other. The last of them has no size, as it ends with the first frame. All frames
+from the first large one on follow separately and are not copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PACKING_VERSION = 2
 MAX_PACKED_BYTES = 2**16
 """A larger frame is not packed, unless it is the first one, which is the type."""
 MAX_PACKED = 2**16 - 1
-"""Most frames in one."""
+"""Number of frames in the packed frame at most."""
 
 _THREE = struct.Struct("<BBHII")
 _PACK, _UNPACK = _THREE.pack, _THREE.unpack_from
@@ -37,9 +38,9 @@ def _sizes(count: int) -> struct.Struct:
 
 
 def pack(frames: Sequence[bytes]) -> Frames:
-    """The frames to send for the frames of a message, which has at least one."""
+    """The frames to send for a message, which has at least one frame."""
     if len(frames) == 3:
-        # Most messages: type, header and body.
+        # The most frequent form: type, header and body.
         kind, header, body = frames
         if len(header) <= MAX_PACKED_BYTES >= len(body):
             return [_PACK(PACKING_VERSION, 0, 3, len(kind), len(header)) + kind + header + body]
@@ -55,8 +56,8 @@ def pack(frames: Sequence[bytes]) -> Frames:
 def unpack(received: Frames) -> Frames:
     """The frames of a message from those that were received, at least one.
 
-    Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` where the
-    sizes do not match what is there.
+    Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` if the sizes
+    do not match the frame.
     """
     packed = received[0]
     if len(packed) >= _THREE_SIZE and len(received) == 1:

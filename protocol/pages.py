@@ -1,7 +1,8 @@
-"""Pages: the units in which workers report what their KV caches hold, and brokers look for it.
+"""Pages: the units in which workers report the content of their KV caches, and the broker looks up
+prompts.
 
-The key of a page is a hash of its content and of all before it, and of the model. A worker's blocks
-may be smaller than a page; it has a page when it has its last block.
+The key of a page is a hash of its content, of all content before it, and of the model. A worker's
+blocks may be smaller than a page. It has a page if it has the last block of the page.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from hashlib import blake2b
 PAGE_TOKENS = 256
 """Tokens in a page: a multiple of the block sizes of the KV caches, 16 and 256."""
 PAGE_BYTES = 4 * PAGE_TOKENS
-"""Bytes of a page, as token ids (u32, little-endian). A page of text has as many: some 4 bytes of
-text make a token."""
+"""Bytes of a page, as token ids (u32, little-endian). A page of text has the same size: about 4
+bytes of text are a token."""
 KEY_BYTES = 8
 
 
@@ -23,7 +24,7 @@ def first_key(model: str, kind: str = "tokens") -> bytes:
 
 
 def next_key(before: bytes, content: bytes | memoryview) -> bytes:
-    """The key of the page with this content behind the page with the key ``before``."""
+    """The key of the page with this content that follows the page with the key ``before``."""
     return blake2b(content, digest_size=KEY_BYTES, key=before).digest()
 
 
@@ -41,6 +42,6 @@ def join_keys(keys: list[bytes]) -> bytes:
 
 
 def split_keys(attachment: bytes) -> list[bytes]:
-    """The keys in an attachment; what is left over behind the last one is dropped."""
+    """The keys in an attachment; an incomplete key at the end is ignored."""
     last = len(attachment) - KEY_BYTES
     return [attachment[at : at + KEY_BYTES] for at in range(0, last + 1, KEY_BYTES)]

@@ -13,11 +13,12 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Bound of one stop string, as each new text is compared with all of its beginnings."""
+"""Maximum length of a stop string, as each new text is compared with all prefixes of the string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 SAMPLING_VERSION = 2
-"""The version of how a GPU worker samples: one more where equal seeds give other tokens."""
+"""The version of the sampling algorithm of GPU workers. It increases when equal seeds give
+different tokens."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 MAX_QUERY_TOP = 64
 MAX_QUERY_TOKENS = 256
@@ -27,15 +28,16 @@ Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Decoder arguments of one request, as LMTP names them and as vLLM and OpenAI extend them.
 
-    The order in which they apply to a row of logits ``[vocab]``: ``logit_bias`` is added, the
-    three penalties, then a controller's mask; ``temperature`` divides; ``top_k``, ``top_p`` and
-    ``min_p`` cut, in that order. The reported ``logprob`` is taken before all of them.
+    They apply to a row of logits ``[vocab]`` in this order: ``logit_bias`` is added, then the three
+    penalties and a controller's mask apply, and ``temperature`` divides. Then ``top_k``, ``top_p``
+    and ``min_p`` cut, in that order. The reported ``logprob`` is taken before all of them.
     """
 
     temperature: NonNegative = 0.0
     """0 is greedy; 1 samples from the model's own distribution."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Most tokens to generate; the context length of the model is a limit too (``length``)."""
+    """Number of tokens to generate at most; the context length of the model is a limit too
+    (``length``)."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces."""
     top_logprobs: TopLogprobs = 0

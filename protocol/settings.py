@@ -24,7 +24,7 @@ AtLeastZero = Annotated[int, Meta(ge=0)]
 
 PREFIX = "TOKENBUS_"
 CONFIG = "TOKENBUS_CONFIG"
-"""The environment variable that names the file, where it is not ``./tokenbus.toml``."""
+"""The environment variable that names the file; default: ``./tokenbus.toml``."""
 
 
 class SettingError(Exception):
@@ -35,19 +35,21 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Every setting. Times in seconds, sizes in bytes."""
 
     run_dir: str = ""
-    """Sockets, logs and process ids of a running system; empty: a folder of this user's."""
+    """The folder for sockets, logs and process ids of a running system; empty: a folder that
+    belongs to this user."""
     brokers: AtLeastOne = 1
     """Broker processes. Each has addresses of its own, which follow from those of the first."""
     front: str = "tcp://127.0.0.1:5555"
-    """Where clients connect; or the addresses of several brokers, separated by commas."""
+    """Where clients connect, or the addresses of several brokers, separated by commas."""
     back: str = ""
-    """Where workers connect, likewise; empty: ``ipc://<run dir>/back.sock``."""
+    """Where workers connect, or several addresses as in ``front``; empty: ``ipc://<run
+    dir>/back.sock``."""
     keys: str = ""
-    """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder there are
-    no keys, and only addresses of this machine can be listened on."""
+    """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder the broker
+    has no keys, and programs can only listen on addresses of this machine."""
     key: str = ""
-    """The key file with which this program connects; empty: that of this machine in the folder of
-    keys, if there is one."""
+    """The key file with which this program connects; empty: this machine's key file in the folder
+    of keys, if it exists."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     """Lines for people, or one JSON object a line."""
@@ -82,15 +84,15 @@ class Settings(Struct, kw_only=True, frozen=True):
     speculation: Literal["auto", "off"] = "auto"
     """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
     draft_model: str = ""
-    """A small model with the same tokenizer, a path or a hub id, that drafts where a text repeats
-    nothing; empty: none."""
+    """A small model with the same tokenizer, a path or a hub id, that drafts tokens if a text
+    repeats nothing; empty: none."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Launch the forward of a step before the tokens of the step before it are taken, so that the
-    device does not wait for the worker's Python. ``auto``: on a GPU."""
+    """Launch the forward of a step before the tokens of the previous step are processed, so that
+    the device does not wait for the worker's Python. ``auto``: on a GPU."""
     tp: AtLeastOne = 1
     """Devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """CPU threads of torch in a GPU worker; 0: as many as are fastest, up to the cores."""
+    """CPU threads of torch in a GPU worker; 0: the fastest number, up to the number of cores."""
 
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of the start of a module, in milliseconds."""
@@ -98,25 +100,25 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
     controller_decision_s: Positive = 300.0
-    """How long a GPU worker waits for a decision, beyond the controller's own time limits, before
-    it ends the sequence. A start counts too: a grammar may be compiled for 100 seconds."""
+    """How long a GPU worker waits for a decision, in addition to the controller's own time limits,
+    before it ends the sequence. A start counts too: a grammar may be compiled for 100 seconds."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
-    """Most sequences of one request."""
+    """Number of sequences of one request at most."""
     controller_threads: AtLeastZero = 0
     """Threads that run controllers; 0: twice the number of CPUs, at least four."""
     grammar_compile_s: Positive = 1.5
-    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refused one
-    takes up to a quarter longer, as the part that took the time is looked for."""
+    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
+    takes up to a quarter longer, because the slow part is searched for."""
     grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
-    """Most requests whose controllers one worker runs."""
+    """Number of requests at most whose controllers one worker runs."""
 
     join: str = ""
-    """Where the workers' address of another machine's broker is, as ``HOST`` or ``HOST:PORT``
-    (5556): ``tokenbus up`` runs only GPU and controller workers then, which connect there."""
+    """The workers' address of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (5556).
+    ``tokenbus up`` then runs only GPU and controller workers, which connect there."""
     gpu_workers: AtLeastZero = 1
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
@@ -125,13 +127,13 @@ class Settings(Struct, kw_only=True, frozen=True):
     """The Ray cluster in which ``tokenbus up`` places GPU and controller workers: its address, or
     ``auto`` for the one on this machine; empty: they run on this machine, without Ray."""
     max_gpu_workers: AtLeastZero = 0
-    """In a Ray cluster, how many GPU workers there may be; ``gpu_workers`` is the least."""
+    """In a Ray cluster, the maximum number of GPU workers; ``gpu_workers`` is the minimum."""
     max_controller_workers: AtLeastZero = 0
-    """The same of controller workers."""
+    """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """How long more workers must have been needed before there are more."""
+    """How long more workers must have been needed before workers are added."""
     scale_down_s: Positive = 120.0
-    """How long fewer workers must have been enough before there is one less."""
+    """How long fewer workers must have been enough before a worker is removed."""
     http: str = "127.0.0.1:8080"
     """Where the gateways listen for HTTP and WebSocket; ``none``: no gateway."""
     gateways: AtLeastOne = 1
@@ -143,18 +145,18 @@ class Settings(Struct, kw_only=True, frozen=True):
     tls_key: str = ""
     """The private key of the certificate."""
     max_connections: AtLeastOne = 10_000
-    """Open connections of one gateway, WebSockets among them."""
+    """Open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
-    """Entries of a stream that a gateway keeps for a client over HTTP that does not read; beyond
-    it, the stream ends."""
+    """Entries of a stream that a gateway stores for an HTTP client that does not read; above it,
+    the stream ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
-    """Render chat templates that requests bring; without it, ``chat_template`` is refused."""
+    """Render chat templates that requests contain; without it, ``chat_template`` is refused."""
     drain_s: Positive = 30.0
-    """How long a worker that is stopped goes on with its running requests."""
+    """How long a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0
-    """How long a gateway whose place another one has taken goes on with its streams."""
+    """How long a gateway continues its streams after another one has taken its place."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
@@ -167,7 +169,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     recover_s: Positive = 30.0
     session_idle_s: Positive = 3600.0
     max_priority: Annotated[int, Meta(ge=0, le=100)] = 0
-    """The highest priority of a request where the broker has no keys."""
+    """The highest priority of a request if the broker has no keys."""
     max_sessions: AtLeastOne = 10_000
     max_queued: AtLeastZero = 10_000
     max_queued_bytes: AtLeastOne = 1024 * 1024 * 1024
@@ -204,7 +206,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     def of_broker(self, number: int) -> Settings:
         """The settings of one broker of several: ``front`` and ``back`` are its own addresses.
 
-        Raises SettingError where there are none for it.
+        Raises SettingError if no addresses are set for it.
         """
         fronts, backs = separate(self.front_endpoint), separate(self.back_endpoint)
         if number >= min(len(fronts), len(backs)):
@@ -223,9 +225,9 @@ _NAMES = {field.name for field in msgspec.structs.fields(Settings)}
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings in force. ``flags`` has those of the command line, None where not given.
+    """The settings in force. ``flags`` has those of the command line; None: not given.
 
-    Raises SettingError for the first that is unknown or invalid, with its name and source.
+    Raises SettingError for the first setting that is unknown or invalid, with its name and source.
     """
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -250,7 +252,8 @@ def resolve(
 
 
 def _checked(settings: Settings) -> Settings:
-    """The settings; raises SettingError where the addresses of several brokers do not fit."""
+    """Returns the settings; raises SettingError if the addresses of several brokers do not match
+    their number."""
     try:
         _of_all(settings.front, settings.brokers)
         _of_all(settings.back, settings.brokers)
@@ -260,7 +263,8 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _of_all(addresses: str, brokers: int) -> str:
-    """The addresses of all brokers, separated by commas: as they are, or counted from one."""
+    """The addresses of all brokers, separated by commas: as given, or counted from the first
+    one."""
     if brokers == 1 or not addresses:
         return addresses
     given = separate(addresses)

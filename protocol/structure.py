@@ -1,13 +1,14 @@
-"""Answers of several parts: text, thinking, calls of tools, each begun and ended by certain texts.
+"""Answers of several parts, such as text, thinking and tool calls, which begin and end with certain
+texts.
 
 A ``Structure`` says which parts an answer may have, and a ``Reader`` follows an answer byte by byte
-through them. The controller worker has one for the masks of the constraint ``structural``; whoever
-shows the answer has one for its parts. Both are this code, so that no text is read otherwise than
-it was constrained.
+through them. The controller worker has a reader for the masks of the constraint ``structural``, and
+programs that show the answer have one for its parts. Both use this code, so that the parts agree
+with the constraint.
 
 An answer goes through phases. In a phase there may be free text, and tags may begin: ``begin``, the
-content, ``end``, and then another phase. A special token in a text is written as ``SPECIAL``, its
-name, ``SPECIAL``: a byte that is in no text.
+content, ``end``, and then another phase. A special token in a text is written as its name between
+two bytes ``SPECIAL``, which texts do not contain.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import msgspec
 from msgspec import Struct
 
 SPECIAL = b"\xff"
-"""Around the name of a special token."""
+"""The byte before and after the name of a special token."""
 MAX_TAGS = 512
 MAX_PHASES = 16
 MAX_TEXT = 4096
-"""Most bytes of ``begin`` and of ``end``."""
+"""Number of bytes of ``begin`` and of ``end`` at most."""
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -33,49 +34,50 @@ class StructureError(ValueError):
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A part with a beginning and an end of its own."""
+    """A part with its own beginning and end."""
 
     begin: str
-    """The text that begins it: after ``trigger`` it must come whole."""
+    """The text that begins it. After ``trigger``, the rest of this text is forced."""
     trigger: int = 0
-    """Characters of ``begin`` that are watched for; 0: all of them."""
+    """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
     end: str = ""
     """The text that ends it. Text ends where this first occurs, JSON where its value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
-    """Only of ``json``; null: any value."""
+    """The schema of ``json`` content; null: any value."""
     excludes: list[str] = []
-    """Texts that the content never has."""
+    """Texts that the content may not contain."""
     kind: Kind = "text"
     name: str = ""
     """The function's name, for a ``call``."""
     max_tokens: int | None = None
-    """Of the content ``text``: beyond it, ``closing`` and ``end`` follow."""
+    """Number of tokens of the content ``text`` at most: above it, ``closing`` and ``end``
+    follow."""
     closing: str = ""
-    """The text before ``end`` where ``max_tokens`` are used up."""
+    """The text before ``end`` if ``max_tokens`` are used up."""
     then: int
     """The phase after it."""
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The state of an answer: which bytes may follow."""
+    """The state of an answer: it determines which bytes may follow."""
 
     text: bool = False
-    """Free text may come."""
+    """Whether free text may follow."""
     controller: str = ""
-    """In place of free text: what this built-in constraint allows is the rest of the answer."""
+    """A built-in constraint that replaces free text: its text is the rest of the answer."""
     arg: str | dict[str, Any] | list[Any] | None = None
-    """The argument of this constraint, as ``controller_arg``."""
+    """The argument of this constraint, as in ``controller_arg``."""
     tags: list[int] = []
     """Tags that may begin anywhere in the text."""
     first: list[int] = []
-    """Tags that may begin where the phase begins."""
+    """Tags that may begin only at the beginning of the phase."""
     excludes: list[str] = []
-    """Texts that the free text never has."""
+    """Texts that the free text may not contain."""
     may_end: bool = False
-    """The answer may end here."""
+    """Whether the answer may end in this phase."""
     end: str = ""
-    """With this end-of-sequence token; empty: with any."""
+    """The end-of-sequence token with which the answer may end; empty: any."""
 
 
 class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -84,10 +86,10 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
     phases: list[Phase]
     tags: list[Tag]
     inside: int | None = None
-    """The tag in whose content the answer begins, as the prompt has its ``begin`` already."""
+    """The tag in whose content the answer begins, because its ``begin`` is in the prompt."""
 
     def check(self) -> None:
-        """Raises StructureError where something does not fit."""
+        """Raises StructureError if the structure is inconsistent."""
         if not self.phases or len(self.phases) > MAX_PHASES or len(self.tags) > MAX_TAGS:
             raise StructureError(
                 f"there are {len(self.phases)} phases and {len(self.tags)} tags; 1 to "
@@ -125,7 +127,7 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
 
 
 FREE_TEXT: Final[dict[str, Any]] = {"phases": [{"text": True, "may_end": True}], "tags": []}
-"""The structure of any text."""
+"""The structure that allows any text."""
 
 
 def decode_structure(arg: bytes) -> Structure:
@@ -143,21 +145,21 @@ class Piece(NamedTuple):
 
     kind: Kind
     tag: int | None
-    """None: free text."""
+    """The tag of the part; None: free text."""
     data: bytes
     begins: bool = False
-    """The tag begins here; there is no data yet."""
+    """Whether the tag begins here; ``data`` is empty then."""
 
 
 Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 
 
 class State(NamedTuple):
-    """Where an answer is.
+    """The position in an answer.
 
-    In ``text`` and ``value``: a phase, with ``tags`` that may still begin where it began, ``at``
-    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags``. In ``content``: the one
-    tag in ``tags``. In ``end``: the same, ``at`` bytes of its end.
+    In ``text`` and ``value``: a phase, with ``tags`` that may still begin at its start, ``at``
+    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags`` were read. In ``content``:
+    ``tags`` has one tag. In ``end``: ``at`` bytes of that tag's end were read.
     """
 
     mode: Mode
@@ -165,13 +167,13 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The last bytes, as far as they may be the beginning of what is watched for."""
+    """The last bytes that may be the beginning of a watched text."""
     depth: int = 0
     """Open brackets of JSON."""
     quoted: int = 0
     """1 in a JSON string, 2 after its backslash."""
     part: int = 0
-    """Parts before this one."""
+    """Number of parts before this one."""
     last: int = -1
     """The tag that began or ended last."""
 
@@ -180,7 +182,8 @@ _DEAD = State("dead")
 
 
 class Automaton:
-    """The states of a structure, and what each byte does. Immutable, and shared by readers."""
+    """The states of a structure, and the transition of each byte. Immutable, and shared by
+    readers."""
 
     def __init__(self, structure: Structure, special: Iterable[str] = ()) -> None:
         """``special``: the special tokens of the vocabulary, which are not text."""
@@ -206,7 +209,7 @@ class Automaton:
             for tag, end, never in zip(tags, self.ends, self._not_inside, strict=True)
         ]
         self.special = {name for name in names if any(name in t.begin + t.end for t in tags)}
-        """The special tokens that are part of it."""
+        """The special tokens that the structure uses."""
 
     def start(self) -> State:
         """The state of an empty answer."""
@@ -216,14 +219,14 @@ class Automaton:
         return self._enter(0, State("text"))
 
     def may_end(self, state: State) -> bool:
-        """Whether an answer may end in a state; in ``value``, where the value is whole."""
+        """Whether an answer may end in a state; in ``value``, whether the value is complete."""
         if state.mode not in ("text", "value"):
             return False
         phase = self.structure.phases[state.phase]
         return phase.may_end and (phase.text or state.mode == "value" or not state.at)
 
     def watched(self, state: State) -> Sequence[bytes]:
-        """The bytes to watch for in free text, or in a tag: all other bytes stay there."""
+        """The texts to watch for in free text, or in a tag; other bytes do not change the state."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"
@@ -235,8 +238,8 @@ class Automaton:
         return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
 
     def shortest_end(self, tag: int) -> bytes:
-        """The shortest literal text from the end of a tag's content to where the answer may end;
-        where other content is in between, as far as that."""
+        """The shortest literal text from the end of a tag's content to a possible end of the
+        answer. It stops at the first content that is not literal."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -249,7 +252,7 @@ class Automaton:
         return text
 
     def step(self, state: State, byte: int) -> State:
-        """The state after a byte; its mode is ``dead`` where the byte is not allowed."""
+        """The state after a byte; its mode is ``dead`` if the byte is not allowed."""
         match state.mode:
             case "text" | "value":
                 return self._text(state, byte)
@@ -277,7 +280,7 @@ class Automaton:
         return State(mode, number, tuple(phase.first), part=before.part + 1, last=tag)
 
     def _fitting(self, state: State, byte: int) -> tuple[int, ...]:
-        """The tags whose begin has this byte next."""
+        """The tags for which this is the next byte of their begin."""
         at = state.at
         return tuple(t for t in state.tags if self.begins[t][at : at + 1] == bytes([byte]))
 
@@ -306,7 +309,7 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether the tags that no longer fit end inside the name of a special token."""
+        """Whether the tags that no longer match end inside the name of a special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
 
@@ -354,7 +357,7 @@ class Automaton:
         if depth or quoted:
             return state._replace(depth=depth, quoted=quoted)
         if byte not in b'}]"':
-            return _DEAD  # A number has no end of its own.
+            return _DEAD  # A number has no closing delimiter.
         tag = state.tags[0]
         if self.ends[tag]:
             return State("end", state.phase, (tag,), part=state.part, last=tag)
@@ -371,7 +374,7 @@ class Automaton:
 
 
 def _kept(near: bytes, watched: Sequence[bytes]) -> bytes:
-    """The longest end of ``near`` that is a beginning of what is watched for, and not all of it."""
+    """The longest suffix of ``near`` that is a proper prefix of a watched text."""
     for at in range(len(near)):
         rest = near[at:]
         if any(len(text) > len(rest) and text.startswith(rest) for text in watched):
@@ -380,7 +383,7 @@ def _kept(near: bytes, watched: Sequence[bytes]) -> bytes:
 
 
 def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
-    """Whether a byte is part of a special token that nothing watches for."""
+    """Whether a byte is part of a special token that is not watched for."""
     if before.count(SPECIAL) % 2 == 0:
         return byte == SPECIAL[0] and not kept
     inside = len(before) - before.rfind(SPECIAL)
@@ -388,7 +391,7 @@ def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
 
 
 class Reader:
-    """Follows one answer, and gives its parts as soon as they are certain."""
+    """Follows one answer, and returns its parts as soon as they are certain."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
@@ -399,8 +402,8 @@ class Reader:
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.
 
-        Bytes that the structure does not allow are free text, with all that follows: the answer was
-        not made under its masks, or was cut.
+        Bytes that the structure does not allow, and all bytes after them, are free text: the answer
+        was not made under its masks, or was cut.
         """
         pieces: list[Piece] = []
         for byte in data:
@@ -434,7 +437,8 @@ class Reader:
             text = not self._automaton.holds_json(after)
             self._give(pieces, after, held - (len(after.near) if text else 0))
         else:
-            # While a tag may still begin where the phase began, all of it is held.
+            # While a tag may still begin at the start of the phase, all bytes since then are held
+            # back.
             marked = after.at if after.tags else len(after.near)
             self._give(pieces, before, held - marked)
 
@@ -468,7 +472,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _with_special(text: str, names: Sequence[str]) -> bytes:
-    """A text in bytes, in which special tokens are marked. ``names``: the longest ones first."""
+    """A text as bytes, with special tokens marked. ``names``: the longest names first."""
     for name in names:
         before, found, after = text.partition(name)
         if found:
@@ -478,5 +482,5 @@ def _with_special(text: str, names: Sequence[str]) -> bytes:
 
 
 def special(name: str) -> bytes:
-    """How a special token is written in what a reader is fed."""
+    """The form of a special token in the bytes for a reader."""
     return SPECIAL + name.encode() + SPECIAL

@@ -1,14 +1,14 @@
 """How long a text may be for a model: checked before the text is tokenized, which takes seconds for
 each megabyte.
 
-A token stands for a bounded number of bytes, so that a text of more than ``max_tokens`` times as
-many cannot fit. A tokenizer that normalizes a text, as Unicode's NFKC, or that has one token for
-all unknown text, may shorten it: then four times as much is allowed. Text that is shortened even
-more, as a long run of spaces that becomes one, is refused though it might fit.
+A token represents a bounded number of bytes, so a text of more than ``max_tokens`` times this
+number cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC does) or
+has one token for all unknown text. Then four times as much text is allowed. Text that would shrink
+even more, such as a long run of spaces that becomes one, is refused although it might fit.
 
-Most texts have far more tokens than this bound says. So a long text is counted in segments first,
-and counting ends at twice the allowed number of tokens. A border between two segments can add
-tokens, but does not double them.
+Most texts have far more tokens than this bound suggests. So a long text is counted in segments
+first, and counting stops at twice the allowed number of tokens. A border between two segments can
+add tokens, but does not double them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .errors import Code, RequestError
 SEGMENT_CHARS = 65_536
 """Longer texts are counted in segments of this length before they are tokenized."""
 MAX_SHORTENING = 4
-"""How many times as much text a tokenizer that shortens text may get."""
+"""Factor of text that is allowed for a tokenizer that shortens text."""
 
 
 class TokenSize(NamedTuple):
-    """How much text a token of a tokenizer can stand for."""
+    """The amount of text that a token of a tokenizer can represent."""
 
     max_bytes: int
     """Bytes of its longest token, in UTF-8."""
     shortens: bool = True
-    """Whether a token may stand for more text than it has itself."""
+    """Whether a token may represent more text than its own characters."""
 
 
 def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:
@@ -65,23 +65,24 @@ def _types(part: Any) -> set[str]:
 
 
 class TextBound(NamedTuple):
-    """How much text one request may have for a model."""
+    """The amount of text that one request may have for a model."""
 
     model: str
     max_tokens: int
-    """The bound of a prompt."""
+    """Number of tokens of a prompt at most."""
     size: TokenSize
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes of all texts of a request, in UTF-8."""
+        """Number of bytes of all texts of a request at most, in UTF-8."""
         shortening = MAX_SHORTENING if self.size.shortens else 1
         return self.max_tokens * self.size.max_bytes * shortening
 
     def check(self, texts: Iterable[str], path: str = "$.prompt") -> int:
-        """The bytes of some texts; raises RequestError where they are too many for the model."""
+        """Returns the bytes of some texts; raises RequestError if they are too many for the
+        model."""
         texts = list(texts)
-        # Each character has a byte or more.
+        # Each character has at least one byte.
         self.check_bytes(sum(map(len, texts)), path)
         num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
         self.check_bytes(num_bytes, path)
@@ -106,7 +107,7 @@ class TextBound(NamedTuple):
         path: str = "$.prompt",
         go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Counts a long text in segments; raises RequestError where it has too many tokens.
+        """Counts a long text in segments; raises RequestError if it has too many tokens.
 
         ``count`` returns the tokens of a segment. It is not called again once ``go_on`` is false.
         """

@@ -1,9 +1,9 @@
-"""Traces: W3C trace contexts, and the spans that a process exports where ``OTEL_*`` asks for it.
+"""Traces: W3C trace contexts, and the spans that a process exports if ``OTEL_*`` is set.
 
-A request carries one ``traceparent``, its client's, to all processes. Each process makes one span
-of it, when its part has ended. The span's id follows from the request's number, so that the next
-process knows its parent without being sent it. OpenTelemetry (the extra ``otel``) is imported where
-a variable of its names an exporter, and only there.
+A request carries one ``traceparent``, its client's, to all processes. Each process creates one span
+for the request when its part has ended. The span's id follows from the request's number, so that
+the next process can compute the id of its parent. OpenTelemetry (the extra ``otel``) is imported
+only if one of its variables names an exporter.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NAMED_BY = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_TRACES_EXPORTER",
 )
-"""Any of these variables turns traces on, unless the last one is ``none``."""
+"""Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""Whose span is the parent of each process's; "": the client's."""
+"""The process whose span is the parent of each process's span; "": the client's span."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 
@@ -39,7 +39,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-
 
 
 class TraceContext(NamedTuple):
-    """A ``traceparent``: a trace, the span in it that asks, and whether it is recorded."""
+    """A ``traceparent``: a trace, the calling span, and whether it is recorded."""
 
     trace_id: int
     span_id: int
@@ -47,7 +47,7 @@ class TraceContext(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> TraceContext | None:
-        """The context in a header; None where it is not valid."""
+        """The context in a header; None if it is not valid."""
         found = _TRACEPARENT.fullmatch(text)
         if found is None:
             return None
@@ -59,7 +59,7 @@ class TraceContext(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """An event within a span, at a time of ``time.monotonic``."""
+    """An event within a span, with its time of ``time.monotonic``."""
 
     name: str
     at: float
@@ -86,7 +86,8 @@ class Tracing:
         self._resource = Resource.create(own)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self.provider: TracerProvider = TracerProvider(resource=self._resource)
-        """For spans that are open while something else runs; it also sends the rest at exit."""
+        """For spans that stay open while other code runs; it also exports the remaining spans at
+        exit."""
         self.provider.add_span_processor(self._processor)
         self._process = process
 
@@ -102,7 +103,7 @@ class Tracing:
     ) -> None:
         """The span of this process's part of a request, which has just ended.
 
-        ``began`` and the times of events are of ``time.monotonic``. Raises nothing.
+        ``began`` and the times of events are times of ``time.monotonic``. It does not raise.
         """
         context = TraceContext.parse(trace)
         if context is None or not context.sampled:
@@ -158,8 +159,8 @@ _active: Tracing | None = None
 
 
 def start(process: str) -> Tracing | None:
-    """At the start of a process (``PARENTS``, or ``gateway``): its exporter, if there is to be one;
-    ``active`` returns it from then on."""
+    """Creates the exporter of a process (``PARENTS``, or ``gateway``) at its start, if traces are
+    on; ``active`` returns it from then on."""
     global _active
     if not wanted(os.environ):
         return None
@@ -171,12 +172,12 @@ def start(process: str) -> Tracing | None:
 
 
 def active() -> Tracing | None:
-    """The exporter of this process; None where it exports nothing."""
+    """The exporter of this process; None if it exports nothing."""
     return _active
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether these variables ask for traces."""
+    """Whether these variables turn traces on."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environ.get("OTEL_TRACES_EXPORTER", "") == "none":
@@ -185,6 +186,6 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 def span_id(context: TraceContext, request: int, process: str) -> int:
-    """The id of a process's span of a request: every process can compute it."""
+    """The id of a process's span of a request; every process can compute it."""
     text = f"{context.trace_id:032x} {request} {process}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") or 1

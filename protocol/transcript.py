@@ -1,4 +1,4 @@
-"""The entries that a stream's client has been sent: with them, another worker continues the
+"""The entries of a stream that its client has received: with them, another worker continues the
 stream."""
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from .messages import Token
 class Transcript(Struct, kw_only=True, omit_defaults=True):
     """The last attachment of a request with ``Flag.MOVED``, in msgpack.
 
-    The worker continues behind these entries: the client gets no gap and no repeat.
+    The worker continues after these entries: the client receives neither a gap nor a repeated
+    entry.
     """
 
     sent: TokenBody
     """All TOKEN entries of the stream that were routed to its client, in their order."""
     left: str = ""
-    """The worker that the stream was with."""
+    """The worker that had the stream."""
     why: str = ""
-    """Why it moves."""
+    """The reason for the move."""
     pause_s: float = 0.0
-    """Since it was with no worker, in seconds."""
+    """Seconds since the stream lost its worker."""
     moves: int = 1
-    """How often it has moved, with this time (``Journal.moves``)."""
+    """How often the stream has moved, including this time (``Journal.moves``)."""
 
     @property
     def entries(self) -> list[Token]:
@@ -45,7 +46,7 @@ def encode_transcript(
 
 
 class _Encoded(Struct, kw_only=True, omit_defaults=True):
-    """A ``Transcript`` whose entries are encoded already."""
+    """A ``Transcript`` whose entries are already encoded."""
 
     sent: Raw
     left: str = ""
@@ -55,13 +56,14 @@ class _Encoded(Struct, kw_only=True, omit_defaults=True):
 
 
 def transcript_of(sent: bytes, left: str, why: str, pause_s: float, moves: int) -> bytes:
-    """The attachment for a stream whose entries are a body of TOKEN in msgpack; empty: none."""
+    """The attachment for a stream whose entries are a body of TOKEN in msgpack; empty: no
+    entries."""
     entries = Raw(sent or b"\x90")
     encoded = _Encoded(sent=entries, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(encoded, "msgpack")
 
 
 def decode_transcript(attachment: bytes) -> Transcript:
-    """The transcript in an attachment; raises RequestError where it is malformed."""
+    """The transcript in an attachment; raises RequestError if it is malformed."""
     transcript: Transcript = decode_as(Transcript, attachment, "msgpack")
     return transcript

@@ -62,7 +62,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     pid: int
     host: str
     capacity: Annotated[int, Meta(ge=1)]
-    """Most requests that may be assigned to it, waiting ones included."""
+    """Requests at most that may be assigned to it, including waiting ones."""
     models: list[ModelInfo] = []
     """Models that are loaded."""
     patterns: list[str] = []
@@ -71,9 +71,10 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     default: str = ""
     """The model that it uses for requests without a model."""
     live: list[LiveRequest] = []
-    """Those of this broker, or of an earlier one at its address; not those of others."""
+    """The live requests of this broker, or of an earlier one at its address, without those of other
+    brokers."""
     update: bool = False
-    """A registered worker serves something else now; its lease continues."""
+    """Whether a registered worker changes what it serves; its lease continues."""
     step_age_s: float | None = None
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
     process: Id = 0
@@ -99,11 +100,11 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
-    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted or out of reach.
+    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted or disconnected.
 
     The header has the request, its session, and how the session's bodies are encoded. Attachment 0
-    is a TOKEN body in msgpack with all entries that were sent for the request; the others are the
-    frames of the request: its body and attachments.
+    is a TOKEN body in msgpack with all entries that were sent for the request. The other
+    attachments are the frames of the request: its body and attachments.
     """
 
     type: Literal["GENERATE", "SCORE"]
@@ -112,32 +113,33 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     ended: bool = False
     """Whether those entries include the stream's end."""
     moves: int = 0
-    """How often the stream had moved when it came to this worker. One that was cut off may still
-    have a stream that went on elsewhere, where its sequences' entries came in another order."""
+    """How often the stream had moved when it came to this worker. A worker that was cut off may
+    still have a stream that continued elsewhere, where the entries of its sequences came in another
+    order."""
     gone: bool = False
-    """The worker does not have the request any more; there are no attachments then."""
+    """The worker does not have the request any more; the message has no attachments."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """``HEARTBEAT``: renews the lease of a worker. The broker sends an empty one as often."""
 
     requests: int = 0
-    """Those that the worker has, of all brokers."""
+    """Number of requests at the worker, of all brokers."""
     elsewhere: Annotated[int, Meta(ge=0)] = 0
-    """How many of them are those of other brokers."""
+    """Number of requests of other brokers among them."""
     step_age_s: float | None = None
-    """For how long the current step has been running, in seconds; None between steps."""
+    """How long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
     """Gauges for the operator: running, waiting, pages, tokens per second."""
     metrics: list[Series] = []
     """Counters and histograms since the worker started, for ``STATUS`` to show."""
     sandbox_ms: dict[str, int] = {}
     """CPU time of a controller worker's controllers since it started, by the key of the client;
-    none of clients without a key."""
+    clients without a key are left out."""
 
 
 class Claim(Struct, kw_only=True, omit_defaults=True):
-    """``CLAIM``: the client of this session has come from another broker. To a GPU worker.
+    """``CLAIM``: the client of this session has come from another broker. Sent to a GPU worker.
 
     It sends a JOURNAL for each live stream of the session, and for those that ended a moment ago;
     these go on behind this broker. CLAIMED follows them. With session 0 it asks for no streams: its
@@ -148,13 +150,14 @@ class Claim(Struct, kw_only=True, omit_defaults=True):
 
 
 class Claimed(Struct, kw_only=True, omit_defaults=True):
-    """``CLAIMED``: the answer to CLAIM: all that the worker has of the session was sent."""
+    """``CLAIMED``: the answer to CLAIM, after the worker has sent all its streams of the
+    session."""
 
     session: Id
 
 
 class Released(Struct, kw_only=True, omit_defaults=True):
-    """``RELEASED``: these requests go on behind another broker. From their GPU worker."""
+    """``RELEASED``: these requests continue under another broker. Sent by their GPU worker."""
 
     requests: list[Id]
 
@@ -162,7 +165,7 @@ class Released(Struct, kw_only=True, omit_defaults=True):
 class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for the request, or the START, of the header.
 
-    That is so where other brokers have sent it requests of which this one did not know yet. The
+    This happens if other brokers have sent it requests that this broker did not know of yet. The
     attachments are the body and the attachments that were refused.
     """
 
@@ -173,13 +176,13 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
 
 
 class Pages(Struct, kw_only=True, omit_defaults=True):
-    """``PAGES``: what a GPU worker's KV caches hold has changed (``pages.py``).
+    """``PAGES``: the content of a GPU worker's KV caches has changed (``pages.py``).
 
-    Attachment 0 has the keys of the pages that came, attachment 1 of those that went, 8 bytes each.
+    Attachment 0 has the keys of added pages, attachment 1 those of removed pages, 8 bytes each.
     """
 
     reset: bool = False
-    """It has none but those that came: the first after a registration."""
+    """The worker has only the added pages: the first message after a registration."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
@@ -191,20 +194,21 @@ class Reregister(Struct, kw_only=True, omit_defaults=True):
 class Drain(Struct, kw_only=True, omit_defaults=True):
     """``DRAIN``: no more requests for this worker.
 
-    From a worker: it finishes its requests and then unregisters. From the broker: do so.
+    From a worker: it finishes its requests and then unregisters. From the broker: the worker is
+    asked to do so.
     """
 
     reason: str = ""
     successor: bool = False
-    """Another process takes the worker's place as soon as the worker has left, so that its streams
-    need not be finished before."""
+    """Another process takes the worker's place as soon as the worker has left, so the worker does
+    not have to finish its streams first."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
-    """``HANDOVER``: others, or a successor, can take all that this worker has, which drains.
+    """``HANDOVER``: other workers, or a successor, can take all requests of this draining worker.
 
-    It comes from the broker.
-    It ends its current step, sends what it has, and unregisters; then its streams move.
+    Sent by the broker. The worker ends its current step, sends its results, and unregisters; then
+    its streams move.
     """
 
 
@@ -238,21 +242,21 @@ class Replay(Struct, array_like=True):
     """The history of a sequence before its controller is started again, elsewhere.
 
     The controller worker runs all rounds of it again, with the same inputs: variable operations are
-    answered as they were the first time. It sends the results that may not have been
-    applied: all after the sequence's last sampled token, or after its last fork (in ``forks``, or
-    the one that made it) if that is later. They are sent in order, as they were the first time.
-    The first has all logs and writes since the sampled token; the GPU worker knows how many of
-    these the client has.
+    answered as they were the first time. It sends the results that may not have been applied: all
+    after the sequence's last sampled token or its last fork, whichever is later. A fork is one of
+    ``forks``, or the fork that created the sequence. Results are sent in order, as they were the
+    first time. The first has all logs and writes since the sampled token; the GPU worker knows how
+    many of these the client has received.
     """
 
     seq: Id
     tokens: list[TokenId]
-    """The tokens that were sampled, in order; one round followed each. Tokens that its controller
-    dropped or appended are not here, as they follow from these."""
+    """The tokens that were sampled, in order; one round followed each. Tokens that the controller
+    dropped or appended are not included, as they follow from these."""
     forks: list[int] = []
     """The new sequences of its forks, in order. A fork beyond these is made anew."""
     ended: bool = False
-    """Whether it has ended. It is run again for the sake of its forks, and sends nothing."""
+    """Whether it has ended. It is replayed only for its forks, and sends nothing."""
     last: bool = False
     """Whether the last of ``tokens`` ended it (its length, a stop string): after that token it had
     only a last post_process."""
@@ -272,9 +276,9 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     n: int = 1
     """Number of sequences: sequence 0 is forked into them before its first round."""
     healed: TokenId | None = None
-    """The token at the end of the prompt that was taken back; it is not in ``prompt``."""
+    """The token that was removed from the end of the prompt; it is not in ``prompt``."""
     max_tokens: int
-    """Most tokens of the sequence after its prompt, fast-forwarded ones included."""
+    """Number of tokens of the sequence after its prompt at most, including fast-forwarded ones."""
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
@@ -284,12 +288,13 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """Each result has the time of its round."""
     trace: TraceParent = ""
     request_id: RequestId = ""
-    """Both as in ``GENERATE``."""
+    """The trace and the request id, as in ``GENERATE``."""
     replay: list[Replay] = []
-    """The sequences of a request that was started before, parents before their forks. Sequences
-    that are not in it, and that no fork makes, have never been."""
+    """The sequences of a request that was started before, parents before their forks. Other
+    sequences have never existed, unless one of these forks creates them."""
     attempt: Annotated[int, Meta(ge=0)] = 0
-    """Which START of this GPU worker it is, of those of controllers that it starts again."""
+    """The number of this START among those of the GPU worker for this request, if controllers are
+    restarted."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -298,14 +303,14 @@ class StepSequence(Struct, array_like=True):
     request: Id
     seq: int
     tokens: list[TokenId]
-    """Tokens that were sampled: the argument of post_process. Several only where each but the last
-    was sampled under a mask along a draft."""
+    """Tokens that were sampled: the argument of post_process. Several tokens only if each but the
+    last was sampled under a mask along a draft."""
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
     stop: str = ""
     """The stop string that ended it, before whose first occurrence its text ends."""
     draft: list[TokenId] = []
-    """Tokens that are likely to follow; of a controller that takes drafts. Where it decides to
+    """Tokens that are likely to follow, for a controller that takes drafts. If it decides to
     sample, its result has the masks along them too."""
     distributions: list[Distribution] = []
     """The distribution of each of ``tokens``, if its decision had a query; else empty."""
@@ -333,13 +338,15 @@ class StepResult(Struct, array_like=True):
     action: Literal["sample", "fork", "suspend", "stop", "error"]
     """``fork``: the results of the sequence and of its children follow."""
     backtrack: int = 0
-    """Tokens to drop from the end of the sequence, not counting the one about to be sampled."""
+    """Tokens to drop from the end of the sequence, without the token that is about to be
+    sampled."""
     ff_tokens: list[TokenId] = []
-    """Tokens to append then."""
+    """Tokens to append after that."""
     row: int | None = None
     """Row of the shared file that holds the mask."""
     attachment: int | None = None
-    """Attachment that holds the mask. With neither, every token is allowed."""
+    """Attachment that holds the mask. With neither ``row`` nor ``attachment``, every token is
+    allowed."""
     children: list[int] = []
     """``fork``: the ids of the new sequences."""
     logs: str = ""
@@ -351,18 +358,20 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """From a built-in constraint, in its first result and with ``stop``: how the text ends
+    """From a built-in constraint, in its first result and with ``stop``: how the text would end
     there."""
     round_us: int = 0
-    """With ``Start.inspect``: how long the round took, in microseconds."""
+    """With ``Start.inspect``: the time of the round, in microseconds."""
     takes_drafts: bool = False
-    """In its first result: whether the controller gives masks along drafts."""
+    """In the first result: whether the controller computes masks along drafts."""
     along: list[int] = []
-    """``sample``, in answer to a draft: rows (or attachments, if its mask is one) with the masks
-    after its first token, its first two, and so on, as far as it would only sample there too."""
+    """``sample``, in answer to a draft: the masks after the first draft token, the first two, and
+    so on, as long as the controller would only sample there. They are rows, or attachments if the
+    mask is one."""
     bias_row: int | None = None
     """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
-    token id (u32) and a float32 by ascending ids. After 0 there is a float32 for each token."""
+    token id (u32) and a float32 by ascending ids. If the number is 0, a float32 for each token
+    follows."""
     bias_attachment: int | None = None
     """Attachment that holds the bias, in the same form. With neither, nothing is added."""
     query: Query | None = None
@@ -373,7 +382,7 @@ class StepResult(Struct, array_like=True):
 
     @property
     def biased(self) -> bool:
-        """Whether it has a bias."""
+        """Whether the result has a bias."""
         return self.bias_row is not None or self.bias_attachment is not None
 
     @property
@@ -383,24 +392,25 @@ class StepResult(Struct, array_like=True):
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """``RESULT``: the answer to ``START`` or ``STEP``; deferred sequences follow in a later one.
+    """``RESULT``: the answer to ``START`` or ``STEP``; deferred sequences follow in a later
+    message.
 
-    A suspended sequence is sent again, without a request, when it resumes.
+    When a suspended sequence resumes, its result is sent without a request.
     """
 
     sequences: list[StepResult]
     host: str = ""
     """The machine of the controller worker, by ``machine_id``."""
     attempts: dict[Id, int] = {}
-    """For requests that were started again and have their first result here: the ``attempt`` of
-    their START. Earlier results of such a request belong to an earlier one."""
+    """By request that was started again and has its first result here: the ``attempt`` of its
+    START. Earlier results of the request belong to an earlier attempt."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
-    """``LOST``: the controllers of these requests are lost. From the broker to a GPU worker.
+    """``LOST``: the controllers of these requests are lost. Sent by the broker to a GPU worker.
 
-    With the code ``worker_lost`` it starts them again, which goes to another controller worker;
-    with any other, no worker can run them, and the streams end with this error.
+    With the code ``worker_lost``, the GPU worker starts them again at another controller worker.
+    With any other code, no worker can run them, and the streams end with this error.
     """
 
     requests: list[Id]
@@ -413,11 +423,11 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
 
 
 class End(Struct, kw_only=True, omit_defaults=True):
-    """``END``: these requests have ended. From the broker to controller and state workers."""
+    """``END``: these requests have ended. Sent by the broker to controller and state workers."""
 
     requests: list[Id]
     elsewhere: bool = False
-    """To a state worker: they have not ended, and go on behind another broker."""
+    """To a state worker: the requests have not ended, but continue under another broker."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
@@ -440,15 +450,16 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 class Variable(Struct, array_like=True):
     """``VARIABLE``: one operation of a controller on its request's variables.
 
-    Identified by (request, lineage, count), so that a repeated operation gets the same answer.
+    An operation is identified by (request, lineage, count), so that a repeated operation gets the
+    same answer.
     """
 
     request: Id
     lineage: int
-    """The sequence's: 0 for sequence 0, else a hash of the forks that led to it, which no two
-    sequences share."""
+    """The lineage of the sequence: 0 for sequence 0, else a hash of the forks that led to it. No
+    two sequences share it."""
     count: int
-    """Among the operations of its sequence, from 1."""
+    """The number of the operation in its sequence, from 1."""
     op: Literal["get", "set", "append"]
     name: str
     value: bytes = b""
@@ -459,7 +470,7 @@ class Variable(Struct, array_like=True):
 class VariableAnswer(Struct, array_like=True):
     """``VARIABLE_ANSWER``: the variable after the operation; ``version`` 0: it does not exist.
 
-    A write that was applied has ``written`` and no value; one whose version did not match has the
+    An applied write has ``written`` and no value. A write whose version did not match has the
     version and value of a ``get``.
     """
 
@@ -471,62 +482,62 @@ class VariableAnswer(Struct, array_like=True):
     written: bool = False
     error: str | None = None
     repeated: bool = False
-    """The operation was done before; this is the answer that it got then."""
+    """The operation was done before; this is its first answer."""
     again: bool = False
-    """With ``error``: the operation was not done for a reason that may pass, as a full disk; sent
-    again, it may be."""
+    """With ``error``: the operation was not done for a temporary reason, such as a full disk; it
+    may succeed if it is sent again."""
 
 
 # --- modules -------------------------------------------------------------------------------------
 #
-# The table of a tenant, its modules and what its tags name, is at the state worker. The bytes of a
+# The state worker has the table of a tenant, which lists its modules and tags. The bytes of a
 # module are at the controller workers that have needed it; their messages have no request.
 
 
 class ModuleTable(Struct, array_like=True):
-    """``MODULE_TABLE``: reads or replaces the table of a tenant. To the state worker, which does
-    not look into it.
+    """``MODULE_TABLE``: reads or replaces the table of a tenant. Sent to the state worker, which
+    does not interpret it.
 
-    It is replaced where ``known`` is its current version: compare-and-set.
+    It is replaced if ``known`` is its current version: compare-and-set.
     """
 
     id: Id
-    """Names the operation: its answer has it, and a replacement that is sent again is done once."""
+    """Identifies the operation: the answer has it, and a repeated replacement is done once."""
     tenant: str
     known: int = 0
-    """The version that the sender has; 0: none, or that there is none yet."""
+    """The version that the sender has; 0: none, or no table exists yet."""
     content: bytes | None = None
-    """Replaces it."""
+    """The new content; None: read only."""
 
 
 class ModuleTableAnswer(Struct, array_like=True):
-    """``MODULE_TABLE_ANSWER``: the table after the operation; ``version`` 0: there is none."""
+    """``MODULE_TABLE_ANSWER``: the table after the operation; ``version`` 0: no table exists."""
 
     id: Id
     version: int = 0
     content: bytes | None = None
-    """None where the sender knows it, by its version or as it has just written it."""
+    """The content; None if the sender has this version, or has just written it."""
     written: bool = False
     error: str | None = None
-    """Why nothing was done; that may pass."""
+    """Why nothing was done; the reason is temporary."""
 
 
 class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_MODULE``: a controller worker needs the bytes of a module.
 
-    Without an address it goes to all others that run modules, and those that have them answer
-    without the bytes; then to one of these, by its address, which sends them.
+    Without an address, it goes to all other workers that run modules, and those that have the bytes
+    answer without them. Then it goes to one of these, by its address, which sends the bytes.
     """
 
     module: str
     """Its id: SHA-256 of the bytes, hexadecimal."""
     send: bool = False
-    """It is to send them, and not only to say that it has them."""
+    """Whether the receiver sends the bytes, or only reports that it has them."""
 
 
 class ModuleBytes(Struct, kw_only=True, omit_defaults=True):
-    """``MODULE_BYTES``: a controller worker has the bytes of this module: attachment 0, or none
-    where it was only asked whether it has them."""
+    """``MODULE_BYTES``: a controller worker has the bytes of this module. They are attachment 0,
+    unless only their presence was asked for."""
 
     module: str
 

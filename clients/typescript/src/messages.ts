@@ -118,7 +118,7 @@ export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
 /**
  * `HELLO`: opens a session, or takes one over on a new connection.
  *
- * A client that never sends it gets an anonymous session in JSON, which ends with its connection.
+ * A client that does not send it has an anonymous session in JSON, which ends with its connection.
  */
 export interface Hello {
   /** Default: [1]. */
@@ -130,13 +130,13 @@ export interface Hello {
   /** The token of a `WELCOME`: take that session over, under the same key. */
   readonly session?: string | null | undefined;
   /**
-   * Where the broker has no session with this token, under any key, begin one with it: a secret of
-   * 32 hexadecimal digits that the client has chosen. Default: false.
+   * If the broker has no session with this token, under any key, begin a session with it. The token
+   * is then a secret of 32 hexadecimal digits that the client has chosen. Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
-   * The session may have been at another broker since it was at this one, if it was: the broker
-   * asks the workers for its live streams. The client sends its buffers again. Default: false.
+   * Whether the session may have been at another broker since it was at this one. The broker then
+   * asks the workers for its live streams, and the client sends its buffers again. Default: false.
    */
   readonly elsewhere?: boolean | undefined;
   /** Name and version of the program, for the operator. */
@@ -158,8 +158,8 @@ export interface Generate {
   /** 0 is greedy; 1 samples from the model's own distribution. At least 0. Default: 0. */
   readonly temperature?: number | undefined;
   /**
-   * Most tokens to generate; the context length of the model is a limit too (`length`). At least 1.
-   * Default: 64.
+   * Number of tokens to generate at most; the context length of the model is a limit too
+   * (`length`). At least 1. Default: 64.
    */
   readonly max_tokens?: number | undefined;
   /** Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces. */
@@ -191,8 +191,8 @@ export interface Generate {
   /** Subtracted per occurrence from the logits of tokens already generated. Default: 0. */
   readonly frequency_penalty?: number | undefined;
   /**
-   * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
-   * one that follows from the broker's number of the request. At least 0, at most
+   * The same request with the same seed gives the same tokens, independently of the batch. null:
+   * the seed follows from the broker's number of the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -220,8 +220,8 @@ export interface Generate {
   /** Buffers that precede the prompt, in order. */
   readonly buffers?: readonly string[] | undefined;
   /**
-   * Keep prompt and output as a buffer of this name when the stream ends. At least 1, at most 256
-   * in length.
+   * Store the prompt and the output as a buffer of this name when the stream ends. At least 1, at
+   * most 256 in length.
    */
   readonly save?: string | null | undefined;
   /** Text mode: each TOKEN also has the text that it completes. Default: false. */
@@ -231,32 +231,33 @@ export interface Generate {
   /** The argument of the controller: text unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
-   * Take the last token of the prompt back and force its text: the first token that is sampled
-   * begins with it. The text of the stream begins behind it. Not with a module. Default: false.
+   * Remove the last token of the prompt and force its text: the first sampled token begins with it.
+   * The text of the stream begins after it. Not available with a module. Default: false.
    */
   readonly heal_prompt?: boolean | undefined;
-  /** Higher goes first. At least -100, at most 100. Default: 0. */
+  /** Higher priorities are served first. At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /**
    * End the stream, with `timeout`, this many seconds after it arrived. More than 0, at most 86400.
    */
   readonly timeout_s?: number | null | undefined;
   /**
-   * Whose request it is, where one session serves several users: their requests take turns in the
+   * The user whose request it is, if one session serves several: their requests take turns in the
    * queue. At most 256 in length.
    */
   readonly by?: string | undefined;
   /**
-   * A secret that several sessions of one client share, as those of a gateway: in the queue their
-   * requests take turns as if they were of one session. At most 64 in length.
+   * A secret that several sessions of one client share, such as those of a gateway. In the queue,
+   * their requests take turns as if they belonged to one session. At most 64 in length.
    */
   readonly group?: string | undefined;
   /**
-   * TOKEN entries also say what their masks did: `allowed`, `cut` and `round_us`. Default: false.
+   * TOKEN entries also report the effect of their masks: `allowed`, `cut` and `round_us`. Default:
+   * false.
    */
   readonly inspect?: boolean | undefined;
   /**
-   * The `traceparent` of the request (W3C Trace Context); workers pass it on as it is. At most 256
+   * The `traceparent` of the request (W3C Trace Context); workers pass it on unchanged. At most 256
    * in length.
    */
   readonly trace?: string | undefined;
@@ -267,7 +268,7 @@ export interface Generate {
   readonly request_id?: string | undefined;
 }
 
-/** `SCORE`: the log-probability of each token of `scored`, given all before it. */
+/** `SCORE`: the log-probability of each token of `scored`, given all tokens before it. */
 export interface Score {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
@@ -278,8 +279,8 @@ export interface Score {
   /** Each TOKEN also has the text of its token. Default: false. */
   readonly text?: boolean | undefined;
   /**
-   * How many of the most likely tokens to report at each place, besides the scored one. At least 0,
-   * at most 256. Default: 0.
+   * How many of the most likely tokens to report at each position, in addition to the scored token.
+   * At least 0, at most 256. Default: 0.
    */
   readonly top_logprobs?: number | undefined;
   /** At least -100, at most 100. Default: 0. */
@@ -316,16 +317,17 @@ export interface Attach {
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
   /**
-   * How often the stream has moved, by the last `moves` that the client was sent of it. At least 0.
-   * Default: 0.
+   * How often the stream has moved: the last `moves` that the client has received for it. At least
+   * 0. Default: 0.
    */
   readonly moves?: number | undefined;
 }
 
 /**
- * `BUFFER`: keep a part of prompts in the session, for `buffers` to name.
+ * `BUFFER`: store a part of prompts in the session, which `buffers` can name.
  *
- * Exactly one of `tokens`, `text` and attachment 0 (u32 ids). null of them: the buffer is deleted.
+ * It has exactly one of `tokens`, `text` and attachment 0 (u32 ids). Without any of them, the
+ * buffer is deleted.
  */
 export interface BufferMessage {
   /** At least 1, at most 256 in length. */
@@ -344,7 +346,7 @@ export interface ModelInfoRequest {
 /**
  * `TOKENIZER`: the tokenizer of a model; answered by `MSG {"tokenizer": …}`.
  *
- * A model that has no tokenizer in the form of the tokenizers library gets an `unsupported`.
+ * The answer is `unsupported` if the model has no tokenizer in the form of the tokenizers library.
  */
 export interface ModelTokenizerRequest {
   /** At least 0, at most 9223372036854775807. */
@@ -357,20 +359,20 @@ export interface StatusRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * List the live streams too. The operator gets all of them, a user of a gateway those of its own
-   * session, and any other client those of clients with its key. Default: false.
+   * List the live streams too. The operator receives all streams, a user of a gateway those of its
+   * own session, and any other client those of clients with its key. Default: false.
    */
   readonly streams?: boolean | undefined;
-  /** List those of this session only, whoever asks. Default: false. */
+  /** List only the streams of this session, for every kind of client. Default: false. */
   readonly own?: boolean | undefined;
-  /** With counters and histograms, of the broker and of each worker. Default: false. */
+  /** Include counters and histograms of the broker and of each worker. Default: false. */
   readonly metrics?: boolean | undefined;
 }
 
 /**
  * `UPLOAD`: store a controller module, given as `data` or as attachment 0.
  *
- * Answered by `MSG` with a `StoredModule` as its result.
+ * The answer is `MSG` with a `StoredModule` as its result.
  */
 export interface Upload {
   /** At least 0, at most 9223372036854775807. */
@@ -380,8 +382,8 @@ export interface Upload {
   /** At least 1, at most 256 in length. */
   readonly tag?: string | null | undefined;
   /**
-   * Whose doing it is, for display: a program that serves several users names them. At most 256 in
-   * length.
+   * The person or program that uploads, for display: a program that serves several users names
+   * them. At most 256 in length.
    */
   readonly by?: string | undefined;
 }
@@ -395,8 +397,8 @@ export interface Tag {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * Its id, or at least 8 characters of the beginning of its id, or another tag of it. At least 1,
-   * at most 256 in length.
+   * The id of the module, at least 8 characters of the beginning of its id, or another tag of it.
+   * At least 1, at most 256 in length.
    */
   readonly module: string;
   readonly tags: readonly string[];
@@ -417,7 +419,7 @@ export interface Tags {
 /**
  * `DELETE`: delete a tag, or a module with all its tags.
  *
- * Answered by `MSG` with a `StoredModule` as its result: what was deleted.
+ * The answer is `MSG` with a `StoredModule` as its result, which describes what was deleted.
  */
 export interface Delete {
   /** At least 0, at most 9223372036854775807. */
@@ -430,17 +432,17 @@ export interface Delete {
 }
 
 /**
- * `DRAIN`: a worker is to leave: it takes no more requests, and hands over those that it has where
- * other workers can take them.
+ * `DRAIN`: a worker is to leave: it accepts no more requests, and hands over its streams if other
+ * workers can take them.
  *
- * Answered when it has left, by `MSG` with `{"worker": name, "requests": number}` as its result:
- * how many it had. Only the operator may: a client with the operator's key, or one on a broker's
- * machine without keys, if it is not a gateway.
+ * The answer comes when the worker has left: `MSG` with `{"worker": name, "requests": number}` as
+ * its result, with the number of requests that it had. Only the operator may send it: a client with
+ * the operator's key, or, without keys, one on the broker's machine that is not a gateway.
  */
 export interface DrainWorker {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** Its name, as in `STATUS`. At least 1, at most 256 in length. */
+  /** The worker's name, as in `STATUS`. At least 1, at most 256 in length. */
   readonly worker: string;
 }
 
@@ -449,8 +451,8 @@ export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
   /**
-   * The last `Pong.position` on this connection: the client has received what precedes it. At least
-   * 0. Default: 0.
+   * The last `Pong.position` on this connection: the client has received all messages before it. At
+   * least 0. Default: 0.
    */
   readonly ack?: number | undefined;
 }
@@ -458,9 +460,9 @@ export interface Ping {
 /** `BYE`: ends the session and its streams. */
 export interface Bye {
   /**
-   * Only the connection ends, as if it had been lost: a session that began with `HELLO` waits to be
-   * taken over, an anonymous one ends. From what carries other clients' connections. Default:
-   * false.
+   * End only the connection, as if it had been lost. A session that began with `HELLO` can then be
+   * taken over, and an anonymous session ends. Sent by programs that carry other clients'
+   * connections. Default: false.
    */
   readonly keep?: boolean | undefined;
 }
@@ -473,12 +475,12 @@ export interface Welcome {
   readonly session: string;
   /** Whether `HELLO` took over an existing session; its streams wait for `ATTACH`. */
   readonly resumed: boolean;
-  /** The live streams of a resumed session; of a recovering one, those that are known so far. */
+  /** The live streams of a resumed session; if `recovering`, the streams that are known so far. */
   readonly streams: readonly number[];
   /**
-   * This broker was restarted and does not know the session yet. Workers may still report its
-   * streams: an `ATTACH` is answered when one does, or else, when they have had their time to, with
-   * `unknown_stream`. Buffers are lost.
+   * Whether the broker was restarted and does not know the session yet. Workers may still report
+   * its streams: an `ATTACH` is answered when a worker reports the stream, or with `unknown_stream`
+   * when the time for reports is over. Buffers are lost.
    */
   readonly recovering: boolean;
   readonly server: string;
@@ -566,9 +568,9 @@ export interface Token {
    * only if it asks for them.
    */
   readonly top_logprobs?: Readonly<Record<string, number>>;
-  /** Position in its sequence, counted from the first token that was generated or scored. */
+  /** Position in its sequence, counted from the first generated or scored token. */
   readonly pos: number;
-  /** Which sequence of the stream: 0, or a fork's number. */
+  /** The number of its sequence in the stream: 0, or a fork's number. */
   readonly seq: number;
   /** In the first entry of a fork: the sequence from which it was forked. */
   readonly parent: number | null;
@@ -581,31 +583,34 @@ export interface Token {
   readonly error: string | null;
   /** The code that belongs to `error`. */
   readonly code: string | null;
-  /** In an entry with a finish_reason: running sequences of the stream; 0: it has ended. */
+  /**
+   * In an entry with a finish_reason: the number of running sequences of the stream; 0: the stream
+   * has ended.
+   */
   readonly live: number;
   /**
-   * In an entry with a finish_reason: which of the request's `stop` ended the sequence; null where
-   * an end-of-sequence token did.
+   * In an entry with a finish_reason: the element of the request's `stop` that ended the sequence;
+   * null if an end-of-sequence token ended it.
    */
   readonly stop: string | number | null;
-  /** In the first entry of a stream: the tokens of its prompt, those of buffers included. */
+  /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
   readonly prompt_tokens: number;
-  /** In the first entry of a stream: how many of them were in the cache already. */
+  /** In the first entry of a stream: the number of prompt tokens that were in the cache already. */
   readonly cached_tokens: number;
   /** In the last entry of a sequence under a built-in constraint: how its text ended. */
   readonly constraint: "closed" | "complete" | "cut" | null;
   /**
-   * `inspect`: how many tokens the mask and the controller's bias allowed where this one was
-   * sampled; absent without either.
+   * `inspect`: how many tokens the mask and the controller's bias allowed at this position; absent
+   * without a mask and a bias.
    */
   readonly allowed?: number;
-  /** `inspect`: those of the most likely tokens that these forbade, the likeliest first. */
+  /** `inspect`: the most likely tokens that the mask and the bias forbade, the likeliest first. */
   readonly cut: readonly number[];
-  /** `inspect`: how long the controller's round before this token took, in microseconds. */
+  /** `inspect`: the time of the controller's round before this token, in microseconds. */
   readonly round_us: number;
   /**
-   * `inspect`: what the controller's bias added to the most likely tokens, and to this one; without
-   * those that it left as they were, and those that it forbade.
+   * `inspect`: the controller's bias for the most likely tokens and for this one, without tokens
+   * whose bias is 0 and tokens that it forbids.
    */
   readonly bias: Readonly<Record<string, number>>;
   /** The answer to the controller's `Query` about this token, for replays of the controller. */
@@ -699,13 +704,15 @@ export interface ModelInfo {
   readonly vocab_size: number;
   readonly context_length: number;
   readonly eos_token_ids: readonly number[];
-  /** SHA-256 of the tokenizer's canonical JSON: same fingerprint, same tokens. */
+  /** SHA-256 of the tokenizer's canonical JSON: equal fingerprints give equal tokens. */
   readonly fingerprint: string;
   readonly architecture: string;
   readonly parameters: number;
   readonly dtype: string;
   readonly device: string;
-  /** How its tokens are sampled: with another version, equal seeds give other tokens. */
+  /**
+   * The version of the sampling algorithm: in another version, equal seeds give different tokens.
+   */
   readonly sampling: number;
   readonly path: ForwardPath;
 }
@@ -737,7 +744,10 @@ export function readModelInfo(
   };
 }
 
-/** Observations by size: `counts[i]` are at most `bounds[i]`, the last ones are larger. */
+/**
+ * Observations by size: `counts[i]` has those of at most `bounds[i]`, and the last count has the
+ * larger ones.
+ */
 export interface Histogram {
   readonly bounds: readonly number[];
   readonly counts: readonly number[];
@@ -754,7 +764,7 @@ export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
   };
 }
 
-/** A number under a name, with labels; or a histogram, and then `value` has no meaning. */
+/** A named number with labels, or a histogram; `value` has no meaning then. */
 export interface Series {
   readonly name: string;
   readonly labels: Readonly<Record<string, string>>;
@@ -779,9 +789,9 @@ export interface WorkerStatus {
   readonly pid: number;
   readonly host: string;
   readonly state: string;
-  /** Those that are loaded. */
+  /** The models that are loaded. */
   readonly models: readonly string[];
-  /** The controllers that a controller worker serves by name, modules aside. */
+  /** The controllers that a controller worker serves by name, without modules. */
   readonly controllers: readonly string[];
   readonly requests: number;
   readonly capacity: number;
@@ -790,7 +800,7 @@ export interface WorkerStatus {
   readonly load: Readonly<Record<string, number>>;
   /** The attention and graphs of a GPU worker, by model. */
   readonly paths: Readonly<Record<string, ForwardPath>>;
-  /** With `metrics`: as of its last heartbeat. */
+  /** With `metrics`: the metrics of the worker as of its last heartbeat. */
   readonly metrics: readonly Series[];
 }
 
@@ -829,11 +839,11 @@ export interface StreamStatus {
   readonly request: number;
   /** `GENERATE`, `SCORE`, or another message that a worker answers. */
   readonly type: string;
-  /** Waiting for a worker, or with one. */
+  /** Whether it waits for a worker, or a worker has it. */
   readonly state: "running" | "waiting";
-  /** Since it arrived. */
+  /** Seconds since it arrived. */
   readonly age_s: number;
-  /** The program, as it named itself in `HELLO`. */
+  /** The program, by its name in `HELLO`. */
   readonly client: string;
   readonly model: string;
   readonly worker: string;
@@ -882,7 +892,7 @@ export interface Status {
    * arrival.
    */
   readonly live: readonly StreamStatus[];
-  /** With `metrics`: those of the broker itself. */
+  /** With `metrics`: the metrics of the broker itself. */
   readonly metrics: readonly Series[];
 }
 
@@ -964,11 +974,11 @@ export interface System {
   readonly model: string;
   /** `queued`: the position in the queue, from 1. */
   readonly place: number | null;
-  /** `loading`: the part that is done, 0 to 1. */
+  /** `loading`: the fraction that is loaded, 0 to 1. */
   readonly progress: number | null;
-  /** `moved`: the worker that the stream, or its controller, was with. */
+  /** `moved`: the worker that had the stream, or its controller. */
   readonly left: string;
-  /** `moved`: the worker that it is with now. */
+  /** `moved`: the worker that has it now. */
   readonly worker: string;
   /** `moved`: from the loss of the worker to the first new token, in seconds. */
   readonly pause_s: number | null;
@@ -1015,7 +1025,7 @@ export interface ErrorMessage {
   readonly stream_id: number | null;
   /** The invalid field, as `$.max_tokens`. */
   readonly path: string | null;
-  /** When to try again, in seconds. */
+  /** Seconds to wait before another attempt. */
   readonly retry_after_s: number | null;
   /** The type of the refused message, if there is no stream. */
   readonly type: string | null;
@@ -1062,11 +1072,11 @@ export function readPong(sent: Sent<Pong, "n" | "session" | "position">): Pong {
   };
 }
 
-/** How a module got a tag. */
+/** The origin of a module's tag. */
 export interface Tagged {
-  /** When it was assigned last, in seconds since 1970. */
+  /** When the tag was last assigned, in seconds since 1970. */
   readonly at: number;
-  /** By whom: `by` of the request, or else the tenant; empty where neither has a name. */
+  /** Who assigned the tag: `by` of the request, or else the tenant; empty if neither has a name. */
   readonly by: string;
 }
 
@@ -1093,9 +1103,11 @@ export interface StoredModule {
   readonly forks: boolean;
   /** Size of its compiled form in bytes. */
   readonly compiled_size: number;
-  /** How long the upload was compiled, in milliseconds; next to nothing where that was done. */
+  /**
+   * The time to compile the upload, in milliseconds; almost 0 if the module was compiled before.
+   */
   readonly compile_ms: number;
-  /** How it got each of `tags`. */
+  /** The origin of each of `tags`. */
   readonly tagged: Readonly<Record<string, Tagged>>;
 }
 
