@@ -7,8 +7,8 @@
         for line in lmtp:
             print(line)
 
-The same code as in processes of their own, joined by queues in place of sockets; the protocol does
-not know the difference. For tests, notebooks, and programs that bring their own model server.
+The code is the same as in separate processes, but queues replace the sockets; the protocol is
+unchanged. It is meant for tests, notebooks, and programs that contain their own model server.
 """
 
 from .connection import Connection

@@ -1,4 +1,4 @@
-"""The broker's core on a thread, with queues in place of its two sockets."""
+"""The broker's core on a thread, with queues instead of its two sockets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..transport import memory
 from ..transport.memory import Link
 
 MAX_WAITING = 4096
-"""Messages that wait for the broker; who sends further ones waits."""
+"""Messages that wait for the broker; a sender of further ones blocks."""
 RETRY_S = 0.002
-"""How soon to try again to deliver to a peer whose link was full, in seconds."""
+"""Seconds until delivery to a peer is tried again after its link was full."""
 
 
 class MemoryBroker:
@@ -30,7 +30,7 @@ class MemoryBroker:
         self._core = Broker(settings, boot=new_boot(), now=time.monotonic())
         self._links: dict[bytes, Link] = {}
         self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
-        """Messages for the broker; None in place of one: the link was closed."""
+        """Messages for the broker; None instead of a message: the link was closed."""
         self._changed = threading.Condition()
         self._closing = False
         limit = settings.max_pending_bytes
@@ -43,13 +43,13 @@ class MemoryBroker:
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:
-        """Begins to listen; raises ValueError where another broker has one of the addresses."""
+        """Begins to listen; raises ValueError if another broker has one of the addresses."""
         for address, listener in zip(self._addresses, self._listeners, strict=True):
             memory.listen(address, listener)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends what runs with ``shutting_down``, and every link."""
+        """Ends all streams with ``shutting_down``, and closes every link."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -60,7 +60,7 @@ class MemoryBroker:
             link.cut()
 
     def _put(self, side: Side, link: Link, frames: Frames | None) -> None:
-        """On the sender's thread."""
+        """Queues a message; called on the sender's thread."""
         with self._changed:
             if threading.current_thread() is not self._thread:
                 self._changed.wait_for(lambda: len(self._arrived) < MAX_WAITING or self._closing)
@@ -106,7 +106,7 @@ class MemoryBroker:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         sent = [(self._outboxes[message.side].post(message), message) for message in messages]
-        # Behind all of them: what the core sends now must not overtake what it sent before.
+        # After all others: messages that the core sends now must not overtake earlier ones.
         for result, message in sent:
             if result is Sent.GONE:
                 self._gone(message.side, message.peer, message.frames)
@@ -133,7 +133,7 @@ class _Side:
         self._put = put
 
     def arrived(self, link: Link, frames: Frames) -> None:
-        """A message for the broker; waits while too many wait already."""
+        """A message for the broker; blocks while too many messages wait."""
         self._put(self._side, link, frames)
 
     def closed(self, link: Link) -> None:

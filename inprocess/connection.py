@@ -17,20 +17,20 @@ class Connection:
     """Sends lines, ``<TYPE> <JSON>``, and receives lines. One thread may send while another
     receives.
 
-    One that is not read for long is treated as on any transport: the broker ends its streams with
-    ``slow_client``. Raises AddressError where no broker of this process listens at ``address``.
+    If a connection is not read for long, the broker ends its streams with ``slow_client``, as on
+    any transport. Raises AddressError if no broker of this process listens at ``address``.
     """
 
     def __init__(self, address: str) -> None:
         self._arrivals: SimpleQueue[None] = SimpleQueue()
-        """One for each message of the link, and one for its end."""
+        """An item for each message of the link, and one for its end."""
         self._refusals: SimpleQueue[str] = SimpleQueue()
         self._link = Link(address, lambda: self._arrivals.put(None))
 
     def send(self, line: str) -> None:
-        """Sends a message. One that is not valid is answered with an ``ERROR``.
+        """Sends a message. An invalid message is answered with an ``ERROR``.
 
-        Raises ConnectionLostError where the system has ended.
+        Raises ConnectionLostError if the system has ended.
         """
         if self._link.broken:
             raise ConnectionLostError(Code.CONNECTION_LOST, "the connection is closed")
@@ -41,7 +41,7 @@ class Connection:
             self._arrivals.put(None)
 
     def receive(self, timeout_s: float | None = None) -> str | None:
-        """The next message; None where the connection is closed.
+        """The next message; None if the connection is closed.
 
         Raises TimeoutError if none arrives within ``timeout_s`` seconds.
         """
@@ -58,7 +58,7 @@ class Connection:
                 raise TimeoutError(f"no message arrived within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Closes it. A session that began with HELLO can be taken over for a while."""
+        """Closes the connection. A session that began with HELLO can be taken over for a while."""
         self._link.close()
         self._arrivals.put(None)
 

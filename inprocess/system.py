@@ -34,15 +34,15 @@ class _Worker(Protocol):
         """Serves until ``stop``."""
 
     def stop(self, reason: str) -> None:
-        """Drains and ends it."""
+        """Drains and ends the worker."""
 
 
 class InProcess:
-    """A system within this process. ``settings``: where not given, those of the environment.
+    """A system within this process. ``settings``: by default, those of the environment.
 
-    ``controllers`` adds a controller worker and a state worker; by default where the extra
-    ``controller`` is installed. Uploaded modules and variables are kept in the ``run_dir`` of the
-    settings, without one in a folder that is deleted at the end. ``Client(system.address)`` and
+    ``controllers`` adds a controller worker and a state worker; by default, if the extra
+    ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir`` of the
+    settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
     ``AsyncClient(system.address)`` work as with any other address. Needs the extra ``gpu``.
 
     Raises UnavailableError if the system is not ready within five minutes, ServiceError if a worker

@@ -1,8 +1,8 @@
 """A DEALER socket on an event loop, for programs that have many of them at once.
 
-No thread, no task and no future for each message: the loop watches the socket's descriptor, and a
-receiver takes all that is there. Waiting messages are bounded in both directions, so that a
-receiver which stops taking, or a broker which stops reading, is noticed at the other end.
+A message needs no thread, task or future: the loop watches the socket's descriptor, and a receiver
+takes all messages that have arrived. Waiting messages are bounded in both directions. So each end
+notices if the other stops reading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..protocol.keys import OwnKey
 from .dealer import Context, open_dealer, receive, send
 
 PIPE = 64
-"""Messages that ZeroMQ keeps in each direction; more wait at the sender."""
+"""Messages that ZeroMQ queues in each direction; further ones wait at the sender."""
 TAKE_AT_ONCE = 64
 
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -27,8 +27,8 @@ class AsyncDealer:
     """One connection to the broker at ``address``, used by one task that receives and one that
     sends, on the running loop.
 
-    ZeroMQ connects again by itself; what the broker then knows of this connection is nothing.
-    Raises AddressError, or ZMQError where the process has no descriptor or socket left.
+    ZeroMQ reconnects by itself; the broker then sees a new connection. Raises AddressError, or
+    ZMQError if the process has no descriptor or socket left.
     """
 
     def __init__(self, context: Context, address: str, key: OwnKey | None = None) -> None:
@@ -38,11 +38,11 @@ class AsyncDealer:
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
         self._waited = True
-        """The last ``receive`` did, so that others had their turns."""
+        """Whether the last ``receive`` waited, so that other tasks had their turns."""
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
-        """The messages that have arrived, waiting for the first; never an empty list.
+        """Waits for the first message, and returns all that have arrived; never an empty list.
 
         Other tasks of the loop have their turns, however fast messages arrive.
         """
@@ -57,7 +57,7 @@ class AsyncDealer:
         return messages
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Sends a message, once there is room for it."""
+        """Sends a message as soon as the queue has room for it."""
         while True:
             try:
                 send(self._socket, frames)
@@ -66,11 +66,12 @@ class AsyncDealer:
                 self._sender = self._loop.create_future()
                 self._look()
                 await self._sender
-        # A send can swallow the descriptor's edge.
+        # A send can consume the descriptor's edge.
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket; what was sent goes out within ``linger_ms`` in the background."""
+        """Closes the socket; messages that were sent are delivered within ``linger_ms`` in the
+        background."""
         if not self._socket.closed:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=linger_ms)
@@ -85,7 +86,7 @@ class AsyncDealer:
         return messages
 
     def _look(self) -> None:
-        """Wakes those that wait for what is possible now; clears the descriptor's edge."""
+        """Wakes the tasks that can continue now; clears the descriptor's edge."""
         events = int(self._socket.get(_EVENTS))
         if events & _POLLIN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)

@@ -17,7 +17,7 @@ class Carrier(Protocol):
 
     @property
     def address(self) -> str:
-        """The address of the broker that it connects to at the moment."""
+        """The address of the broker to which it connects at the moment."""
 
     @property
     def started(self) -> bool:
@@ -28,17 +28,18 @@ class Carrier(Protocol):
         """Whether this is a copy in a forked process, where no thread serves it."""
 
     def start(self) -> None:
-        """Starts the thread. Raises RuntimeError where the system has none left."""
+        """Starts the thread. Raises RuntimeError if the system has no thread left."""
 
     def wake(self) -> None:
-        """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
+        thread and any finalizer."""
 
     def send(self, queue: deque[Frames]) -> None:
-        """Sends what is in ``queue``, which the peer's ``outgoing`` yields too, in order and soon:
-        on the calling thread where that can be. Callable from any thread."""
+        """Sends the messages of ``queue``, which the peer's ``outgoing`` yields too, in order: on
+        the calling thread if possible, else soon. May be called from any thread."""
 
     def close(self) -> None:
-        """Sends what the peer has to send, and ends the connection and its thread."""
+        """Sends the peer's remaining messages, and ends the connection and its thread."""
 
 
 def carrier(
@@ -52,9 +53,9 @@ def carrier(
 ) -> Carrier:
     """Carries ``peer`` to the broker at ``address``; the thread is called ``name``.
 
-    ``linger_ms`` is how long an orderly close goes on sending. ``packed``: on a socket, messages
-    are in the form between broker and workers. ``key``: with which a socket connects, if any.
-    Raises AddressError.
+    ``linger_ms`` is how long an orderly close continues to send. ``packed``: on a socket, messages
+    are in the form between broker and workers. ``key``: the key with which a socket connects, if
+    any. Raises AddressError.
     """
     if address.startswith(memory.SCHEME):
         return memory.MemoryCarrier(address, peer, name)

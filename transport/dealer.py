@@ -1,8 +1,9 @@
 """A DEALER socket on a thread of its own, which carries one side of the protocol.
 
-The side of the protocol (a ``Peer``: a worker's lease, a client's session) knows no sockets; the
-connection knows no messages. It owns the socket, the wake-up from other threads, reconnecting with
-growing pauses, the orderly close, and what happens when the ZeroMQ context is terminated.
+One side of the protocol (a ``Peer``: a worker's lease, a client's session) does not depend on
+sockets, and the connection does not depend on messages. The connection owns the socket, the wake-up
+from other threads, reconnecting with growing pauses, the orderly close, and the reaction to a
+terminated ZeroMQ context.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RECEIVE_AT_ONCE = 256
-"""Messages taken from the socket before the peer sees them and may send."""
+"""Messages that are received before the peer sees them and may send."""
 PAUSES_S = (0.05, 2.0)
-"""The pause after the first failure of a row, and the longest; each is twice the one before."""
+"""The pause after the first of consecutive failures, and the longest; each is twice the previous
+one. In seconds."""
 ELSEWHERE_S = 0.2
-"""The longest pause where the next broker is another one, in seconds."""
+"""The longest pause if another broker is next, in seconds."""
 OFFLINE_TICK_S = 0.1
 """How often the peer's deadlines are checked during such a pause, in seconds."""
 MIN_WAIT_S = 0.001
-"""How long the thread waits at least where nothing has arrived, in seconds."""
+"""The shortest wait of the thread if nothing has arrived, in seconds."""
 JOIN_S = 5.0
 """How long ``close`` waits for the thread, in seconds."""
 
@@ -59,12 +61,12 @@ _HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-"""Events that say that there is no connection now."""
+"""Events that show that the socket has no connection."""
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
-"""Connections that a broker closes unestablished, without a reason, before that counts as a
-refusal: one that is being stopped closes one or two."""
+"""How often a broker may close connections during the handshake, without a reason, before this
+counts as a refusal. A broker that is being stopped closes one or two."""
 
 
 class AddressError(ValueError):
@@ -72,7 +74,7 @@ class AddressError(ValueError):
 
 
 class HandshakeError(OSError):
-    """The broker does not accept the connection; ``refusal`` is the error for who uses it."""
+    """The broker does not accept the connection; ``refusal`` is the error for its user."""
 
     def __init__(self, refusal: TokenbusError) -> None:
         super().__init__(refusal.message)
@@ -80,15 +82,16 @@ class HandshakeError(OSError):
 
 
 class GoneError(OSError):
-    """The broker that was connected to is gone, or was not there."""
+    """The broker has closed the connection, or cannot be reached."""
 
 
 def open_dealer(
     context: Context, address: str, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects to ``address``, again and again where it has to, with ``key`` if any.
+    """A DEALER socket that connects to ``address``, and reconnects if necessary, with ``key`` if
+    any.
 
-    ``pipe_messages``: how many ZeroMQ keeps in each direction; 0: without a bound. Raises
+    ``pipe_messages``: how many messages ZeroMQ queues in each direction; 0: without a bound. Raises
     AddressError.
     """
     socket = _make_dealer(context, pipe_messages, key)
@@ -103,7 +106,7 @@ def open_dealer(
 def _make_dealer(
     context: Context, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
-    """The same, not connected yet."""
+    """A DEALER socket as in ``dealer_socket``, not connected yet."""
     socket = context.socket(zmq.DEALER)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key.broker))
@@ -133,8 +136,8 @@ def _connect(socket: zmq.Socket[bytes], address: str) -> None:
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """A message that has arrived, or None.
 
-    By pyzmq's backend: 0.7 µs a frame, against 1.1 µs of ``recv_multipart``. Uncopied frames know
-    whether more follow.
+    It uses pyzmq's backend: 0.7 µs a frame, against 1.1 µs of ``recv_multipart``. Uncopied frames
+    show whether more follow.
     """
     try:
         frame = _RECV(socket, _NOBLOCK, False)
@@ -153,7 +156,7 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-    """Sends a message without waiting; raises zmq.Again where there is no room for it."""
+    """Sends a message without waiting; raises zmq.Again if the queue is full."""
     more = _MORE
     for frame in frames[:-1]:
         _SEND(socket, frame, more)
@@ -161,10 +164,11 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Handshakes:
-    """The results of the handshakes of one socket, until the first message arrives on it; with
-    ``losses``, also whether its connection could not be made or is lost.
+    """The results of the handshakes of one socket, until the first message arrives on it. With
+    ``losses``, also reports that a connection failed or was lost.
 
-    Made before the socket is connected: ZeroMQ tells of a refusal once, and tries no other time.
+    It must be created before the socket connects: ZeroMQ reports a refusal once, and does not try
+    again.
     """
 
     def __init__(
@@ -180,8 +184,8 @@ class _Handshakes:
         self.fd = int(self._events.getsockopt(zmq.FD))
 
     def check(self) -> None:
-        """Raises HandshakeError where the broker has refused the connection, GoneError where there
-        is none."""
+        """Raises HandshakeError if the broker has refused the connection, GoneError if there is no
+        connection."""
         while not self._events.closed and (event := receive(self._events)) is not None:
             number, value = _EVENT.unpack(event[0])
             if number & _LOST:
@@ -191,14 +195,15 @@ class _Handshakes:
                 raise HandshakeError(RequestError(Code.NOT_ALLOWED, what))
 
     def close(self) -> None:
-        """Ends it. Who calls it may use the socket."""
+        """Ends the watch. The caller must be the one that may use the socket."""
         if not self._events.closed:
             self._socket.disable_monitor()
             self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
-        """The meaning of a failure; None if it may pass. A broker of the other kind may close the
-        connection before its greeting has been read: ZeroMQ then tries again by itself."""
+        """The meaning of a failure; None if it may be temporary. A broker with the other kind of
+        security may close the connection before its greeting was read: ZeroMQ then tries again by
+        itself."""
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
             if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -232,53 +237,56 @@ class _Handshakes:
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
-    An exception in any of them but ``ended`` closes the socket and opens a new one after a pause.
+    An exception in any method except ``ended`` closes the socket and opens a new one after a pause.
     Times are seconds of the monotonic clock.
     """
 
     def connected(self, now: float) -> None:
-        """A new socket was opened; what was not sent on the old one is to be discarded."""
+        """A new socket was opened; messages that were not sent on the old one are to be
+        discarded."""
 
     def disconnected(self, now: float) -> None:
-        """There is no socket for now: what is sent before the next ``connected`` is discarded."""
+        """There is no socket at the moment: messages that are sent before the next ``connected``
+        are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """The messages that have arrived, in order; never an empty list."""
 
     def outgoing(self, now: float) -> Iterable[Frames]:
-        """The messages to send now, and the place for deadlines.
+        """The messages to send now; deadlines are checked here too.
 
-        Called after each wake-up and whenever ``wait_s`` has passed; during a pause between two
-        sockets too, where the messages are discarded.
+        Called after each wake-up and whenever ``wait_s`` has passed. During a pause between two
+        sockets it is also called, and the messages are discarded.
         """
 
     def wait_s(self, now: float) -> float:
-        """In how many seconds ``outgoing`` is to be called again, without a wake-up."""
+        """Seconds until ``outgoing`` is to be called again without a wake-up."""
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for so long that a new socket is to be opened."""
+        """Whether the broker was silent for so long that a new socket is needed."""
 
     def refused(self, error: TokenbusError) -> None:
-        """The broker does not accept this connection; another one is opened after a pause."""
+        """The broker does not accept this connection; a new one is opened after a pause."""
 
     def ended(self, reason: str) -> None:
-        """The thread ends: closed by its owner (an empty ``reason``), or for this reason."""
+        """The thread ends: its owner closed it (``reason`` is empty), or for this reason."""
 
 
 class Dealer:
     """Carries ``peer`` to the broker at ``address``; ``name`` is the thread's.
 
-    ``address`` may be several, separated by commas: brokers any of which will do. It connects to
-    one of them, and where that is gone, silent or refuses the connection, to the next.
+    ``address`` may be several addresses, separated by commas: any of these brokers will do. It
+    connects to one of them, and to the next if that one fails, is silent or refuses the connection.
 
-    ZeroMQ queues sent messages without a bound, so that no send blocks. The time after which the
-    peer says ``lost`` bounds the queue, because closing the socket discards it. ``linger_ms``
-    is how long an orderly close goes on sending.
+    ZeroMQ queues sent messages without a bound, so that a send does not block. The time after which
+    the peer reports ``lost`` bounds the queue, because closing the socket discards it.
+    ``linger_ms`` is how long an orderly close continues to send.
 
-    The connection's thread receives and keeps the deadlines. Any thread may ``send``: to hand a
-    message over to another thread costs more than to send it, as both need the interpreter's lock.
+    The connection's thread receives messages and checks deadlines. Any thread may ``send``: to hand
+    a message to another thread costs more than to send it, as both need the interpreter's lock.
+
     ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
-    ``key``: with which it connects, if any. Raises AddressError.
+    ``key``: the key with which it connects, if any. Raises AddressError.
     """
 
     def __init__(
@@ -292,7 +300,7 @@ class Dealer:
         key: OwnKey | None = None,
     ) -> None:
         self._addresses = separate(address)
-        # Clients spread over the brokers.
+        # A random start spreads the clients over the brokers.
         self._at = random.randrange(len(self._addresses))
         self._key = key
         self._peer = peer
@@ -306,7 +314,7 @@ class Dealer:
         self._turn = threading.Lock()
         """Held by the thread that uses the socket."""
         self._socket: zmq.Socket[bytes] | None = None
-        """While other threads may use it."""
+        """The socket while other threads may use it."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -316,7 +324,7 @@ class Dealer:
 
     @property
     def address(self) -> str:
-        """The address of the broker that it connects to at the moment."""
+        """The address of the broker to which it connects at the moment."""
         return self._addresses[self._at]
 
     @property
@@ -332,22 +340,23 @@ class Dealer:
     def start(self) -> None:
         """Starts the thread, which opens the socket.
 
-        Raises RuntimeError where the system has no thread left; it may be called again then.
+        Raises RuntimeError if the system has no thread left; it may be called again then.
         """
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
         self._thread = thread
 
     def wake(self) -> None:
-        """Has the peer's ``outgoing`` called soon. Callable from any thread and any finalizer."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
+        thread and any finalizer."""
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"!")
 
     def send(self, queue: deque[Frames]) -> None:
         """Sends the messages of ``queue`` in order, on the calling thread if the socket is free.
 
-        Otherwise the connection's thread sends them: what is in ``queue``, the peer's ``outgoing``
-        has to yield. Callable from any thread.
+        Otherwise the connection's thread sends them: the peer's ``outgoing`` has to yield the
+        messages of ``queue``. May be called from any thread.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -358,7 +367,8 @@ class Dealer:
         self.wake()
 
     def _sent_here(self, queue: deque[Frames]) -> bool:
-        """Whether all is sent, and the connection's thread has nothing to do."""
+        """Sends the queue on this thread; returns whether all messages are sent and the
+        connection's thread has nothing to do."""
         socket = self._socket
         if socket is None:
             return False
@@ -367,14 +377,14 @@ class Dealer:
                 frames = queue[0]
                 send(socket, pack(frames) if self._packed else frames)
                 queue.popleft()
-            # A send can swallow the edge that would wake the connection's thread.
+            # A send can consume the edge that would wake the connection's thread.
             return not readable(socket)
         except zmq.ZMQError:
-            # That thread meets the same error, and handles it.
+            # The connection's thread meets the same error, and handles it.
             return False
 
     def close(self) -> None:
-        """Sends what the peer has to send, closes the socket and ends the thread."""
+        """Sends the peer's remaining messages, closes the socket and ends the thread."""
         self._closing = True
         self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -417,13 +427,14 @@ class Dealer:
                 pause_s = first if self._received else min(pause_s * 2 or first, longest)
                 refused = error.refusal if isinstance(error, HandshakeError) else None
                 log.log(
-                    # One of several brokers may be gone, and the peer reports a refusal.
+                    # If one of several brokers is down, the next one is tried; only a refusal is
+                    # reported to the peer.
                     logging.INFO if refused or isinstance(error, GoneError) else logging.WARNING,
                     "the connection to %s failed (%s); opening a new one in %g s",
                     self.address,
                     error,
                     pause_s,
-                    # A failure of the operating system explains itself.
+                    # The message of an error of the operating system is sufficient.
                     exc_info=not isinstance(error, OSError | zmq.ZMQError),
                 )
             self._next()
@@ -436,11 +447,12 @@ class Dealer:
             self._pause(pause_s)
 
     def _next(self) -> None:
-        """The next connection is to the next of the brokers."""
+        """The next connection is to the next broker of the list."""
         self._at = (self._at + 1) % len(self._addresses)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits without a socket. The peer's deadlines go on; what it sends is discarded."""
+        """Waits without a socket. The peer's deadlines are still checked; its messages are
+        discarded."""
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0 and not self._closing:
             poller = zmq.Poller()
@@ -454,7 +466,7 @@ class Dealer:
                 log.exception("there is no connection to %s, and its peer failed", self.address)
 
     def _serve(self) -> None:
-        """Serves one socket, until ``close`` or until the peer says ``lost``."""
+        """Serves one socket, until ``close`` or until the peer reports ``lost``."""
         socket = _make_dealer(self._context, key=self._key)
         several = len(self._addresses) > 1
         try:
@@ -472,7 +484,7 @@ class Dealer:
                 socket.close(linger=self._linger_ms if self._closing else 0)
 
     def _exchange(self, socket: zmq.Socket[bytes], handshakes: _Handshakes) -> None:
-        # Not zmq.Poller, which uses the socket, while other threads send.
+        # zmq.Poller would use the socket while other threads send.
         poller = select.poll()
         poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
@@ -501,14 +513,14 @@ class Dealer:
                 self._clear_wake()
 
     def _take_turn(self, socket: zmq.Socket[bytes]) -> float | None:
-        """Receives and sends; returns for how long to wait then, in seconds, or None at the end."""
+        """Receives and sends; returns the seconds to wait after that, or None at the end."""
         peer = self._peer
         messages = self._receive(socket)
         now = time.monotonic()
         if messages:
             self._received = True
             peer.receive(messages, now)
-        # Read before ``outgoing``: what was handed over before the close is sent.
+        # Read before ``outgoing``: messages that were queued before the close are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             send(socket, pack(frames) if self._packed else frames)
@@ -522,8 +534,8 @@ class Dealer:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
         messages: list[Frames] = []
         while len(messages) < RECEIVE_AT_ONCE:
-            # A look costs half of an attempt to receive where no message waits, so that it pays
-            # where one at most is expected.
+            # A check for a message costs half of a failed attempt to receive, so it pays if at most
+            # one message is expected.
             if len(messages) < 2 and not readable(socket):
                 break
             frames = receive(socket)

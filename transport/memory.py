@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 SCHEME = "memory://"
 PIPE = 256
-"""Messages that wait in a link for its receiver; further ones wait at the broker, bounded."""
+"""Messages that wait in a link for its receiver; further ones wait at the broker, with a bound."""
 
 
 class Listener(Protocol):
     """The broker's end of an address. Both methods are called on any thread."""
 
     def arrived(self, link: Link, frames: Frames) -> None:
-        """A message of ``link`` for the broker; may wait until the broker has room for it."""
+        """A message of ``link`` has arrived; may block until the broker has room for it."""
 
     def closed(self, link: Link) -> None:
         """``link`` was closed by its owner."""
@@ -44,21 +44,21 @@ _numbers = itertools.count(1)
 
 
 def listen(address: str, listener: Listener) -> None:
-    """Makes ``address`` one of this process's; raises ValueError if it is one already."""
+    """Makes ``address`` available in this process; raises ValueError if it is in use."""
     if _listeners.setdefault(address, listener) is not listener:
         raise ValueError(f"another broker listens at {address}")
 
 
 def unlisten(address: str) -> None:
-    """Ends what ``listen`` began."""
+    """Removes an address that ``listen`` made available."""
     _listeners.pop(address, None)
 
 
 class Link:
-    """A connection to the broker at ``address``, whose end of it the broker knows by ``peer``.
+    """A connection to the broker at ``address``; the broker identifies it by ``peer``.
 
-    ``notify`` is called on the broker's thread whenever there is something new to take. Raises
-    AddressError where no broker of this process listens there.
+    ``notify`` is called on the broker's thread whenever a message has arrived. Raises AddressError
+    if no broker of this process listens there.
     """
 
     def __init__(self, address: str, notify: Callable[[], None]) -> None:
@@ -68,13 +68,13 @@ class Link:
         self._listener = listener
         self._notify = notify
         self._waiting: deque[Frames] = deque()
-        # As ZeroMQ's own routing ids, which no client can choose.
+        # The id has the form of ZeroMQ's own routing ids, which clients cannot choose.
         self.peer = b"\0" + next(_numbers).to_bytes(8, "big")
         self.broken = False
-        """The broker has closed it."""
+        """Whether the broker has closed the link."""
 
     def send(self, frames: Frames) -> None:
-        """A message to the broker; lost where the link is broken."""
+        """Sends a message to the broker; it is lost if the link is broken."""
         if not self.broken:
             self._listener.arrived(self, frames)
 
@@ -86,7 +86,7 @@ class Link:
         return taken
 
     def close(self) -> None:
-        """Closes it; what was sent before still arrives."""
+        """Closes the link; messages that were sent before still arrive."""
         if not self.broken:
             self.broken = True
             self._listener.closed(self)
@@ -94,7 +94,7 @@ class Link:
     # --- the broker's end -----------------------------------------------------------------------
 
     def deliver(self, frames: Frames) -> bool:
-        """A message from the broker; False where ``PIPE`` of them wait already."""
+        """Delivers a message from the broker; returns False if ``PIPE`` messages wait already."""
         if len(self._waiting) >= PIPE:
             return False
         self._waiting.append(frames)
@@ -102,7 +102,7 @@ class Link:
         return True
 
     def cut(self) -> None:
-        """The broker closes it."""
+        """Closes the link from the broker's side."""
         self.broken = True
         self._notify()
 
@@ -118,7 +118,7 @@ class MemoryCarrier:
         self._peer = peer
         self._name = name
         self._woken: SimpleQueue[None] = SimpleQueue()
-        """Unlike an Event, it may be put into by a finalizer that interrupts another ``put``."""
+        """Unlike an Event, a finalizer that interrupts a ``put`` may call ``put`` on it."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -140,15 +140,16 @@ class MemoryCarrier:
         self._thread.start()
 
     def wake(self) -> None:
-        """Has the peer's ``outgoing`` called soon. Callable from any thread."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
+        thread."""
         self._woken.put(None)
 
     def send(self, queue: deque[Frames]) -> None:
-        """Has the messages of ``queue`` sent by the peer's ``outgoing``."""
+        """Makes the peer's ``outgoing`` send the messages of ``queue``."""
         self.wake()
 
     def close(self) -> None:
-        """Sends what the peer has to send, closes the link and ends the thread."""
+        """Sends the peer's remaining messages, closes the link and ends the thread."""
         self._closing = True
         self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -177,7 +178,8 @@ class MemoryCarrier:
             self._peer.ended(reason)
 
     def _serve(self) -> None:
-        """Serves one link, until ``close``, or until it is broken or the peer says ``lost``."""
+        """Serves one link until ``close``, until the link is broken or until the peer reports
+        ``lost``."""
         link = Link(self.address, self.wake)
         try:
             self._peer.connected(time.monotonic())
@@ -192,7 +194,7 @@ class MemoryCarrier:
         now = time.monotonic()
         if messages:
             peer.receive(messages, now)
-        # Read before ``outgoing``: what was handed over before the close is sent.
+        # Read before ``outgoing``: messages that were queued before the close are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             link.send(frames)
@@ -203,7 +205,7 @@ class MemoryCarrier:
         return True
 
     def _wait(self, seconds: float) -> None:
-        """Until a wake-up, or for so long; all wake-ups so far count as one."""
+        """Waits for a wake-up, or for this number of seconds; all wake-ups so far count as one."""
         with contextlib.suppress(Empty):
             get_within(self._woken, max(seconds, 0.001))
             while True:

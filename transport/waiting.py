@@ -1,4 +1,4 @@
-"""Waiting for what another thread puts into a queue."""
+"""Bounded waits for an item of a queue that another thread fills."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Item = TypeVar("Item")
 
 
 def get_within(queue: SimpleQueue[Item], seconds: float | None) -> Item:
-    """The next item, waiting up to ``seconds`` for it; None: without end. Raises Empty.
+    """The next item, waiting up to ``seconds`` for it; None: without a bound. Raises Empty.
 
-    In CPython 3.11 and 3.12 ``queue.get(timeout=seconds)`` alone may wait without end. If the
-    queue's own lock is free, the call takes it and only then computes how long to wait. A thread
-    that did not run meanwhile for longer than ``seconds`` waits for a negative time, which means
-    without end (``Modules/_queuemodule.c``). A call that does not wait takes the lock first.
+    In CPython 3.11 and 3.12 ``queue.get(timeout=seconds)`` alone may wait forever. If the queue's
+    own lock is free, the call takes it and only then computes how long to wait. If the thread did
+    not run for longer than ``seconds`` meanwhile, the computed time is negative, which means
+    forever (``Modules/_queuemodule.c``). A call that does not wait takes the lock first.
     """
     with contextlib.suppress(Empty):
         return queue.get_nowait()

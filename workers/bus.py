@@ -1,10 +1,10 @@
-"""A worker's connection to the bus, with threads of its own, so that heartbeats go out while a
+"""A worker's connection to the bus, with threads of its own, so that heartbeats are sent while a
 forward runs.
 
-The worker's own thread takes messages with ``take`` and sends with ``post``; neither waits for the
-network. A worker registers with each broker of a list, and has a link to each (``link.py``): a
-message from the bus has the number of its link, and what is posted for a request goes over the link
-on which that came.
+The worker's own thread receives messages with ``take`` and sends with ``post``; neither waits for
+the network. A worker registers with each broker of a list, and has a link to each (``link.py``). A
+message from the bus has the number of its link, and messages for a request are posted to the link
+from which it came.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ log = logging.getLogger(__name__)
 
 
 LEASE_ENDED = b"LEASE_ENDED"
-"""The type of a message that no broker sends: with several, the lease at that of its link is over,
-which may never come back."""
+"""The type of a message that brokers do not send. A worker with several brokers receives it when
+the lease at one of them has ended, possibly for good."""
 
 
 class BusEndedError(RuntimeError):
-    """The connection has ended for good, though the worker did not close it."""
+    """The connection has ended permanently, although the worker did not close it."""
 
 
 class Bus:
     """The connection of one worker to the brokers at ``endpoint``, several separated by commas.
 
-    ``registration`` returns what to register with (called on a bus thread); ``load`` the number
-    of requests and the gauges for the heartbeat, ``metrics`` its counters. ``first`` gets new
-    messages at once, on a bus thread, and returns those that are for ``take``: for answers that
-    must not wait for another thread. Where it raises, it gets the same messages again one by one,
-    so that only the one at fault is dropped. ``health`` is kept up to date with each heartbeat.
-    ``key``: the worker's, where the brokers have keys. ``sandbox_ms``: the CPU time of controllers
-    for the heartbeat. ``link_of``: the link of a live request, None where it is unknown;
-    ``elsewhere``: how many requests came over other links than this one. Callbacks are called by
-    one thread at a time. Raises AddressError.
+    ``registration`` returns the registration (called on a bus thread). For the heartbeat, ``load``
+    returns the number of requests and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the
+    CPU time of controllers.
+
+    ``first`` receives new messages at once, on a bus thread, and returns those that are for
+    ``take``. It serves answers that must not wait for another thread. If it raises, it receives the
+    same messages again one by one, so that only the faulty one is dropped.
+
+    ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
+    ``link_of``: the link of a live request, None if it is unknown. ``elsewhere``: how many requests
+    came over other links than the given one. Callbacks are called by one thread at a time. Raises
+    AddressError.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class Bus:
         elsewhere: Callable[[int], int] = lambda link: 0,
     ) -> None:
         self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
-        """An empty list only wakes ``take``. Unlike a Condition it is all in C, and a signal
-        handler that interrupts a ``put`` may ``put`` too."""
+        """An empty list only wakes ``take``. Unlike a Condition, the queue is implemented in C, and
+        a signal handler that interrupts a ``put`` may call ``put`` too."""
         self._turn = threading.RLock()
         """Held by the bus thread that calls the worker."""
         self._registration = registration
@@ -84,15 +87,16 @@ class Bus:
         self._link_of = link_of
         self._elsewhere = elsewhere
         self._serves = False
-        """Whether it can be given requests: a GPU worker has a model, or loads any on demand."""
+        """Whether it can receive requests: a GPU worker has a model, or loads any on demand."""
         self._process = secrets.randbits(63) or 1
-        """Number of this process, by which brokers distinguish it from others with its name."""
+        """Number of this process, by which brokers distinguish it from other processes with its
+        name."""
         addresses = separate(endpoint)
         self._links = [Link(n, address, self, key) for n, address in enumerate(addresses)]
 
     @property
     def num_links(self) -> int:
-        """How many brokers there are."""
+        """The number of brokers."""
         return len(self._links)
 
     def start(self) -> None:
@@ -103,7 +107,7 @@ class Bus:
     def take(self, wait_s: float) -> list[FromBus]:
         """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
 
-        Raises BusEndedError where none can arrive any more.
+        Raises BusEndedError if no message can arrive any more.
         """
         taken: list[FromBus] = []
         inbox = self._inbox
@@ -118,14 +122,14 @@ class Bus:
         return taken
 
     def interrupt(self) -> None:
-        """Lets a waiting ``take``, or the next one, return at once."""
+        """Makes a waiting ``take``, or the next one, return at once."""
         self._inbox.put([])
 
     def post(self, frames: Frames, link: int = 0, wake: bool = True) -> None:
-        """Sends a message over a link without waiting, in order; without ``wake``, with what comes
-        next.
+        """Sends a message over a link without waiting, in order; without ``wake``, it is sent with
+        the next message.
 
-        Drops it where the lease has ended for which it was made.
+        Drops the message if the lease for which it was made has ended.
         """
         self._links[link].post(frames, wake)
 
@@ -135,40 +139,42 @@ class Bus:
             link.post(frames, True)
 
     def post_to_any(self, frames: Frames, turn: int) -> None:
-        """Sends a message to one of the brokers that have registered this worker, with each
-        ``turn`` to another one: that one of them is gone is known only after some silence."""
+        """Sends a message to one of the brokers that have registered this worker. Each ``turn``
+        selects another broker, because a broker that has failed is noticed only after some silence.
+        """
         there = [link for link in self._links if link.lease.registered] or self._links
         there[turn % len(there)].post(frames, True)
 
     def post_to(self, worker: int, frames: Frames) -> None:
-        """Sends a message to another worker, over the broker that gave it this id; drops it where
-        that broker is gone."""
+        """Sends a message to another worker, over the broker that assigned this id; drops it if
+        that broker is disconnected."""
         for link in self._links:
             if len(self._links) == 1 or link.assigned(worker):
                 link.post(frames, True)
                 return
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
-        """The requests of a link that go on after this ``REGISTERED``; the worker drops its others.
-        None: all of them, as it is the answer to a change of the registration."""
+        """The requests of a link that continue after this ``REGISTERED``; the worker drops its
+        others. None: all of them, as the message answers a change of the registration."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
-        """The worker has handled this ``REGISTERED``: it has dropped what does not go on.
+        """The worker has handled this ``REGISTERED``: it has dropped the requests that do not
+        continue.
 
-        Its messages over the link from now on are sent, unless another lease has begun since.
+        From now on its messages over the link are sent, unless another lease has begun since.
         """
         self._links[link].registered(answer)
 
     def flush(self) -> None:
-        """Sends what was posted without ``wake``."""
+        """Sends the messages that were posted without ``wake``."""
         for link in self._links:
             link.flush()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step, or whatever else may hang, so that heartbeats report for how long it has
-        been running. Within another one, it is a part of that."""
+        """Wraps a step, or other work that may hang, so that heartbeats report how long it has been
+        running. An inner one counts as part of the outer one."""
         outer = self._step_started
         if outer is None:
             self._step_started = time.monotonic()
@@ -178,18 +184,18 @@ class Bus:
             self._step_started = outer
 
     def changed(self) -> None:
-        """Registers again, as what the worker registered with has changed."""
+        """Registers again, because the registration has changed."""
         for link in self._links:
             link.post_own(link.lease.changed())
 
     def drain(self, reason: str, successor: bool = False) -> None:
         """Stops the brokers from sending further requests. ``successor``: another process takes
-        this one's place, so that its streams may leave at once."""
+        this one's place, so that its streams may move at once."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 
     def close(self, reason: str) -> None:
-        """Leaves the bus: sends what was posted, unregisters, and ends the threads."""
+        """Leaves the bus: sends the posted messages, unregisters, and ends the threads."""
         for link in self._links:
             link.post_own(link.lease.leave(reason))
         for link in self._links:
@@ -198,8 +204,8 @@ class Bus:
     # --- on a bus thread ------------------------------------------------------------------------
 
     def registration(self, link: int) -> Register:
-        """The requests of a registration at a broker: its own live requests, and those that are
-        not known to be another's."""
+        """The registration at a broker, with its own live requests and those whose broker is
+        unknown."""
         with self._turn:
             registration = self._registration()
             if len(self._links) > 1:
@@ -232,7 +238,7 @@ class Bus:
             )
 
     def take_in(self, messages: list[FromBus]) -> None:
-        """Puts messages where the worker takes them, after ``first`` has seen them."""
+        """Puts messages into the queue of ``take``, after ``first`` has seen them."""
         if self._first is not None:
             with self._turn:
                 messages = self._see_first(self._first, messages)
@@ -240,7 +246,7 @@ class Bus:
             self._inbox.put(messages)
 
     def lease_ended(self, link: int) -> None:
-        """Drops what has arrived about requests of the registration that has ended."""
+        """Drops messages that have arrived for requests of the registration that has ended."""
         waiting: list[FromBus] = []
         with contextlib.suppress(Empty):
             while True:
@@ -251,7 +257,8 @@ class Bus:
         self._inbox.put(kept)
 
     def link_ended(self, reason: str) -> None:
-        """A link's thread has ended, and with it the connection: closed, or for this reason."""
+        """A link's thread has ended, and with it the connection: it was closed, or for this
+        reason."""
         self._ended = reason
         self._inbox.put([])
 
@@ -272,8 +279,8 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int) -> Frames:
-    """The REFUSED for a request, or a START, for which there is no room. ``elsewhere``: requests of
-    other brokers."""
+    """The REFUSED for a request, or a START, for which there is no room. ``elsewhere``: the number
+    of requests of other brokers."""
     body = encode_body(Refused(type=message.type.decode(), elsewhere=elsewhere), "msgpack")
     header = encode_header(message.header.request)
     return [b"REFUSED", header, body, message.body, *message.attachments]

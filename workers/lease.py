@@ -15,15 +15,14 @@ DEFAULT_EXPIRY_S = 5.0
 
 
 class RefusedError(Exception):
-    """The broker does not accept this worker; the message says why."""
+    """The broker does not accept this worker; the message has the reason."""
 
 
 class Lease:
     """Registers, sends heartbeats, and registers again after silence or at the broker's request.
 
-    ``registration`` returns the current registration: models change, and so do the live requests
-    that a new broker needs to know. ``beat`` returns the heartbeat. Times are seconds of a
-    monotonic clock.
+    ``registration`` returns the current registration, because models and live requests change.
+    ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
     """
 
     def __init__(
@@ -58,11 +57,12 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def kept(self, answer: Registered) -> frozenset[int]:
-        """The live requests that go on under the lease of this answer."""
+        """The live requests that continue under the lease of this answer."""
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
-        """A message from the broker: whether it is for the lease only, and the answers to it.
+        """Handles a message from the broker; returns whether it is for the lease only, and the
+        answers to it.
 
         The message must have at least three frames. A ``REGISTERED`` is for the worker too, unless
         it answers an earlier REGISTER. Raises RefusedError.
@@ -123,7 +123,7 @@ class Lease:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no further requests."""
+        """Whether the worker accepts no further requests."""
         return self._drain is not None
 
     def leave(self, reason: str) -> list[Frames]:

@@ -1,11 +1,11 @@
-"""A worker's link to one broker: its lease there, what it posts, and what carries it.
+"""A worker's link to one broker: its lease there, its posted messages, and its connection.
 
-A worker has a link to each broker of its list. Each has a lease of its own: what happens to one of
-them is of no concern to the others.
+A worker has a link to each broker of its list. Each link has its own lease, and does not affect the
+others.
 
-After a lease has ended, nothing that was computed for its requests may reach anybody: the broker
-has given them to others. So from the ``REGISTER`` of a new lease on, what is posted is dropped,
-until the worker has handled the ``REGISTERED`` that answers it, and calls ``registered``.
+After a lease has ended, results for its requests must not reach anyone: the broker has given the
+requests to other workers. So posted messages are dropped from the ``REGISTER`` of a new lease on,
+until the worker has handled the answering ``REGISTERED`` and calls ``registered``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .lease import Lease, RefusedError
 log = logging.getLogger(__name__)
 
 LINGER_MS = 1000
-"""How long a worker that leaves goes on sending what it has posted."""
+"""How long a leaving worker continues to send posted messages, in milliseconds."""
 
 
 class FromBus(NamedTuple):
@@ -40,12 +40,12 @@ class FromBus(NamedTuple):
     body: bytes
     attachments: list[bytes]
     link: int = 0
-    """The link on which it came: the number of its broker in the worker's list."""
+    """The link from which it came: the number of its broker in the worker's list."""
 
 
 class Worker(Protocol):
-    """The functions of its worker that a link needs. Called on the link's thread; ``registration``
-    on the worker's own too."""
+    """The functions of its worker that a link needs. They are called on the link's thread;
+    ``registration`` also on the worker's own thread."""
 
     def registration(self, link: int) -> Register:
         """The registration at a broker."""
@@ -57,10 +57,11 @@ class Worker(Protocol):
         """Messages that have arrived."""
 
     def lease_ended(self, link: int) -> None:
-        """The lease at a broker is over: what has arrived of its requests is void."""
+        """The lease at a broker has ended: messages that have arrived for its requests are void."""
 
     def link_ended(self, reason: str) -> None:
-        """The thread of a link has ended: closed by its owner (an empty reason), or for another."""
+        """The thread of a link has ended: its owner closed it (the reason is empty), or for another
+        reason."""
 
 
 class Link:
@@ -71,7 +72,7 @@ class Link:
         self._outbox: deque[Frames] = deque()
         self._gate = threading.Lock()
         self._muted = False
-        """Whether what is posted is dropped; changed by who holds ``_gate``."""
+        """Whether posted messages are dropped. The holder of ``_gate`` sets and clears it."""
         self._handled = 0
         """The lease whose ``REGISTERED`` the worker has handled."""
 
@@ -91,11 +92,11 @@ class Link:
         self._carrier.start()
 
     def assigned(self, worker: int) -> bool:
-        """Whether the broker behind this link gave a worker this id."""
+        """Whether the broker at this link assigned this id to a worker."""
         return boot_of(worker) == boot_of(self.lease.worker)
 
     def post(self, frames: Frames, wake: bool) -> None:
-        """Sends a message, or drops it where the lease has ended for which it was made."""
+        """Sends a message, or drops it if the lease for which it was made has ended."""
         with self._gate:
             if self._muted:
                 return
@@ -104,8 +105,8 @@ class Link:
             self._carrier.send(self._outbox)
 
     def kept(self, answer: Registered) -> frozenset[int] | None:
-        """The requests that go on after this ``REGISTERED``. None: all of them, as it is the answer
-        to a change of the registration."""
+        """The requests that continue after this ``REGISTERED``. None: all of them, as it answers a
+        change of the registration."""
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
@@ -116,28 +117,29 @@ class Link:
                 self._muted = False
 
     def flush(self) -> None:
-        """Sends what was posted without ``wake``."""
+        """Sends the messages that were posted without ``wake``."""
         if self._outbox:
             self._carrier.send(self._outbox)
 
     def post_own(self, messages: list[Frames]) -> None:
-        """Sends messages of the lease, behind those that were posted."""
+        """Sends messages of the lease, after those that were posted."""
         self._outbox.extend(messages)
         self._carrier.send(self._outbox)
 
     def close(self) -> None:
-        """Sends what was posted, and ends the thread."""
+        """Sends the posted messages, and ends the thread."""
         self._carrier.close()
 
     def _mute(self) -> None:
-        """Another lease begins. Called by who holds the turn to send, before its ``REGISTER``."""
+        """Another lease begins. Called by the holder of the turn to send, before its
+        ``REGISTER``."""
         with self._gate:
             self._muted = True
             self._outbox.clear()
 
 
 class _WorkerPeer:
-    """The lease, what the worker posts and what it takes, as the connection sees them."""
+    """The lease, the posted messages and the received messages, as the connection's peer."""
 
     def __init__(
         self,
@@ -154,29 +156,29 @@ class _WorkerPeer:
         self._outbox = outbox
         self._worker = worker
         self._answers: deque[Frames] = deque()
-        """The lease's own, which precede what the worker posts."""
+        """The messages of the lease, which precede those of the worker."""
         self._mute = mute
         self._refusal = ""
-        """Why the broker refused this worker last; empty after it has registered."""
+        """The broker's last reason to refuse this worker; empty after it has registered."""
         self.ended = worker.link_ended
 
     def connected(self, now: float) -> None:
-        """Registers; what has arrived for requests of an earlier registration is dropped, and what
-        is posted for them."""
+        """Registers. Drops messages that have arrived for requests of an earlier registration, and
+        messages that are posted for them."""
         self._mute()
         self._worker.lease_ended(self._number)
         self._answers.clear()
         self._answers.extend(self._lease.connected(now))
 
     def disconnected(self, now: float) -> None:
-        """Nothing to do: the next registration replaces this one."""
+        """Does nothing: the next registration replaces this one."""
 
     def refused(self, error: TokenbusError) -> None:
         """Logs the refusal; the connection tries again."""
         log.warning("%s; trying again", error.message)
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """Lets the lease see each message, and puts the others where the worker takes them."""
+        """Passes each message to the lease, and the others to the worker."""
         taken: list[FromBus] = []
         for frames in messages:
             try:
@@ -216,18 +218,19 @@ class _WorkerPeer:
             self._worker.take_in(messages)
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """The lease's answers, what the worker has posted, and the heartbeat when it is due."""
+        """The lease's messages, the worker's posted messages, and the heartbeat when it is due."""
         for queue in (self._answers, self._outbox):
             while queue:
                 yield queue.popleft()
         yield from self._lease.on_time(now)
 
     def wait_s(self, now: float) -> float:
-        """Until the next heartbeat."""
+        """Seconds until the next heartbeat."""
         return self._lease.wait_s(now)
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for too long; what was posted for it is discarded then."""
+        """Whether the broker was silent for too long; messages that were posted for it are then
+        discarded."""
         lost = self._lease.lost(now)
         if lost:
             log.warning("the broker at %s is silent; connecting again", self._address)

@@ -1,4 +1,4 @@
-"""This machine: its id, so that two processes on one can share memory, and its memory."""
+"""This machine: its id, by which two processes on one machine can share memory, and its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
 @cache
 def machine_id() -> str:
-    """The same for all processes of one machine, another one on each other machine and boot."""
+    """An id that all processes of one machine share; it differs on each machine and after each
+    boot."""
     try:
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}"
     except OSError:
@@ -49,7 +50,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         folder = PurePosixPath(path.lstrip("/"))
-        # In a container, the path may be the host's: then only the root is there.
+        # In a container, the path may be the host's; then only the root exists.
         for each in (folder, *folder.parents):
             try:
                 text = (root / each / file).read_text().strip()

@@ -1,7 +1,7 @@
-"""Whether another process takes this one's place, as this one is about to end.
+"""Whether another process takes the place of this one, which is about to end.
 
-supervisord starts a process again that has ended, unless supervisord itself is ending. It is asked
-over its Unix socket, which is in the environment of each process that it starts.
+supervisord restarts a process that has ended, unless supervisord itself is ending. The question
+goes to its Unix socket, whose path is in the environment of each process that it starts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def successor_comes() -> bool:
     """Whether supervisord runs this process and will start it again.
 
     It is False if supervisord is ending, does not answer or has not started this process. A
-    ``supervisorctl stop`` cannot be told from the first half of a ``supervisorctl restart``: both
-    are answered with True.
+    ``supervisorctl stop`` cannot be distinguished from the first half of a ``supervisorctl
+    restart``: the result is True for both.
     """
     path = os.environ.get("SUPERVISOR_SERVER_URL", "")
     group, name = (os.environ.get(f"SUPERVISOR_{kind}_NAME") for kind in ("GROUP", "PROCESS"))

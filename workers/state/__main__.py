@@ -1,6 +1,7 @@
 """``python -m tokenbus.workers.state``: the state worker, configured by the environment.
 
-With ``--standby``, one that finds the folder in use waits until the other ends, and takes over.
+With ``--standby``, a worker that finds the folder in use waits until the other worker ends, and
+takes over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .worker import StateWorker
 log = logging.getLogger(__name__)
 
 STANDBY_S = 0.1
-"""How often a worker that stands by looks whether the folder is free, in seconds."""
+"""How often a standby worker checks whether the folder is free, in seconds."""
 
 
 def main() -> int:
@@ -49,9 +50,9 @@ def main() -> int:
 
 
 def _when_free(settings: Settings) -> StateWorker | None:
-    """The worker, as soon as no other one has the folder; None where a signal ends the wait.
+    """The worker, as soon as the folder is free; None if a signal ends the wait.
 
-    The kernel frees the lock of a process that dies in whatever way, so that one at most writes.
+    The kernel releases the lock of a process however it ends, so that at most one worker writes.
     """
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -57,8 +57,8 @@ class Compaction:
             size += len(body)
 
     def also(self, records: Iterable[Record]) -> None:
-        """Adds records that were written to the current log: those of tables, which are all there,
-        and of requests that are. Raises OSError."""
+        """Adds records that were written to the current log, if they are of tables (all tables are
+        in the new log) or of requests in the new log. Raises OSError."""
         new = [record for record in records if record.request not in self.pending]
         if new:
             self.log.append(new)

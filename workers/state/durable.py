@@ -115,11 +115,8 @@ class DurableVariables:
     def apply(
         self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
     ) -> list[VariableAnswer]:
-        """Applies operations in order, each given decoded and as received; their answers.
-
-        ``tenants`` has the tenant of each operation, None if the broker did not name one.
-        All of them are logged with one write. If it fails, or a sync of the log has failed, the new
-        ones are not applied, and their answers have an ``error`` and ``again``.
+        """Applies operations in order, each given decoded and as received; returns their
+        answers.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -149,8 +146,8 @@ class DurableVariables:
     def _reserve(
         self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
     ) -> str | None:
-        """Counts the cost of an operation for its tenant and adds its records; the error if there
-        is no room for it."""
+        """Counts the cost of an operation for its tenant and adds its records; returns the error if
+        there is no room for it."""
         shares, request = self._shares, op.request
         known = shares.key(request)
         tenant = tenant or Tenant(known)
@@ -165,7 +162,8 @@ class DurableVariables:
         return None
 
     def table(self, op: ModuleTable) -> ModuleTableAnswer:
-        """Reads or replaces the table of a tenant, which is on the disk when it is answered.
+        """Reads or replaces the table of a tenant. The new table is on the disk before the answer
+        is sent.
 
         If it cannot be written or synced, it is not replaced, and the answer has an ``error``.
         """
@@ -247,7 +245,7 @@ class DurableVariables:
             self._folder.close()
 
     def _write_anew(self) -> None:
-        """The folder was deleted: makes it again, with a log of all that is known."""
+        """The folder was deleted: creates it again, with a log of the whole state."""
         log.error("%s was deleted while it was in use; it is written anew", self._path)
         with self._lock:
             if self._compaction is not None:
@@ -261,7 +259,8 @@ class DurableVariables:
                     folder.close()
                     raise
             except (OSError, FolderError) as error:
-                # The next call tries again; the log without a name takes the operations meanwhile.
+                # The next call tries again; until then the log without a name records the
+                # operations.
                 log.error("cannot write %s anew: %s", self._path, error)
                 return
             self._log.close()
@@ -286,7 +285,7 @@ class DurableVariables:
                 )
                 self._path.rename(aside)
                 return storage, self._new_log(storage, self._folder)
-            # Logged operations are replayed under the limits of that time.
+            # Logged operations are replayed under the limits that applied when they were logged.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
             count = _replay(reader, storage, self._tables, self._shares)
             storage.limits = self._limits
@@ -298,7 +297,7 @@ class DurableVariables:
         took = time.monotonic() - started
         log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
         try:
-            # Parts of the old one may be in the memory of the kernel only, and not on the disk.
+            # Parts of the old log may be only in the kernel's memory, and not on the disk.
             return storage, self._new_log(storage, self._folder)
         except OSError as error:
             self._note("write", error)
@@ -322,12 +321,13 @@ class DurableVariables:
     # --- writing --------------------------------------------------------------------------------
 
     def _append(self, records: list[Record]) -> str | None:
-        """Writes records of operations to the log; the error message if they cannot be done."""
+        """Writes records of operations to the log; returns the error message if that is not
+        possible."""
         fault = self._log.fault
         return self._write(records) if fault is None else _cannot_write(fault)
 
     def _write(self, records: list[Record]) -> str | None:
-        """Writes records to the log; the error message if that fails."""
+        """Writes records to the log; returns the error message if that fails."""
         try:
             self._log.append(records)
         except OSError as error:
@@ -341,7 +341,7 @@ class DurableVariables:
         return None
 
     def _store(self, table: SavedTable) -> str | None:
-        """Writes a table to the disk; the error message if that fails."""
+        """Writes a table to the disk; returns the error message if that fails."""
         size = self._log.size
         error = self._append([Record(TABLE, 0, _encode(table))])
         if error is not None:
@@ -353,13 +353,13 @@ class DurableVariables:
         if error is not None:
             self._log.cut(size)
             if self._compaction is not None:
-                # It has the table too. The log has a fault, so that another one begins.
+                # The new log has the table too. The log has a fault, so that another one begins.
                 self._compaction.abandon()
                 self._compaction = None
         return error
 
     def _sync(self) -> str | None:
-        """Syncs the log; the error message if that fails."""
+        """Syncs the log; returns the error message if that fails."""
         try:
             self._log.sync()
         except OSError as error:
@@ -369,7 +369,7 @@ class DurableVariables:
 
     def _finish(self, compaction: Compaction) -> None:
         """Replaces the old log by the new one. Raises OSError if the old one stays."""
-        # Most of it is synced without the lock, so that operations do not wait.
+        # Most of the new log is synced without the lock, so that operations do not wait.
         compaction.log.sync()
         with self._lock:
             if compaction is not self._compaction:
@@ -385,7 +385,7 @@ class DurableVariables:
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Continues with the old log, and does not try again before it has doubled."""
+        """Continues with the old log, and tries again when it has doubled."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None
@@ -404,7 +404,7 @@ def _cannot_write(error: OSError) -> str:
 
 
 def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables, shares: Shares) -> int:
-    """Replays the records of a log; their number."""
+    """Replays the records of a log; returns their number."""
     count = 0
     keys: dict[int, str] = {}
     for kind, body in reader:

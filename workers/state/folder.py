@@ -21,7 +21,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Creates the folder if it is missing, and locks it.
 
-        Raises FolderError, FolderInUseError where another process has the lock.
+        Raises FolderError, FolderInUseError if another process has the lock.
         """
         self.path = path
         try:

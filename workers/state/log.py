@@ -45,7 +45,7 @@ class Record(NamedTuple):
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
     ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, of no request. ``TENANT``: the
-    request and the key of its tenant, as msgpack; there is none for tenants without a key."""
+    request and the key of its tenant, as msgpack; tenants without a key have no such record."""
     request: int
     body: bytes
 
@@ -59,7 +59,7 @@ class Log:
         self.size = size
         """Bytes of complete records."""
         self.fault: OSError | None = None
-        """Why records may be missing on the disk although they were synced. Set where a sync of the
+        """Why records may be missing on the disk although they were synced. Set if a sync of the
         log or of its folder fails: Linux drops pages that it cannot write, and a later sync
         succeeds without them. Never cleared: a new log has to replace this one."""
         self._number = number
@@ -109,8 +109,8 @@ class Log:
         self.size += len(data)
 
     def cut(self, size: int) -> None:
-        """Removes all records after the first ``size`` bytes; before the next append at the latest,
-        if the file cannot be truncated now."""
+        """Removes all records after the first ``size`` bytes; if the file cannot be truncated now,
+        before the next append."""
         with self._syncing:
             self.size = size
             self._synced = 0
@@ -200,7 +200,7 @@ class Reader:
         if len(frame) < _FRAME.size:
             return None
         length, crc = _FRAME.unpack(frame)
-        # Length 0 has no kind: a file system may leave zeros at the end of a file.
+        # Length 0 leaves no byte for the kind: a file system may leave zeros at the end of a file.
         if not 0 < length <= self.file_size - self.size - _FRAME.size:
             return None
         content = self._file.read(length)

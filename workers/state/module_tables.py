@@ -1,8 +1,9 @@
-"""The tables of tenants, which say what modules a tenant has and what its tags name.
+"""The tables of tenants, which list a tenant's modules and tags.
 
-Here a table is bytes with a version, which is replaced by compare-and-set; the controller workers
-know what is in it. Versions are times, in microseconds, that grow: a table that was lost with this
-worker's folder, and is given back by a machine that has a copy, has no version of before.
+In this module a table is bytes with a version, which is replaced by compare-and-set; the controller
+workers interpret it. Versions are ascending times in microseconds. If a table is lost with this
+worker's folder, another machine may restore its copy; its versions then differ from all earlier
+ones.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
 from .variables import MIB
 
 TABLE_BYTES = 8 * MIB
-"""The most bytes of a table: as many modules and tags as a tenant may have, with usual names."""
+"""Bytes of a table at most: enough for all modules and tags of a tenant with usual names."""
 TOTAL_BYTES = 256 * MIB
-"""The most bytes of all tables, on a machine with memory for them."""
+"""Bytes of all tables at most, on a machine with enough memory."""
 PARTS = 8
-"""A table has at most this part of the bytes of all tables."""
+"""A table may have at most this fraction (1 / PARTS) of the bytes of all tables."""
 
 
 class SavedTable(Struct, array_like=True):
@@ -41,7 +42,7 @@ class ModuleTables:
         total_bytes: int = TOTAL_BYTES,
         clock: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """``total_bytes``: the most of all tables. ``clock``: the time in microseconds."""
+        """``total_bytes``: bytes of all tables at most. ``clock``: the time in microseconds."""
         self._max_total_bytes = total_bytes
         self._max_bytes = min(TABLE_BYTES, total_bytes // PARTS)
         self._clock = clock
@@ -66,8 +67,8 @@ class ModuleTables:
         return ModuleTableAnswer(op.id, table.version, None if known else table.content)
 
     def replacement(self, op: ModuleTable) -> SavedTable | None:
-        """The table that an operation writes; None where it writes none, as it only reads, was done
-        before, or knows another version."""
+        """The table that an operation writes; None if it only reads, was done before, or has
+        another version."""
         table = self._tables.get(op.tenant)
         current = table.version if table is not None else 0
         if op.content is None or op.known != current or (table is not None and table.by == op.id):
@@ -75,7 +76,7 @@ class ModuleTables:
         return SavedTable(op.tenant, max(current + 1, self._clock()), op.id, op.content)
 
     def refusal(self, table: SavedTable) -> str | None:
-        """Why there is no room for a table; None where there is."""
+        """Why there is no room for a table; None if there is room."""
         size = len(table.content)
         if size > self._max_bytes:
             return (
@@ -92,7 +93,7 @@ class ModuleTables:
         return None
 
     def put(self, table: SavedTable) -> None:
-        """Takes a table, in place of any other of its tenant."""
+        """Stores a table, replacing any other of its tenant."""
         before = self._tables.get(table.tenant)
         self.bytes += len(table.content) - (len(before.content) if before is not None else 0)
         self._tables[table.tenant] = table

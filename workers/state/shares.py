@@ -1,7 +1,7 @@
 """The shares of tenants and of their requests in the memory of the state worker.
 
-A tenant may have as much as it leaves free: one alone gets half of the room, each of n that take
-all they can gets 1 / (n + 1). A request may likewise have as much as it leaves to its tenant.
+A tenant may have as much as it leaves free: a single tenant gets half of the room, and each of n
+greedy tenants gets 1 / (n + 1). Likewise a request may have as much as it leaves to its tenant.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Shares:
         return None
 
     def put(self, request: int, key: str, size: int) -> None:
-        """Sets the tenant and the bytes of a request; one of 0 bytes is forgotten."""
+        """Sets the tenant and the bytes of a request; a request of 0 bytes is removed."""
         before = self._requests.pop(request, _NOTHING)
         self._add(before.key, -before.bytes)
         if size:

@@ -1,11 +1,11 @@
 """The variables of requests: the effect of each operation, without files, sockets or clocks.
 
 Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
-ends, so that a replayed controller gets the same answers as the first time. Requests are
-independent of each other, except for the worker's own bound, whose refusals are not stored.
+ends, so that a replayed controller receives the same answers again. Requests are independent of
+each other, except for the worker's own bound, whose refusals are not stored.
 
-Appends extend a value in place, and a stored answer refers to a prefix of it: a controller that
-appends and reads at each token costs the memory of its appends, not that times its reads.
+Appends extend a value in place, and a stored answer refers to a prefix of it: if a controller
+appends and reads at each token, its reads need no further memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
 """Accounted bytes of a request, of a variable besides its name and value, and of a stored answer;
-and the most for an error text: what CPython uses for them, measured and rounded up."""
+and the maximum for an error text. The figures are CPython's memory use, measured and rounded up."""
 
 ENDED = 10_000
-"""How many ended requests are remembered, so that an operation in transit when its request ended
-does not recreate it. Request ids are never reused."""
+"""Number of ended requests that are remembered, so that an operation in transit when its request
+ends does not recreate it. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class VariableStorage:
         return _answer(op, kept)
 
     def end(self, request: int) -> bool:
-        """Removes the state of an ended request; whether it had any."""
+        """Removes the state of an ended request; returns whether it had any."""
         self._ended[request] = None
         if len(self._ended) > ENDED:
             del self._ended[next(iter(self._ended))]
@@ -304,7 +304,8 @@ def _as_it_is(stored: _Stored | None) -> _Result:
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that replacing a value frees, without those that stored answers refer to."""
+    """The bytes that become free if a value is replaced, without those that stored answers refer
+    to."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)

@@ -44,8 +44,8 @@ ABSENT_S = 300.0
 """How long a request may be on its way from one broker to another, in seconds. The next broker may
 have to wait for a controller worker before the first operation comes over its link."""
 VARIABLES_PART, TABLES_PART = 8, 32
-"""Variables have at most an eighth of the memory of this machine, tables of modules a quarter of
-that. The log, which may be on a file system in memory, takes up to three times as much."""
+"""Variables have at most an eighth of the memory of this machine, and tables of modules a quarter
+of that. The log, which may be on a file system in memory, takes up to three times as much."""
 
 
 class _Name(Struct, array_like=True):
@@ -99,7 +99,7 @@ class StateWorker:
                     # No operation is in progress, and the next state worker replays the log.
                     self.stop("the broker requested it")
                 elif message.type != LEASE_ENDED:
-                    # After that, the variables are needed where the requests go on.
+                    # After that, the variables are needed where the requests continue.
                     log.warning(
                         "ignored a message of type %r, which a state worker does not take",
                         message.type,
@@ -275,7 +275,7 @@ def _tenant_of(message: FromBus) -> Tenant | None:
 
 
 def _limits() -> StorageLimits:
-    """The usual limits, or less if this machine has less memory."""
+    """The usual limits, or lower ones if this machine has less memory."""
     usual = StorageLimits()
     try:
         memory = machine_memory()
