@@ -1,1 +1,2 @@
-"""The controller worker: programs that decide, token by token, what a model may say."""
+"""The controller worker: it runs programs that decide, token by token, which text a model may
+generate."""

@@ -1,7 +1,7 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
-Set by the environment. With names, it serves these Python controllers; without, uploaded modules
-and the built-in constraints.
+The environment configures it. With names, it serves these Python controllers; without names,
+uploaded modules and the built-in constraints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM, which drain it; the exit code."""
+    """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
     try:
         settings = settings_of("controller")
         programs = dict(map(load_program, sys.argv[1:]))
@@ -36,7 +36,7 @@ def main() -> int:
             ", ".join(programs),
             first,
         )
-    # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
+    # One text is tokenized at a time, so the tokenizer's own threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, programs=programs)

@@ -1,8 +1,8 @@
 """Biases: numbers that a controller adds to the logits of the next token.
 
-A bias is dense, a float32 for each token, or sparse, pairs of a token id (u32) and a float32. Both
-travel in one form, little-endian: the number of pairs as u32, then the pairs in ascending order of
-their ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source: AICI's
+A bias is dense (a float32 for each token) or sparse (pairs of a token id (u32) and a float32). Both
+have one form, little-endian: the number of pairs as u32, then the pairs in ascending order of their
+ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source: AICI's
 ``SampleWithBias { bias: Vec<f32> }``.
 """
 
@@ -42,8 +42,8 @@ class Bias(NamedTuple):
 
 
 def dense(values: np.ndarray, size: int) -> Bias:
-    """The bias of an array of floats; raises ControllerError if it has not ``size`` values, or has
-    one that is not a number below infinity."""
+    """The bias of an array of floats. Raises ControllerError if the array does not have ``size``
+    values, or if a value is not a number below infinity."""
     if values.shape != (size,):
         shape = " x ".join(map(str, values.shape)) or "no"
         raise _wrong(f"its bias has {shape} values; the vocabulary has {size} tokens")
@@ -55,9 +55,9 @@ def dense(values: np.ndarray, size: int) -> Bias:
 
 
 def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
-    """The bias of as many token ids and floats, in any order; None if there are none. Raises
-    ControllerError for an id outside the vocabulary, for one that occurs twice, and for a value
-    that is not a number below infinity."""
+    """The bias of token ids and as many floats, in any order; None if they are empty. Raises
+    ControllerError for an id outside the vocabulary, for a repeated id, and for a value that is not
+    a number below infinity."""
     if not len(tokens):
         return None
     steps = tokens[1:] > tokens[:-1]
@@ -83,12 +83,12 @@ def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
 
 
 def bias_bytes(size: int) -> int:
-    """The most bytes that a bias takes as it is sent, for a vocabulary of ``size`` tokens."""
+    """Maximum bytes of an encoded bias, for a vocabulary of ``size`` tokens."""
     return HEAD + 4 * size
 
 
 def forbids(encoded: bytes, token: int) -> bool:
-    """Whether a bias, as it is sent, is minus infinity for a token."""
+    """Whether an encoded bias is minus infinity for a token."""
     pairs = int.from_bytes(encoded[:HEAD], "little")
     if not pairs:
         return bool(np.frombuffer(encoded, "<f4", offset=HEAD)[token] == -np.inf)

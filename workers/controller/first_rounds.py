@@ -1,4 +1,5 @@
-"""START: makes a controller and runs its first round, or all rounds that it ran elsewhere."""
+"""START: creates a controller and runs its first round, or all rounds that ran at another
+worker."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""For how long the replay of a request runs before other work gets a turn, in seconds."""
+"""How long the replay of a request runs before other work has its turn, in seconds."""
 PAUSE_S = 0.0005
-"""Then it waits so long if rounds are queued, as they need Python's lock."""
+"""How long it then pauses if rounds are queued, as they need Python's lock."""
 
 
 class FirstRounds:
-    """Runs the first rounds of requests in the pool ``starts``, beside the ``rounds`` of others."""
+    """Runs the first rounds of requests in the pool ``starts``, in parallel with the ``rounds`` of
+    others."""
 
     def __init__(self, programs: Programs, meters: Meters, starts: Pool, rounds: Pool) -> None:
         self._programs = programs
@@ -46,7 +48,8 @@ class FirstRounds:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> None:
-        """Begins a request, whose results ``pending`` gets; ``error``: why it has no vocabulary."""
+        """Begins a request, whose results go to ``pending``; ``error``: why it has no
+        vocabulary."""
         steps = self._steps(group, start, tenant, vocabulary, error)
         self._starts.submit([partial(self._run, pending, group, steps)])
 
@@ -58,7 +61,7 @@ class FirstRounds:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> Steps:
-        """One round, or those of a replay; every failure becomes a result."""
+        """One round, or the rounds of a replay; every failure becomes a result."""
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
@@ -82,7 +85,7 @@ class FirstRounds:
             return failed_start(group.request, start.replay, failed.message, failed.code)
         except GeneratorExit:
             raise
-        except BaseException as failed:  # Panics of native libraries too.
+        except BaseException as failed:  # This includes panics of native libraries.
             number = about(group.request)
             log.exception("the controller %s cannot be started", start.controller, extra=number)
             text = f"the controller worker failed: {failed!r}"
@@ -91,7 +94,7 @@ class FirstRounds:
     def _run(
         self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
     ) -> None:
-        """Runs the first rounds of a request; where other requests wait, a slice of them."""
+        """Runs the first rounds of a request, or a slice of them if other requests wait."""
         began = slice_began = time.perf_counter()
         while True:
             try:
@@ -118,6 +121,6 @@ class FirstRounds:
 
 
 def note_time(results: Sequence[StepResult], seconds: float) -> None:
-    """The time of a round, in the last result of each of its sequences."""
+    """Stores the time of a round in the last result of each of its sequences."""
     for result in {result.seq: result for result in results}.values():
         result.round_us = round(1e6 * seconds)

@@ -1,8 +1,8 @@
-"""The memory that all guests of a worker have together, shared by tenant.
+"""The total memory of all guests of a worker, and its share for each tenant.
 
-A tenant may have as much as it leaves free. One tenant gets at most half of the total, two a third
-each, and so on: there is always some left for a tenant that comes later. Source: Choudhury and
-Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+A tenant may have as much as it leaves free. A single tenant gets at most half of the total, each of
+two tenants a third, and so on: some memory always stays free for a later tenant. Source: Choudhury
+and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GuestMemory:
         return self._used
 
     def take(self, tenant: str, size: int) -> None:
-        """A guest of a tenant has more memory; raises ControllerError beyond the tenant's share."""
+        """A guest of a tenant uses more memory; raises ControllerError above the tenant's share."""
         with self._lock:
             mine = self._by_tenant.get(tenant, 0) + size
             used = self._used + size
@@ -64,7 +64,7 @@ class TenantMemory:
         self._tenant = tenant
 
     def take(self, size: int) -> None:
-        """A guest has more memory; raises ControllerError beyond the tenant's share."""
+        """A guest uses more memory; raises ControllerError above the tenant's share."""
         self._memory.take(self._tenant, size)
 
     def give_back(self, size: int) -> None:

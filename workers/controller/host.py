@@ -23,10 +23,11 @@ class Vocabulary(Protocol):
     eos_ids: tuple[int, ...]
     """All end-of-sequence tokens."""
     has_every_byte: bool
-    """Whether each byte is a token, so that any text can be written in as many tokens as bytes."""
+    """Whether each byte is a token, so that any text can be written with one token for each
+    byte."""
     fingerprint: str
     special: Mapping[str, int]
-    """The special tokens by their names, which are not text."""
+    """The special tokens, which are not text, by their names."""
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special one and for an id that is not valid."""
@@ -35,10 +36,12 @@ class Vocabulary(Protocol):
         """The id of a special token; None if the model has none."""
 
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
-        """The tokens of a text, without special ones; bytes that are not UTF-8 go byte by byte.
+        """The tokens of a text, without special ones; bytes that are not UTF-8 are tokenized one by
+        one.
 
-        ``check`` is called now and then, and may raise to stop it. Raises
-        ControllerError if the vocabulary cannot represent the text."""
+        ``check`` is called repeatedly, and may raise to stop the call. Raises ControllerError if
+        the vocabulary cannot represent the text.
+        """
 
     @property
     def trie(self) -> bytes:
@@ -92,7 +95,7 @@ class Host:
     log: Log
     limits: Limits
     max_tokens: int = 0
-    """Most tokens that the sequence may have after its prompt."""
+    """Maximum tokens of the sequence after its prompt."""
     ignore_eos: bool = False
     """An end-of-sequence token does not end the sequence, whatever its controller does."""
     memory: TenantMemory | None = None

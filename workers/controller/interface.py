@@ -2,10 +2,10 @@
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
 sequence is post_process with the tokens that were appended, pre_process, and mid_process;
-``rounds`` makes these calls, this page says what they mean. All calls of one sequence come one
-after another, those of several sequences at once, from a pool of threads.
+``rounds`` makes these calls, and this module defines their meaning. Calls for one sequence are made
+one after another; calls for several sequences run at the same time, on a pool of threads.
 
-A call that fails raises ControllerError: it ends its own sequence, with that text, and no other.
+A call that fails raises ControllerError: its text ends this sequence only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Action(IntEnum):
 
     STOP = 0
     CONTINUE = 1
-    """pre_process: on to mid_process; post_process: on to pre_process; mid_process: sample."""
+    """pre_process: continue with mid_process; post_process: continue with pre_process; mid_process:
+    sample."""
     SUSPEND = 2
     """pre_process: do not schedule the sequence until a variable of the request changes or a fork
     of it ends."""
@@ -43,10 +44,10 @@ class Answer(NamedTuple):
     count: int = 1  # type: ignore[assignment]
     """Forks in all."""
     backtrack: int = 0
-    """Tokens to drop, of those that the sequence has: the one about to be sampled is not one."""
+    """Number of tokens to drop, without the token that is about to be sampled."""
     tokens: Sequence[int] = ()
     masked: bool = False
-    """mid_process: whether it wrote a mask; where it did not, every token is allowed."""
+    """mid_process: whether it wrote a mask; otherwise every token is allowed."""
     bias: Bias | None = None
     """mid_process: what is added to the logits before the temperature."""
     query: Query | None = None
@@ -54,7 +55,8 @@ class Answer(NamedTuple):
     override: Override | None = None
     """mid_process: sampling parameters for the next token."""
     complete: bool = False
-    """With STOP: the text is complete, as if the model had ended it; else the program stopped."""
+    """With STOP: the text is complete, as if the model had ended it; otherwise the program
+    stopped."""
 
 
 STOP = Answer(Action.STOP)
@@ -67,18 +69,18 @@ class Controller(Protocol):
     """The controller of one sequence."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Once, before all else. Limit: ``Limits.init_s``."""
+        """Called once, before all other calls. Limit: ``Limits.init_s``."""
 
     def pre_process(self) -> Answer:
-        """May stop, go on, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
+        """May stop, continue, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """May stop, sample or splice. Limit: ``Limits.mid_s``.
 
-        ``fork_group``: the sequences that the fork of this round made, this one included; only this
-        one where none was made. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` to write what may be
-        sampled into, bit i of the little-endian u32 words set where token i is allowed; what they
-        hold before is left from earlier rounds.
+        ``fork_group``: the sequences after the fork of this round, including this one; only this
+        one without a fork. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of the
+        little-endian u32 words is set if token i is allowed. Before the call, they have the bytes
+        of earlier rounds.
         """
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
@@ -89,36 +91,43 @@ class Controller(Protocol):
         """
 
     def fork(self, host: Host) -> Controller:
-        """A copy with the same state, for the sequence of ``host``. Called between calls only."""
+        """A copy with the same state, for the sequence of ``host``. It is made only between
+        calls."""
 
     def close(self) -> None:
-        """Frees what it holds; called once."""
+        """Frees its resources; called once."""
 
 
 @runtime_checkable
 class Constraint(Controller, Protocol):
-    """A controller that has its sequence write one text of a language: a built-in constraint."""
+    """A built-in constraint: a controller that limits the text of its sequence to a language."""
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text would have ended if no token followed; with ``stop``, if it ended before the
-        first occurrence of these bytes. Called between rounds; costs a call of the backend, and
-        with ``stop`` another parse of the text."""
+        """How the text would end if no token followed; with ``stop``, if it ended before the first
+        occurrence of these bytes.
+
+        It is called between rounds. It costs a call of the backend, and with ``stop`` another parse
+        of the text.
+        """
 
     def fork(self, host: Host) -> Constraint:
-        """As that of every controller."""
+        """A copy, as for every controller."""
 
 
 @runtime_checkable
 class TakesDrafts(Controller, Protocol):
-    """A controller for whose sequence the GPU worker may verify several tokens in one step."""
+    """A controller that allows the GPU worker to verify several tokens of its sequence in one
+    step."""
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
-        would if these were sampled; how many it wrote. It stops where mid_process would not just
-        sample, and before a token that cannot follow. Its own state stays as it is.
+        would after these tokens; returns how many it wrote.
 
-        Called after a mid_process that wrote a mask. Any beginning of the draft may be sampled, and
-        one token more: then one post_process gets all of them, in place of a round for each.
+        It stops where mid_process would not just sample, and before a token that cannot follow. The
+        controller's own state does not change.
+
+        Called after a mid_process that wrote a mask. Any prefix of the draft may be sampled, and
+        one token more: then one post_process receives all of them, instead of a round for each.
         """
 
 
@@ -126,9 +135,12 @@ class Batch(Protocol):
     """Runs the usual rounds of several sequences in one call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
-        """For each turn, the number of a sequence in the batch and the token that was sampled for
-        it: whether its round is over. Then the token has been taken, and the mask of the next one
-        is written; otherwise nothing has changed, and the round is to be run by itself."""
+        """Each turn has the number of a sequence in the batch and its sampled token. Returns for
+        each turn whether its round has ended.
+
+        If it has, the token was accepted and the next mask is written. Otherwise nothing has
+        changed, and the round has to run by itself.
+        """
 
 
 @runtime_checkable
@@ -136,8 +148,8 @@ class Batched(Controller, Protocol):
     """A controller whose usual round, one token and then a mask, runs in a batch with others."""
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The object that can run the round after this token, and the number of its sequence
-        there; None where the round may be another one. Called between rounds."""
+        """The object that can run the round after this token, and the number of its sequence there;
+        None if the round may be a different one. Called between rounds."""
 
     def batched(self, token: int) -> None:
         """The round after this token has been run in a batch."""
@@ -147,11 +159,11 @@ class Program(Protocol):
     """A factory of controllers: a module for one vocabulary, a built-in, a Python class."""
 
     def start(self, host: Host) -> Controller:
-        """A controller for a new request; raises ControllerError where it cannot be had."""
+        """A controller for a new request; raises ControllerError if it cannot be created."""
 
 
 class ConstraintProgram(Program, Protocol):
     """The factory of the controllers of a built-in constraint."""
 
     def start(self, host: Host) -> Constraint:
-        """As that of every program."""
+        """A controller for a new request, as for every program."""

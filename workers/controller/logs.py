@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 IN_ALL = 16
-"""A log stores at most this many times its limit in total, as it is held until its stream ends."""
+"""A log stores at most this many times its limit in total, because it is stored until its stream
+ends."""
 
 
 class Log:
@@ -16,7 +17,7 @@ class Log:
         self._dropped = 0
 
     def write(self, data: bytes) -> None:
-        """Appends bytes, as far as there is room."""
+        """Appends bytes, as far as they fit."""
         self._data += data[: self.room(len(data))]
 
     def room(self, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Where masks and biases are written: rows of a file that the GPU worker maps too, or buffers."""
+"""Rows for masks and biases: in a file that the GPU worker maps too, or in buffers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from weakref import WeakValueDictionary
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 64
-"""Paths of files that cannot be mapped, of which as many are remembered."""
+"""Maximum number of remembered paths of files that cannot be mapped."""
 
 
 class MaskRows:
-    """The rows of one shared file, given out to sequences. It is unmapped with the last reference
-    to it and to its views, so that no mask is ever in a file that is not mapped.
+    """The rows of one shared file, which sequences allocate. The file is unmapped when the last
+    reference to it and to its views is dropped, so that a mask is never in an unmapped file.
 
-    Biases follow all masks: row i has ``row_bytes`` for a mask, and ``bias_bytes`` for a bias."""
+    Biases follow all masks: row i has ``row_bytes`` for a mask, and ``bias_bytes`` for a bias.
+    """
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
-        """Maps the file ``NAME#NUMBER``; raises OSError or ValueError where that cannot be done
-        from here, or where what has this name here is not the file of this number."""
+        """Maps the file ``NAME#NUMBER``. Raises OSError or ValueError if this process cannot map
+        it, or if the local file of this name has another number."""
         self.row_bytes = row_bytes
         self.bias_bytes = bias_bytes
         self._rows = rows
@@ -38,15 +39,15 @@ class MaskRows:
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self) -> int | None:
-        """A row that no sequence has; None where all are taken."""
+        """A free row; None if all are in use."""
         try:
-            # One operation, since several threads take rows.
+            # A single operation, since several threads allocate rows.
             return self._free.pop()
         except IndexError:
             return None
 
     def take_spare(self) -> int | None:
-        """The same for what a sequence can do without: half of the rows are left to others."""
+        """A free row for an optional use: half of the rows are left to others."""
         return self.take() if 2 * len(self._free) > self._rows else None
 
     def view(self, row: int) -> memoryview:
@@ -61,24 +62,24 @@ class MaskRows:
         return self._view[first : first + self.bias_bytes]
 
     def give_back(self, row: int) -> None:
-        """The row's sequence is over."""
+        """The sequence of the row has ended."""
         self._free.append(row)
 
 
 class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
-    Requests hold the rows, this table does not: a GPU worker opens a new file after each time in
-    which no request used the last one.
+    Requests have references to the rows, but this table does not: a GPU worker opens a new file
+    whenever the last one has become unused.
     """
 
     def __init__(self) -> None:
         self._by_path: WeakValueDictionary[str, MaskRows] = WeakValueDictionary()
         self._refused: OrderedDict[str, None] = OrderedDict()
-        """Paths that cannot be mapped, the last one at the end."""
+        """Paths that cannot be mapped, the most recent at the end."""
 
     def get(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> MaskRows | None:
-        """The rows of a file; None where it cannot be mapped, so that masks are to be sent."""
+        """The rows of a file; None if it cannot be mapped, so that masks have to be sent."""
         found = self._by_path.get(path)
         if found is not None or path in self._refused:
             return found

@@ -1,4 +1,4 @@
-"""The cost of controllers: CPU time and rounds, by the controller that requests name."""
+"""The cost of controllers: CPU time and rounds, by the controller in the request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from ...protocol.metrics import OTHER, Series, Tally
 
 MAX_CONTROLLERS = 64
-"""Controllers that are counted each on its own; others are counted together."""
+"""Controllers that are counted separately; further ones are counted together."""
 EVERY = 16
-"""How many rounds there are for each whose CPU time is measured, which takes a microsecond."""
+"""The CPU time of one round in this many is measured, which takes a microsecond."""
 WEIGHT = 0.1
-"""How much one measured round counts towards ``Meter._share``."""
+"""The weight of one measured round in ``Meter._share``."""
 
 
 class Meter:
     """The rounds of one controller. Thread-safe.
 
-    Of the rounds that are not measured, the CPU time is their duration, times the share of CPU time
-    that measured ones had; it is less than 1 as rounds wait for Python's lock and for variables.
+    For rounds that are not measured, the CPU time is estimated as their duration times the CPU
+    share of measured rounds. This share is below 1, as rounds wait for Python's lock and for
+    variables.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,12 @@ class Meter:
         self.cpu_s = 0.0
 
     def begin(self) -> float | None:
-        """Before a round, on its thread: what ``end`` needs; None if it is not measured."""
+        """Called before a round, on its thread: returns the value for ``end``; None if the round is
+        not measured."""
         return time.thread_time() if self.rounds % EVERY == 0 else None
 
     def end(self, began: float | None, duration_s: float) -> None:
-        """After a round, on its thread."""
+        """Called after a round, on its thread."""
         cpu_s = None if began is None else time.thread_time() - began
         with self._lock:
             self.rounds += 1
@@ -46,14 +48,14 @@ class Meter:
             self.cpu_s += cpu_s
 
     def add(self, rounds: int, cpu_s: float) -> None:
-        """So many rounds have ended, which took so much CPU time."""
+        """Adds ended rounds and their CPU time."""
         with self._lock:
             self.rounds += rounds
             self.cpu_s += cpu_s
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Around a round that is measured in any case."""
+        """Wraps a round that is always measured."""
         began, cpu_began = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -72,12 +74,12 @@ class Meters:
         self._lock = threading.Lock()
 
     def error(self, code: str) -> None:
-        """A client was sent an error. Thread-safe."""
+        """Counts an error that was sent to a client. Thread-safe."""
         with self._lock:
             self._errors.add(code)
 
     def of(self, controller: str, tenant: str = "") -> Meter:
-        """That of one controller, for the clients of one tenant."""
+        """The meter of one controller, for the clients of one tenant."""
         meter = self._meters.get((controller, tenant))
         if meter is None:
             with self._lock:
@@ -96,7 +98,7 @@ class Meters:
         return {tenant: int(1000 * cpu_s) for tenant, cpu_s in total.items()}
 
     def series(self) -> list[Series]:
-        """All of it; safe on another thread."""
+        """All metrics; safe on another thread."""
         found = self._errors.series()
         rounds: dict[str, int] = {}
         cpu_s: dict[str, float] = {}

@@ -2,8 +2,8 @@
 module from a controller worker that has them.
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; answers are delivered on
-the bus thread. Calls without an answer are sent again: broker and workers may be restarted
-meanwhile.
+the bus thread. Calls without an answer are sent again, because the broker and workers may have been
+restarted.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from .pool import waiting
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""How long an operation on a table, or the question who has a module, waits before it is sent
-again, in seconds."""
+"""Seconds until an operation on a table, or the question which worker has a module, is sent
+again."""
 SEND_S = 10.0
-"""How long a worker may take to send a module, in seconds; after that another one is chosen."""
+"""Seconds that a worker may take to send a module; after that another worker is chosen."""
 TABLE_S = 30.0
 """How long an operation on a table waits in total, in seconds."""
 FETCH_S = 30.0
-"""The same of a module: a worker that has it may be started again meanwhile."""
+"""How long a module is waited for in total, in seconds: a worker that has it may be restarting."""
 
 
 class _Sent(NamedTuple):
-    """A worker's answer about a module: its bytes, or None where it has them."""
+    """A worker's answer about a module: its bytes, or None if the worker only reports that it has
+    them."""
 
     worker: int
     wasm: bytes | None
@@ -56,8 +57,8 @@ class _Sent(NamedTuple):
 class ModuleCalls:
     """The calls of this worker that wait for an answer.
 
-    ``post`` sends frames to the worker that they name, or over every broker; ``post_once`` over one
-    of them, which one follows from the second argument.
+    ``post`` sends frames to the worker in their header, or over every broker; ``post_once`` sends
+    them over one broker, which its second argument selects.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class ModuleCalls:
     ) -> ModuleTableAnswer:
         """Reads or replaces the table of a tenant, as ``ModuleTable`` says.
 
-        Raises UnavailableError where that is refused, or not answered in time; it may be done then.
+        Raises UnavailableError if the operation is refused, or not answered in time. In the latter
+        case it may have been done.
         """
         number = secrets.randbelow(MAX_ID)
         body = encode_body(ModuleTable(number, tenant, known, content), "msgpack")
@@ -94,7 +96,8 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # The answer to a second one could overtake that it was written.
+                        # The answer to a repeated write could overtake the answer that it was
+                        # written.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)
@@ -114,10 +117,10 @@ class ModuleCalls:
         return answer
 
     def fetch(self, module: str) -> bytes:
-        """The bytes of a module, from whatever worker has them; raises UnavailableError where none
-        sends them in time.
+        """The bytes of a module, from any worker that has them; raises UnavailableError if no
+        worker sends them in time.
 
-        They are what the id says: what is not is refused, and another worker is chosen.
+        The bytes must match the id; if they do not, they are refused and another worker is chosen.
         """
         answers: SimpleQueue[_Sent] = SimpleQueue()
         with self._lock:
@@ -132,7 +135,7 @@ class ModuleCalls:
                     del self._fetches[module]
 
     def on_answer(self, message: FromBus) -> None:
-        """Delivers an answer. Raises RequestError where it is not well-formed."""
+        """Delivers an answer. Raises RequestError if it is malformed."""
         if message.type == b"MODULE_TABLE_ANSWER":
             answer: ModuleTableAnswer = decode_as(ModuleTableAnswer, message.body, "msgpack")
             with self._lock:
@@ -151,10 +154,11 @@ class ModuleCalls:
         asks = encode_body(FetchModule(module=module), "msgpack")
         fetches = encode_body(FetchModule(module=module, send=True), "msgpack")
         sends: int | None = None
-        """The worker that is to send it."""
+        """The worker that should send it."""
         wrong: set[int] = set()
         now = next_at = time.monotonic()
-        """When the others are asked again: who has it, where the one that sends it does not."""
+        """When the other workers are asked again, because the sending worker may have lost the
+        module."""
         ends_at = now + self._fetch_s
         while (now := time.monotonic()) < ends_at:
             if now >= next_at:
@@ -191,7 +195,8 @@ class ModuleCalls:
 
 @contextlib.contextmanager
 def _waiting() -> Iterator[None]:
-    """``waiting``; where too many wait already, this one keeps its slot, so that others queue."""
+    """Wraps a wait in ``waiting``. If too many jobs wait already, this one keeps its slot, so that
+    others queue."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(UnavailableError):
             stack.enter_context(waiting())

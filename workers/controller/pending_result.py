@@ -1,4 +1,4 @@
-"""The RESULT of a step: all sequences in one message, those that take longer in a later one."""
+"""The RESULT of a step: all sequences in one message, or slower ones in a later message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""How long results that are ready are held back for those that are not, in seconds."""
+"""How long finished results are held back for unfinished ones, in seconds."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -29,11 +29,13 @@ class PendingResult:
 
     ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
     sequences that these results wake, and with results of sequences that can never be woken.
+
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there, as
-    that takes milliseconds where their memory is large.
-    ``order`` is one lock for all results of a worker: a STEP that arrives at once finds its
-    sequences waiting for the model, and the result of a woken sequence is sent after the one that
-    suspended it.
+    that takes milliseconds if their memory is large.
+
+    ``order`` is one lock for all results of a worker. It ensures that an immediate STEP finds its
+    sequences waiting for the model, and that the result of a woken sequence is sent after the one
+    that suspended it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class PendingResult:
         self._send(ready)
 
     def due(self, now: float) -> bool:
-        """Whether results are ready and have been held back long enough: ``flush`` sends them."""
+        """Whether results are ready and have been held back long enough for ``flush``."""
         return bool(self._parts) and now - self._began >= FLUSH_S
 
     def flush(self) -> None:
@@ -91,8 +93,8 @@ class PendingResult:
             return
         sent = False
         while not sent:
-            # A request that has ended may have been started again. Results of the earlier start
-            # must not follow. The message is made without the lock, as that may take milliseconds.
+            # A request that has ended may have been started again; results of the earlier start
+            # must not follow. The message is built without the lock, as that may take milliseconds.
             live = [part for part in parts if not part[0].closed]
             body, attachments = _message(live)
             with self._order:
@@ -107,7 +109,8 @@ class PendingResult:
     def _post_results(
         self, parts: Sequence[Part], body: bytes, attachments: list[bytes]
     ) -> list[tuple[SequenceGroup, list[Round], list[StepResult]]]:
-        """Records results and sends their message, under the lock; each group with what follows."""
+        """Records results and sends their message, under the lock; returns each group with the
+        rounds to run next."""
         after = [(group, *group.record(results)) for group, results in parts]
         if body:
             self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
@@ -153,7 +156,7 @@ def _encoded(made: Result) -> bytes:
         try:
             encode_body(result, "msgpack")
         except (TypeError, ValueError, OverflowError) as error:
-            # Text of a controller with half of a surrogate pair, for one.
+            # For example, the text of a controller may have half of a surrogate pair.
             what = "the result of sequence %d cannot be encoded: %s"
             log.error(what, result.seq, error, extra=about(result.request))
             text = result.error or f"the controller's result cannot be encoded: {error}"

@@ -1,11 +1,10 @@
 """The threads that run guests.
 
-Quick rounds go one after another on one thread, as handing Python's lock from thread to thread
-costs more than they do; where rounds queue behind a slow one, another thread is woken.
+Quick rounds run one after another on one thread, because passing Python's lock between threads
+costs more than the rounds. If rounds queue up behind a slow one, another thread is woken.
 
-A job that waits for another process runs nothing meanwhile, so it gives its slot back (``waiting``)
-and another thread, started where all are in use, takes the next job: any number of guests that wait
-delay no other round.
+A job that waits for another process gives its slot back (``waiting``). Another thread takes the
+next job, and is started if all threads are in use. So waiting guests do not delay other rounds.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ log = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 MAX_WAITING = 256
-"""Jobs of one pool that may wait at the same time; each keeps a thread and its stack."""
+"""Jobs of one pool that may wait at the same time; each blocks a thread and its stack."""
 SURPLUS_S = 10.0
-"""How long a thread beyond the pool's slots stays idle before it ends, in seconds."""
+"""How long a thread above the pool's slots stays idle before it ends, in seconds."""
 
 _starting = threading.Lock()
 """Held while threads are started: the stack size of new threads is a setting of the process."""
 
 
 class Pool:
-    """Runs jobs in the order in which they came, at most ``slots`` at the same time."""
+    """Runs jobs in the order of their arrival, at most ``slots`` at the same time."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
-        """``name`` is that of the threads, for people; ``max_waiting`` bounds ``waiting``."""
+        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
@@ -44,14 +43,14 @@ class Pool:
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
-        """The lock of all the counts below; submitting and taking jobs need none."""
+        """The lock of the counts below. Submitting and taking jobs do not need it."""
         self._threads = 0
         self._active = 0
         """Threads that have a slot."""
         self._waiting = 0
-        """Threads that gave their slot back; idle threads are those neither active nor waiting."""
+        """Threads that gave their slot back; idle threads are neither active nor waiting."""
         self._returning: deque[threading.Lock] = deque()
-        """The ones among them whose wait is over and that need a slot to continue, in order."""
+        """Waiting threads whose wait is over and that need a slot to continue, in order."""
         for _ in range(slots):
             self._start_thread()
 
@@ -62,7 +61,7 @@ class Pool:
 
     @property
     def backlog(self) -> bool:
-        """Whether jobs are queued: a long job should let them go first."""
+        """Whether jobs are queued: a long job should then pause."""
         return bool(self._jobs)
 
     @property
@@ -71,14 +70,14 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1) -> None:
-        """Queues jobs, for ``hands`` threads to begin with."""
+        """Queues jobs, and starts with up to ``hands`` threads."""
         self._jobs.extend(jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
             self.help()
 
     def help(self) -> None:
-        """Gives queued jobs another thread, where a slot is free."""
+        """Gives queued jobs another thread, if a slot is free."""
         if not self._jobs or self._active >= self._slots:
             return
         with self._lock:
@@ -87,16 +86,16 @@ class Pool:
         self._wake.release()
 
     def close(self) -> None:
-        """Ends the threads, each after its current jobs. Nothing is submitted after it."""
+        """Ends the threads, each after its current jobs. No job may be submitted after it."""
         self._closed = True
         self._wake.release(max(1, self._threads))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for another process in a job, on its thread: others use its slot.
+        """Wraps a wait for another process in a job, on its thread: other jobs use its slot.
 
-        The job goes on when a slot is free again. Raises UnavailableError where ``max_waiting``
-        jobs wait already.
+        The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
+        wait already.
         """
         with self._lock:
             if self._waiting >= self._max_waiting:
@@ -137,15 +136,16 @@ class Pool:
                 try:
                     job()
                 except BaseException:
-                    # SystemExit and panics of native libraries too: a pool keeps its threads.
+                    # This includes SystemExit and panics of native libraries: the pool's threads
+                    # survive them.
                     log.exception("a job of the thread pool %r failed", self._name)
             with self._lock:
                 self._free_slot()
-            # A job that came since found every slot taken.
+            # A job that was submitted meanwhile found all slots in use.
             self.help()
 
     def _free_slot(self) -> None:
-        """Under the lock: the slot goes to the first that needs one to go on."""
+        """Called under the lock: gives the slot to the first thread that needs one to continue."""
         if self._returning:
             self._waiting -= 1
             self._returning.popleft().release()
@@ -164,7 +164,7 @@ class Pool:
         turn.acquire()
 
     def _ends(self) -> bool:
-        """Whether an idle thread is one too many, and is to end."""
+        """Whether an idle thread is surplus and should end."""
         with self._lock:
             if self._threads - self._waiting <= self._slots:
                 return False
@@ -192,7 +192,7 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """``Pool.waiting`` of the pool whose thread this is; on any other thread, nothing."""
+    """``Pool.waiting`` of the pool of this thread; on any other thread, it does nothing."""
     pool = _this_thread.pool
     if pool is None:
         yield

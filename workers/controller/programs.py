@@ -19,11 +19,11 @@ from .wasm.native import NativeProgram
 from .wasm.store import ModuleStore
 
 MAX_KEPT = 256
-"""Most modules that stay loaded."""
+"""Maximum modules that stay loaded."""
 
 
 class Programs:
-    """Looks up programs by name: first those given, then built-ins, then a tenant's modules."""
+    """Looks up programs by name: first the given ones, then built-ins, then a tenant's modules."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ class Programs:
         limits: Limits | None = None,
     ) -> None:
         """If ``store`` is None, only the ``given`` programs are served. ``kept`` is the folder in
-        which constraints store tables and masks between runs. ``limits``: of compilations."""
+        which constraints store tables and masks between runs. ``limits``: the limits of
+        compilations."""
         limits = limits or Limits()
         bounds = Bounds(limits.compile_s, limits.compile_bytes)
         self._engine = engine
@@ -71,10 +72,10 @@ class Programs:
         return program
 
     def series(self) -> list[Series]:
-        """The cost of compiling grammars; safe on another thread."""
+        """The metrics of compiling grammars; safe on another thread."""
         return self._constraints.series() if self._constraints is not None else []
 
     def close(self) -> None:
-        """Has the constraints write their snapshots, when the worker stops."""
+        """Makes the constraints write their snapshots, when the worker stops."""
         if self._constraints is not None:
             self._constraints.close()

@@ -1,13 +1,14 @@
-"""A request's controllers run again, from what their sequences have been through.
+"""Replays the controllers of a request from the recorded inputs of their sequences.
 
-All rounds are run with the inputs that they had before: the prompt, the tokens that were sampled,
-and the answers to operations on variables, which the state worker keeps. A controller whose
-decisions follow from these is afterwards in the state that it was in. Only the results that may not
-have been applied are kept: those since the sequence's last sampled token, or since its last fork
-that was applied, where that is later.
+All rounds run with their earlier inputs: the prompt, the sampled tokens, and the answers to
+operations on variables, which the state worker stores. A controller whose decisions follow from
+these is afterwards in its earlier state.
 
-A fork's sequences run before their parent goes on, so that those that have ended are gone again, as
-they were, when it forks the next time.
+Only results that may not have been applied are kept: those since the sequence's last sampled token
+or its last applied fork, whichever is later.
+
+A fork's sequences run before their parent continues. So sequences that had ended have ended again
+when the parent forks the next time.
 """
 
 from __future__ import annotations
@@ -25,33 +26,34 @@ from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
 TIMES = 10
-"""How much more time than ``Limits`` says a replayed call gets: what was in time on one machine
-does not fail on a slower one."""
+"""Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
+not fail on a slower one."""
 MAX_IDLE_WAKES = 200
-"""How often a sequence that was suspended before its next token is woken while it gets no answer
-from before. Those that it got are finite."""
+"""How often a sequence that was suspended before its next token is woken without receiving a
+recorded answer. The number of recorded answers is finite."""
 
 Steps = Generator[None, None, list[StepResult]]
-"""A replay: it stops between rounds, for other work, and returns the results to send."""
+"""A replay: it yields between rounds, so that other work can run, and returns the results to
+send."""
 
 
 @dataclass(slots=True, eq=False)
 class _Past:
-    """A sequence on its way through its past."""
+    """The replay of one sequence."""
 
     told: Replay
     sequence: ControlledSequence
     tokens: int = 0
     """Sampled tokens whose rounds have been run."""
     forks: int = 0
-    """Recorded sequences that its forks have made."""
+    """Number of recorded sequences that its forks have made."""
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """Results since its resume point, with their place among all results."""
+    """Results since its resume point, with their position among all results."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
-    """Of results since its last sampled token, before its last fork that was applied."""
+    """Writes of the results between its last sampled token and its last applied fork."""
     failure: str = ""
     """Why it cannot be replayed."""
 
@@ -63,14 +65,14 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Its last result was a fork that had been applied: what follows is kept."""
+        """Its last result was a fork that had been applied: later results are kept."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
         self.kept.clear()
 
     def sampled(self) -> None:
-        """A token was sampled, which carried all that came before."""
+        """A token was sampled, so all earlier results were applied."""
         self.kept.clear()
         self.logs, self.storage = "", []
 
@@ -87,19 +89,19 @@ class GroupReplay:
         self._drop = drop
         self._pasts: dict[int, _Past] = {}
         self._made: list[ControlledSequence] = []
-        """Sequences that the last round made."""
+        """Sequences that the last round created."""
         self._places = 0
         self.recorded = {seq for one in told for seq in (one.seq, *one.forks)}
         """The numbers of the sequences that were made before."""
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
-        """The numbers that the sequences of a fork had; None where it was not applied. Raises
-        ControllerError where it was another fork."""
+        """The recorded numbers of the sequences of a fork; None if the fork was not applied. Raises
+        ControllerError if it was a different fork."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._told:
                 return None
-            # It forks in the round that made it.
+            # The sequence forks in the round that created it.
             past = self._pasts[parent.seq] = _Past(self._told[parent.seq], parent)
         told = past.told
         if past.forks < len(told.forks):
@@ -116,7 +118,7 @@ class GroupReplay:
         return None
 
     def made(self, children: Sequence[ControlledSequence]) -> None:
-        """A round has made new sequences."""
+        """A round has created new sequences."""
         self._made += children
 
     def run(
@@ -125,7 +127,7 @@ class GroupReplay:
         begin: Callable[[], list[StepResult]],
         closed: Callable[[], bool],
     ) -> Steps:
-        """Runs all rounds, ``begin`` for the first, until ``closed``; the results to send."""
+        """Runs all rounds, first ``begin``, until ``closed``; returns the results to send."""
         told = self._told.setdefault(first.seq, Replay(first.seq, []))
         self._pasts[first.seq] = _Past(told, first)
         stack = [first.seq, *self._take(begin())]
@@ -143,7 +145,7 @@ class GroupReplay:
     # --- inside ---------------------------------------------------------------------------------
 
     def _next(self, past: _Past) -> list[StepResult] | None:
-        """The next round of a sequence; None where its past is over, or cannot go on."""
+        """The next round of a sequence; None if its replay is complete, or cannot continue."""
         told, sequence, last = past.told, past.sequence, past.last
         assert last is not None
         left = len(told.tokens) - past.tokens
@@ -173,7 +175,8 @@ class GroupReplay:
         return None
 
     def _take(self, results: list[StepResult]) -> list[int]:
-        """Keeps the results of a round; the sequences that it made, the first one last."""
+        """Keeps the results of a round; returns the sequences that it created, the first one
+        last."""
         made = {child.seq: child for child in self._made}
         self._made.clear()
         for result in results:
@@ -187,14 +190,14 @@ class GroupReplay:
             if applied:
                 past.forked()
             for child in result.children:
-                # Where a sequence has ended, forks of it that were not applied never were.
+                # If a sequence has ended, its forks that were not applied never existed.
                 new = Replay(child, [], ended=past.told.ended and not applied)
                 if child not in self._pasts:
                     self._pasts[child] = _Past(self._told.get(child, new), made[child])
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:
-        """A sequence has arrived where it was."""
+        """A sequence has reached its earlier state."""
         sequence = past.sequence
         if past.told.ended:
             self._drop(sequence)
@@ -223,7 +226,7 @@ class GroupReplay:
         kept.sort(key=lambda one: (one[0], one[1].seq))
         results = [result for _, result in kept]
         if results and results[0].constraint is None:
-            # With the first result that it gets, the GPU worker learns that this is a constraint.
+            # The first result of a constraint shows the GPU worker that it is one.
             past_of_first = self._pasts.get(results[0].seq)
             controller = past_of_first.sequence.controller if past_of_first is not None else None
             if isinstance(controller, Constraint):
@@ -254,7 +257,7 @@ def usual_limits(limits: Limits, usual: Limits) -> Limits:
 def failed_start(
     request: int, told: Sequence[Replay], error: str, code: str = Code.INTERNAL
 ) -> list[StepResult]:
-    """The results of a request whose controller cannot be made: errors of all its sequences."""
+    """The results of a request whose controller cannot be created: errors of all its sequences."""
     live = [one.seq for one in told if not one.ended] or [0]
     return [StepResult(request, seq, "error", error=error, code=str(code)) for seq in live]
 

@@ -11,7 +11,7 @@ from ...protocol.tracing import Happened
 from ...protocol.worker_messages import Start, StepResult
 
 MAX_EVENTS = 128
-"""Rounds of a request that become events, the first ones; OpenTelemetry's own default."""
+"""Maximum rounds of a request that become events, from the first; OpenTelemetry's own default."""
 
 
 class RoundEvents:
@@ -29,11 +29,11 @@ class RoundEvents:
 
     @classmethod
     def of(cls, request: int, start: Start) -> RoundEvents | None:
-        """Those of a request; None where it is not traced."""
+        """The events of a request; None if it is not traced."""
         return cls(request, start) if start.trace and tracing.active() is not None else None
 
     def add(self, results: Sequence[StepResult], duration_s: float) -> None:
-        """A round has ended, with the results of its sequence and of forks that it made."""
+        """A round has ended, with the results of its sequence and of the forks that it created."""
         self._rounds += 1
         first = results[0]
         if first.error is not None:

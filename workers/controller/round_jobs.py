@@ -1,10 +1,11 @@
-"""The jobs of the pool's threads: rounds, each by itself, or usual ones of a grammar in a batch.
+"""The jobs of the pool's threads: single rounds, or usual rounds of a grammar in a batch.
 
-A round by itself costs some ten microseconds of Python and two calls of the guest. In a batch there
-is one call for all sequences of a grammar, and what is left to do for each is its result. A round
-that turns out to be another one than the usual (its mask has yet to be computed, its token is
-refused, text is forced) is then run by itself, on the same thread: the instance takes one call at a
-time, so that several threads would only wait for each other.
+A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
+call for all sequences of a grammar, and little more for each result.
+
+A round is not usual if its mask is not cached, its token is refused, or text is forced. It is then
+run by itself, on the same thread: an instance takes one call at a time, so that several threads
+would only wait for each other.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 SLOW_S = 0.0005
-"""A sequence whose round took this long gets a thread of its own for the next one."""
+"""If a round of a sequence took longer than this, its next round gets a thread of its own."""
 
 
 class Begun(NamedTuple):
-    """A sequence of a STEP, and its round that is to be run."""
+    """A sequence of a STEP, and the round to run."""
 
     stepped: StepSequence
     group: SequenceGroup
@@ -54,9 +55,9 @@ class _Turn(NamedTuple):
 
 
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[list[Job], int]:
-    """The jobs of the rounds of a STEP, and how many threads are to begin with them.
+    """The jobs of the rounds of a STEP, and how many threads should begin with them.
 
-    ``pending`` gets the results.
+    ``pending`` receives the results.
     """
     batches: dict[int, tuple[Batch, list[_Turn]]] = {}
     alone: list[Job] = []
@@ -106,7 +107,7 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
             [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
         )
     except BaseException as error:
-        # The batch takes no more calls: each sequence gets its error in its own round.
+        # The batch accepts no more calls: each sequence receives its error in its own round.
         if not isinstance(error, TokenbusError):
             log.exception("a batch of %d rounds failed", len(turns))
         done = [False] * len(turns)
@@ -129,12 +130,12 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
         try:
             job()
         except BaseException:
-            # The others are run whatever happens.
+            # The other jobs run in any case.
             log.exception("a round after a batch failed")
 
 
 def _measured(group: SequenceGroup, round_: Round) -> tuple[list[StepResult], float]:
-    """The results of a round, and how long it took, in seconds."""
+    """The results of a round, and its duration in seconds."""
     meter = group.meter
     cpu_began = meter.begin()
     began = time.perf_counter()

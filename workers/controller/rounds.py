@@ -1,8 +1,9 @@
 """A round: the calls of one controller between two tokens, until its sequence needs the model.
 
-post_process with the tokens that were sampled, pre_process, mid_process; and again post_process and
-pre_process for tokens that these append themselves. The result always has one form: drop some
-tokens, append some, and then sample under a mask and a bias, fork, suspend, or stop.
+A round calls post_process with the sampled tokens, then pre_process and mid_process. If these
+append tokens themselves, post_process and pre_process follow for those tokens. The result always
+has one form: drop some tokens, append some, and then sample under a mask and a bias, fork, suspend,
+or stop.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ class ControlledSequence:
     host: Host
     variables: SequenceVariables
     mask: memoryview
-    """Where mid_process writes the mask, ``[4 * ceil(vocab / 32)]`` bytes."""
+    """The buffer for the mask of mid_process, ``[4 * ceil(vocab / 32)]`` bytes."""
     row: int | None = None
-    """The row of the shared file that ``mask`` is; None where masks are sent as attachments."""
+    """The row of the shared file that ``mask`` refers to; None if masks are sent as attachments."""
     bias_view: memoryview | None = None
-    """The row's room for a bias; None where biases are sent as attachments."""
+    """The buffer for a bias in that row; None if biases are sent as attachments."""
     bias: bytes = b""
-    """The bias of the last mid_process, to be sent as an attachment; empty where it had none."""
+    """The bias of the last mid_process, to be sent as an attachment; empty without a bias."""
     along: list[memoryview] = field(default_factory=list)
-    """Where masks along a draft are written."""
+    """Buffers for the masks along a draft."""
     along_rows: list[int] = field(default_factory=list)
-    """The rows that these are, where ``mask`` is one."""
+    """The rows of these buffers, if ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds run in a batch with others."""
     stage: Stage = Stage.RUNNING
     length: int = 0
-    """Tokens beyond the prompt."""
+    """Number of tokens after the prompt."""
     slow: bool = False
     """Whether its last round took long enough for a thread of its own."""
     seen_changes: int = 0
-    """Changes that other sequences of its request had made when its last pre_process began."""
+    """Number of changes by other sequences of its request when its last pre_process began."""
     forks: int = 0
-    """Forks that it has made."""
+    """Number of forks that it has made."""
     children: int = 0
-    """Sequences that these have made."""
+    """Number of sequences that these forks created."""
 
     def __post_init__(self) -> None:
-        """Looks once whether it runs in batches."""
+        """Checks once whether it runs in batches."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
 
@@ -83,7 +84,7 @@ class Change:
     tokens: list[int] = field(default_factory=list)
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
-        """Drops from the end, appended tokens first, and appends."""
+        """Drops tokens from the end, appended ones first, and appends tokens."""
         taken = min(backtrack, len(self.tokens))
         if taken:
             del self.tokens[-taken:]
@@ -92,13 +93,13 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Makes this many copies of a sequence; raises ControllerError beyond the limit of forks."""
+"""Creates this number of copies of a sequence; raises ControllerError above the limit of forks."""
 
 
 class Rounds:
     """Runs the rounds of the sequences of one request. Each call returns the results to send.
 
-    ``changes`` counts the changes in the request by other sequences than the given one.
+    ``changes`` counts the changes in the request by sequences other than the given one.
     """
 
     def __init__(self, fork: Fork, changes: Callable[[ControlledSequence], int]) -> None:
@@ -108,7 +109,7 @@ class Rounds:
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """The first round, of ``n`` sequences into which this one is forked first."""
+        """The first round; the sequence is first forked into ``n`` sequences."""
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
     def sampled(
@@ -125,7 +126,7 @@ class Rounds:
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that has been run in a batch: it samples under a mask."""
+        """The result of a round that ran in a batch: it samples under a mask."""
         sequence.variables.repeated = False
         sequence.length += 1
         sequence.seen_changes = self._changes(sequence)
@@ -191,7 +192,7 @@ class Rounds:
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
-        """pre_process and mid_process; only mid_process where ``group`` has just been forked."""
+        """Calls pre_process and mid_process; only mid_process if ``group`` has just been forked."""
         change = Change()
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):
@@ -232,7 +233,7 @@ class Rounds:
         )
 
     def _append(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
-        """Drops and appends the tokens of an answer; whether post_process stops."""
+        """Drops and appends the tokens of an answer; returns whether post_process stops."""
         drop, tokens = answer.backtrack, answer.tokens
         if not drop and not tokens:
             raise ControllerError(
@@ -266,8 +267,8 @@ class Rounds:
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
     ) -> list[StepResult]:
-        """The fork itself and the rounds of all its sequences: from mid_process on, or with
-        pre_process where the request forks (``n``) and not its controller."""
+        """Forks, and runs the rounds of all new sequences: from mid_process on, or from pre_process
+        if the request forks (``n``) and not its controller."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]
@@ -281,14 +282,15 @@ class Rounds:
     def _guarded(
         sequence: ControlledSequence, round_: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """A round whose failure ends its own sequence."""
+        """Runs a round whose failure ends its own sequence."""
         try:
             return round_()
         except TokenbusError as error:
             failed = _result(sequence, "error")
             failed.error, failed.code = error.message, str(error.code)
         except BaseException as error:
-            # Panics of native libraries are BaseExceptions, as is what an author's code may raise.
+            # Panics of native libraries are BaseExceptions, and an author's code may raise these
+            # too.
             number = about(sequence.host.request)
             log.exception("a round of sequence %d failed", sequence.seq, extra=number)
             failed = _result(sequence, "error")
@@ -298,7 +300,7 @@ class Rounds:
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
-    """Ends a sequence after the end-of-sequence token, where its controller would just sample."""
+    """Ends a sequence after the end-of-sequence token, if its controller would just sample."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
     if alone and first.action in ("sample", "stop"):
@@ -309,7 +311,7 @@ def _end_of_sequence(results: list[StepResult]) -> None:
 
 
 def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | None) -> None:
-    """Adds the bias of a mid_process to its result, or forgets the one of the round before."""
+    """Adds the bias of a mid_process to its result, or drops the bias of the previous round."""
     sequence.bias = b""
     if bias is None:
         return
@@ -324,7 +326,8 @@ def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | No
 def _look_along(
     sequence: ControlledSequence, results: list[StepResult], draft: Sequence[int]
 ) -> None:
-    """Adds the masks along a draft to the result of a round that just samples under a mask."""
+    """Adds the masks along a draft to the result of a round whose action is to sample under a
+    mask."""
     first, controller = results[0], sequence.controller
     masked = first.row is not None or first.attachment is not None
     if len(results) > 1 or first.action != "sample" or not masked:
@@ -335,14 +338,14 @@ def _look_along(
         # The biases, queries and parameters along the draft are not known.
         return
     written = controller.masks_along(draft, sequence.along)
-    # Places of attachments are given when they are sent.
+    # Attachments are numbered when they are sent.
     first.along = sequence.along_rows[:written] if first.row is not None else [0] * written
 
 
 def _stopped(
     sequence: ControlledSequence, change: Change | None = None, stop: bytes = b""
 ) -> StepResult:
-    """The result of a sequence that ends; that of a constraint says how its text does."""
+    """The result of a sequence that ends; for a constraint, it has the kind of the end."""
     result = _result(sequence, "stop", change)
     if isinstance(sequence.controller, Constraint):
         result.constraint = sequence.controller.text_end(stop)

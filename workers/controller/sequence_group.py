@@ -1,8 +1,8 @@
 """The controllers of one request: a sequence, its forks, and which of them wait.
 
-A sequence waits for the model, runs a round, or is suspended. A suspended one is woken when another
-sequence of the request has written a variable or has finished since its last pre_process began.
-Where all are suspended and none is woken, none ever will be: the request ends with `deadlock`.
+A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
+another sequence of the request has written a variable or has finished since its last pre_process
+began. If all sequences are suspended and none is woken, the request ends with `deadlock`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
 
 MAX_WAKES = 200
-"""How often sequences may wake each other, times their number, before one of them samples: a
-barrier at which all of them wait wakes each as often as there are others."""
+"""How often sequences may wake each other, times their number, before one of them samples. At a
+barrier, each sequence is woken once by each other sequence."""
 MAX_ALONG = 16
-"""Masks along a draft at most."""
+"""Maximum number of masks along a draft."""
 SHARED_MEMORY = 16
-"""The memory that all sequences of a request share, as a multiple of what one alone may have."""
+"""The memory that all sequences of a request share, as a multiple of the memory limit of a single
+sequence."""
 
 _STAGES = {
     "sample": Stage.WAITING,
@@ -74,18 +75,18 @@ class SequenceGroup:
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """0 once the first results were sent, which name it."""
+        """The attempt of START; 0 after the first results, which name it, were sent."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
         self._perform = perform
         self.meter = Meter()
-        """Of its controller."""
+        """The meter of its controller."""
         self.memory: TenantMemory | None = None
-        """The share of its tenant; the worker sets it before the first round."""
+        """The memory share of its tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
-        """Its rounds, where the request is traced."""
+        """The events of its rounds, if the request is traced."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -94,7 +95,7 @@ class SequenceGroup:
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
         self._replay: GroupReplay | None = None
-        """While it runs."""
+        """The replay while it runs."""
         self._numbers = {0}
         """The numbers of all sequences so far."""
         self._changes = 0
@@ -109,7 +110,7 @@ class SequenceGroup:
 
     @property
     def has_unfreed(self) -> bool:
-        """Whether there is something to ``free``."""
+        """Whether controllers wait for ``free``."""
         return bool(self._unfreed)
 
     # --- rounds ---------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class SequenceGroup:
     def begin(
         self, program: Program, vocabulary: Vocabulary, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """Makes the controller, forks it into ``n`` sequences, and runs their first rounds; raises
-        TokenbusError where the controller cannot be made."""
+        """Creates the controller, forks it into ``n`` sequences, and runs their first rounds;
+        raises TokenbusError if the controller cannot be created."""
         return self._rounds.begin(self._first(program, vocabulary), prompt, n)
 
     def begin_again(
@@ -129,10 +130,10 @@ class SequenceGroup:
         n: int,
         told: Sequence[Replay],
     ) -> Steps:
-        """``begin``, and then all rounds that the sequences have been through elsewhere.
+        """Like ``begin``, followed by all rounds that the sequences had elsewhere.
 
-        It stops between rounds. Its results are those that may not have been applied there; once
-        they are recorded, the group is as if it had run here all the time.
+        It yields between rounds. Its results are those that may not have been applied there. Once
+        they are recorded, the group is in the same state as if it had always run here.
         """
         replay = GroupReplay(told, self._rounds, self._drop_ended)
         self._replay = replay
@@ -165,12 +166,13 @@ class SequenceGroup:
         where the sequence does not wait for the model. ``distributions``: of ``tokens``, if the
         controller asked for these.
 
-        Raises GroupBusy without ``wait``, if another thread has the group's lock."""
+        Raises GroupBusy without ``wait``, if another thread has the group's lock.
+        """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
         try:
             sequence = self._sequences.get(seq)
-            # The GPU worker may end a suspended one too, as it does beyond ``max_tokens``.
+            # The GPU worker may end a suspended sequence too, as it does above ``max_tokens``.
             stages = (Stage.WAITING, Stage.SUSPENDED) if ended else (Stage.WAITING,)
             if sequence is None or sequence.stage not in stages:
                 return None
@@ -189,12 +191,12 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that ``step`` began and that has been run in a batch."""
+        """The result of a round that ``step`` began and that ran in a batch."""
         return self._rounds.batched(sequence, token)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
-        """Results are about to be sent: the rounds of the sequences that they wake, and results of
-        sequences that can never be woken."""
+        """Records results that are about to be sent; returns the rounds of the sequences that they
+        wake, and results of sequences that can never be woken."""
         with self._lock:
             for result in results:
                 sequence = self._sequences.get(result.seq)
@@ -210,18 +212,18 @@ class SequenceGroup:
             return self._wake()
 
     def running(self, seq: int) -> bool:
-        """Whether a round of a sequence runs, whose result is still to come. Takes no lock."""
+        """Whether a round of a sequence runs, whose result is not sent yet. Does not lock."""
         sequence = self._sequences.get(seq)
         return sequence is not None and sequence.stage is Stage.RUNNING
 
     def mask(self, seq: int) -> bytes | None:
-        """A copy of a sequence's mask, to be sent; None where the sequence has finished."""
+        """A copy of a sequence's mask, to be sent; None if the sequence has finished."""
         with self._lock:
             sequence = self._sequences.get(seq)
             return bytes(sequence.mask) if sequence is not None else None
 
     def bias(self, seq: int) -> bytes | None:
-        """A sequence's bias, to be sent; None where the sequence has finished."""
+        """A sequence's bias, to be sent; None if the sequence has finished."""
         with self._lock:
             sequence = self._sequences.get(seq)
             return sequence.bias if sequence is not None else None
@@ -233,17 +235,18 @@ class SequenceGroup:
             return [bytes(mask) for mask in sequence.along[:count]] if sequence is not None else []
 
     def end(self) -> None:
-        """The request has ended. Waits for no lock: ``close`` is to follow, on another thread."""
+        """The request has ended. Does not wait for a lock: ``close`` has to follow, on another
+        thread."""
         self._closed = True
 
     def close(self) -> None:
-        """The request has ended: drops all sequences, those in a round when it ends."""
+        """The request has ended: drops all sequences; a running round drops its own at its end."""
         with self._lock:
             self._closed = True
             self._drop_idle()
 
     def free(self) -> None:
-        """Frees the controllers of finished sequences; takes milliseconds where their memory is
+        """Frees the controllers of finished sequences; takes milliseconds if their memory is
         large."""
         while True:
             try:
@@ -272,7 +275,7 @@ class SequenceGroup:
             return [], []
         woken = [s for s in waiting if self._changes_of_others(s) > s.seen_changes]
         self._wakes += len(woken)
-        # What they saw was how it was once: in a replay, answers to operations are those of then.
+        # In a replay, operations receive their recorded answers, which show earlier states.
         woken += [s for s in waiting if s.variables.repeated and s not in woken]
         if woken:
             if self._wakes > MAX_WAKES * len(sequences):
@@ -305,12 +308,12 @@ class SequenceGroup:
         )
 
     def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
-        """Copies of a sequence, in the middle of its round."""
+        """Creates copies of a sequence, in the middle of its round."""
         with self._lock:
             replay = self._replay
             recorded = replay.numbers(parent, more) if replay is not None else None
             if recorded is None:
-                # The guest chose the number: nothing is made of it before this check.
+                # The guest chose the number, so it is checked before it is used.
                 self._check_forks(more)
             parent.forks += 1
             lineages = [
@@ -362,7 +365,7 @@ class SequenceGroup:
         return numbers
 
     def _limits_among(self, sequences: int) -> Limits:
-        """The limits of each fork, where there are this many sequences."""
+        """The limits of each fork, if there are this many sequences."""
         alone = self._limits.memory_bytes
         return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
 
@@ -379,7 +382,7 @@ class SequenceGroup:
         )
 
     def _perform_within_quota(self, operation: Variable) -> VariableAnswer:
-        """An operation's answer; raises ControllerError where the request has written too much."""
+        """An operation's answer; raises ControllerError if the request has written too much."""
         most = self._limits.written_bytes
         with self._lock:
             written = self._written_bytes + len(operation.value)
@@ -419,8 +422,8 @@ class SequenceGroup:
             sequence.along, sequence.along_rows = [], []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
-        """Room for the masks along a draft: rows where its mask is one, as long as there are many;
-        else buffers."""
+        """Allocates buffers for the masks along a draft: rows if its mask is a row and many are
+        free, else buffers."""
         while len(sequence.along) < count:
             if sequence.row is None:
                 sequence.along.append(self._buffer())
@@ -443,7 +446,7 @@ class SequenceGroup:
         if sequence.row is not None and self._rows is not None:
             for row in (sequence.row, *sequence.along_rows):
                 self._rows.give_back(row)
-            # Without this view, nothing of the sequence keeps the file mapped.
+            # Without this view, the sequence does not keep the file mapped.
             sequence.row, sequence.mask = None, memoryview(b"")
             sequence.bias_view = None
             sequence.along, sequence.along_rows = [], []

@@ -1,8 +1,8 @@
 """Operations on the variables of a request, which the state worker executes.
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; the answer is delivered on
-the bus thread. An operation without an answer is sent again: (request, lineage, count) identifies
-it, so that it is executed once, also where its controller is replayed.
+the bus thread. An operation without an answer is sent again. (request, lineage, count) identifies
+it, so that it is executed once, even if its controller is replayed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from .pool import waiting
 AGAIN_S = 0.5
 """How long an operation waits before it is sent again, in seconds."""
 GIVE_UP_S = 120.0
-"""How long it waits in total, in seconds: a state worker that was killed has been restarted by
-then, and a broker too; as long as a stream waits for a worker (``move_wait_s``)."""
+"""How long an operation waits in total, in seconds. A killed state worker or broker has been
+restarted by then. It equals the time for which a stream waits for a worker (``move_wait_s``)."""
 ROUND_BYTES = 128 * 1024
-"""Most bytes that a sequence may write in one round, as they are sent to the client with the next
-token. 1 MiB doubled the step time of other streams on two cores; this has no measurable effect."""
+"""Maximum bytes that a sequence may write in one round, because they are sent to the client with
+the next token. 1 MiB doubled the step time of other streams on two cores; this number has no
+measurable effect."""
 
 
 class VariableCalls:
@@ -40,11 +41,12 @@ class VariableCalls:
     def perform(
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
-        """The answer to an operation, which goes over ``link``. ``ended``: whether its request has
-        ended, in which case ``cancel`` was called for earlier operations, and this one is not sent.
+        """The answer to an operation, which is sent over ``link``. ``ended``: whether its request
+        has ended. In that case ``cancel`` was called for earlier operations, and this one is not
+        sent.
 
-        Raises ControllerError where no answer arrives or the operation is refused, UnavailableError
-        where too many operations wait already.
+        Raises ControllerError if no answer arrives or the operation is refused, UnavailableError if
+        too many operations wait already.
         """
         name = (link, operation.request, operation.lineage, operation.count)
         call = _Call()
@@ -52,7 +54,8 @@ class VariableCalls:
             self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
-            # After the call was added to the table: a request that ends later cancels it.
+            # This check follows the addition to the table: a request that ends later cancels the
+            # call.
             if ended():
                 raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
@@ -62,7 +65,7 @@ class VariableCalls:
                         break
         finally:
             with self._lock:
-                # A later attempt of the request may wait for the same operation by now.
+                # A later attempt of the request may already wait for the same operation.
                 if self._calls.get(name) is call:
                     del self._calls[name]
         answer = call.answer or call.refusal
@@ -77,12 +80,12 @@ class VariableCalls:
         return answer
 
     def on_answer(self, body: bytes, link: int = 0) -> None:
-        """On the bus thread: delivers an answer that came over ``link``."""
+        """Delivers an answer that came over ``link``; called on the bus thread."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
         with self._lock:
             call = self._calls.get((link, answer.request, answer.lineage, answer.count))
             if call is not None and answer.again:
-                # It is sent again as one that was not answered, until the time for it is up.
+                # The operation is sent again like one without an answer, until its time is over.
                 call.refusal = answer
             elif call is not None:
                 call.give(answer)
@@ -104,11 +107,11 @@ class _Call:
 
     def __init__(self) -> None:
         self.answered = threading.Lock()
-        """Held until the answer is there."""
+        """Locked until the answer arrives."""
         self.answered.acquire()
         self.answer: VariableAnswer | None = None
         self.refusal: VariableAnswer | None = None
-        """The last answer that it may succeed later."""
+        """The last answer that reported a temporary failure."""
 
     def give(self, answer: VariableAnswer) -> None:
         """Delivers the answer; later ones are ignored."""
@@ -127,8 +130,8 @@ class SequenceVariables:
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
     ) -> None:
-        """``lineage`` names the operations of this sequence (``Variable.lineage``); ``written`` is
-        called after each write that was made."""
+        """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
+        ``written`` is called after each successful write."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -139,7 +142,8 @@ class SequenceVariables:
         self.own_changes = 0
         """Writes that this sequence has made."""
         self.repeated = False
-        """Whether an operation of the current round was done before: it got an old answer."""
+        """Whether an operation of the current round was a repeated one, whose answer was
+        recorded."""
 
     def get(self, name: str) -> Stored | None:
         """As ``host.Variables`` says."""

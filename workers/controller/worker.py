@@ -1,4 +1,4 @@
-"""The controller worker: takes STEP, runs a round of each of its sequences, sends RESULT."""
+"""The controller worker: receives STEP, runs a round of each of its sequences, sends RESULT."""
 
 from __future__ import annotations
 
@@ -77,17 +77,18 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 GUESTS_PART = 2
-"""The part of this machine's memory that guests of all its controller workers may have: a half."""
+"""The guests of all controller workers on this machine may have this part (1 / GUESTS_PART) of its
+memory."""
 SWITCH_S = 0.0005
-"""How long a thread keeps Python's lock while others want it, in seconds. A round takes the lock a
-few times; while another thread runs a long host function (tokenizing a megabyte of text) it would
-wait for Python's usual 5 ms each time."""
+"""How long a thread keeps Python's lock while others need it, in seconds. A round takes the lock a
+few times. While another thread runs a long host function (tokenizing a megabyte of text), each
+would wait for Python's usual 5 ms."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
 
 def limits_of(settings: Settings) -> Limits:
-    """The limits that the settings give."""
+    """The limits from the settings."""
     return Limits(
         init_s=settings.controller_init_ms / 1000,
         pre_s=settings.controller_pre_ms / 1000,
@@ -101,11 +102,11 @@ def limits_of(settings: Settings) -> Limits:
 
 
 _Stepped = tuple[StepSequence, SequenceGroup]
-"""A sequence of a STEP, and the group that it belongs to."""
+"""A sequence of a STEP, and its group."""
 
 
 class _Attempt(msgspec.Struct):
-    """The fields of a START that is wrong."""
+    """The field of a malformed START that is needed to refuse it."""
 
     attempt: int = 0
 
@@ -113,8 +114,8 @@ class _Attempt(msgspec.Struct):
 class ControllerWorker:
     """One controller worker process. ``run`` serves until ``stop``.
 
-    ``programs``: Python controllers by name; a worker that has some serves only these. All others
-    share the store of modules in the run directory.
+    ``programs``: Python controllers by name; a worker with such controllers serves only these.
+    Other workers share the store of modules in the run directory.
     """
 
     def __init__(
@@ -140,13 +141,13 @@ class ControllerWorker:
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
-        """Separate threads for START: it may take a second, and more where a grammar has to be
-        compiled, and no round waits behind it."""
+        """Separate threads for START: it may take a second, or longer if a grammar has to be
+        compiled, and must not delay rounds."""
         self._flushes = Pool(1, "results")
-        """Sends results that slower rounds hold back, for the main loop, which waits for nobody."""
+        """Sends results that slower rounds hold back; the main loop must not wait."""
         self._store_calls = ThreadPoolExecutor(2, "store")
         self._sends = ThreadPoolExecutor(1, "modules")
-        """Reads modules that other machines need, which wait for no other worker."""
+        """Reads modules that other machines need; these jobs do not wait for other workers."""
         self._meters = Meters()
         self._bus = Bus(
             settings.back_endpoint,
@@ -167,15 +168,15 @@ class ControllerWorker:
         """By link and request: two brokers may have the same request for a while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
-        """Complete ones are removed now and then; under ``_pending_lock``."""
+        """Results in progress, under ``_pending_lock``. Complete ones are removed periodically."""
         self._pending_lock = threading.Lock()
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether a successor may come, so that supervisord is asked. ``stop`` sets it."""
+        """Whether a successor may start, so that supervisord is asked. ``stop`` sets it."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
-        """The links of the brokers at which others start the controllers again that it runs."""
+        """The links of the brokers at which other workers take over its controllers."""
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class ControllerWorker:
                 if self._busy:
                     self._tick()
             except Exception:
-                # The next tick is in a moment; without ticks, guests have no time limits.
+                # The next tick follows soon; without ticks, guests have no time limits.
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
@@ -214,8 +215,9 @@ class ControllerWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Drains: takes no more requests, finishes the running ones; callable from a signal.
-        ``restarts``: it hands its controllers over to a successor if supervisord will start one."""
+        """Drains: accepts no more requests, and finishes the running ones. May be called from a
+        signal handler. ``restarts``: hands its controllers over to a successor if supervisord will
+        start one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -234,7 +236,7 @@ class ControllerWorker:
         return self._pool.busy or self._starts.busy
 
     def _tick(self) -> None:
-        """Rounds are running: enforces time limits, and sends the results that are ready."""
+        """Called while rounds run: enforces time limits, and sends the results that are ready."""
         self._engine.increment_epoch()
         self._pool.help()
         self._starts.help()
@@ -247,7 +249,7 @@ class ControllerWorker:
                 self._flushes.submit([pending.flush])
 
     def _take_answers(self, messages: list[FromBus]) -> list[FromBus]:
-        """On the bus thread: hands answers to the guests that wait for them."""
+        """Passes answers to the guests that wait for them; called on the bus thread."""
         rest = []
         for message in messages:
             try:
@@ -276,8 +278,8 @@ class ControllerWorker:
             case bus.LEASE_ENDED:
                 self._end_all(message.link)
             case b"REGISTERED":
-                # Messages may have been lost meanwhile, so the GPU workers start all controllers
-                # again, here or elsewhere.
+                # Messages may have been lost meanwhile, so the GPU workers restart all controllers,
+                # here or elsewhere.
                 self._end_all(message.link)
                 answer = decode_as(Registered, message.body, "msgpack")
                 self._bus.registered(answer, message.link)
@@ -298,7 +300,7 @@ class ControllerWorker:
                 log.warning("a controller worker takes no messages of type %r", message.type)
 
     def _begin(self, message: FromBus) -> None:
-        """START: refused where the controllers of other brokers leave no room for it."""
+        """Handles START; refuses it if the controllers of other brokers leave no room for it."""
         header, start = message.header, decode_as(Start, message.body, "msgpack")
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         if elsewhere and len(self._groups) >= self._settings.controller_capacity:
@@ -307,7 +309,7 @@ class ControllerWorker:
         self._start(header, start, message.attachments[0].decode(), message.link)
 
     def _start(self, header: Header, start: Start, tenant: str, link: int) -> None:
-        """Gets the vocabulary, then makes the controller and runs its first round."""
+        """Gets the vocabulary, then creates the controller and runs its first round."""
         group = SequenceGroup(
             header.request,
             header.address,
@@ -338,7 +340,7 @@ class ControllerWorker:
         self._vocabularies.want(start.vocabulary, header.address, ready)
 
     def _step(self, message: FromBus, step: Step) -> None:
-        """STEP: runs a round of each of its sequences."""
+        """Handles STEP: runs a round of each of its sequences."""
         gpu = message.header.address
         rows = None
         if step.masks:
@@ -365,7 +367,8 @@ class ControllerWorker:
         self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
     ) -> None:
         """Runs a round of each sequence. Without ``wait``, sequences of a group that another thread
-        has locked are left to a thread of the pool: the main loop waits for no group."""
+        has locked are passed to a thread of the pool, because the main loop must not wait for a
+        group."""
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
@@ -401,7 +404,7 @@ class ControllerWorker:
         self._pool.submit(jobs, hands)
 
     def _refuse_start(self, message: FromBus, error: Exception) -> None:
-        """A START that cannot be read gets a RESULT too."""
+        """Sends a RESULT with an error for a START that cannot be read."""
         text = f"the controller worker cannot start the controller: {error}"
         request = message.header.request
         attempts = {}
@@ -410,7 +413,7 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sequences of a STEP that have finished here get a RESULT too."""
+        """Sends a RESULT with an error for sequences of a STEP that have finished here."""
         results = []
         for stepped in sequences:
             text = f"the controller worker has no sequence {stepped.seq} of this request"
@@ -446,7 +449,7 @@ class ControllerWorker:
             self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
 
     def _end_all(self, link: int) -> None:
-        """The lease at a broker is over: so are the controllers that run behind it."""
+        """The lease at a broker has ended, and so have the controllers of its requests."""
         for behind, request in list(self._groups):
             if behind == link:
                 self._end(link, request)
@@ -454,7 +457,7 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            # A result that is being sent now still goes out, before any of a new start.
+            # A result that is being sent now is still sent, before any result of a new start.
             group.end()
             self._variable_calls.cancel(request, link)
             if group.events is not None:
@@ -469,8 +472,9 @@ class ControllerWorker:
         self._bus.post_to(gpu, [b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _send_module(self, message: FromBus) -> None:
-        """Answers another controller worker that needs a module, where this machine has it: to one
-        that has asked all others that it is here, and then its bytes."""
+        """Answers another controller worker that needs a module, if this machine has it. A worker
+        that has asked all others receives a notice, and one that has asked this worker receives the
+        bytes."""
         try:
             asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
             wasm = self._store.own(asked.module) if self._store is not None else None
@@ -485,7 +489,7 @@ class ControllerWorker:
         self._bus.post(sent, message.link)
 
     def _post(self, frames: list[bytes]) -> None:
-        """Sends a message of the store: to the worker that it names, or over every broker."""
+        """Sends a message of the store: to the worker in its header, or over every broker."""
         worker = decode_header(frames[1]).address
         if worker:
             self._bus.post_to(worker, frames)
@@ -497,7 +501,8 @@ class ControllerWorker:
         self._bus.post_to_any(frames, turn)
 
     def _serve_store(self, message: FromBus) -> None:
-        """A client's request to the module store; the last attachment is the client's tenant."""
+        """Handles a client's request to the module store; the last attachment is the client's
+        tenant."""
         header = message.header
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         head = encode_header(header.request, header.address, Flag.FINAL)
@@ -536,7 +541,7 @@ class ControllerWorker:
     # --- registration and heartbeat (on a bus thread) ---------------------------------------------
 
     def _elsewhere(self, link: int) -> int:
-        """How many controllers run behind other brokers than that of a link."""
+        """The number of controllers of other brokers than the one of a link."""
         return sum(behind != link for behind, _ in list(self._groups))
 
     def _registration(self) -> Register:

@@ -1,1 +1,1 @@
-"""The grammar backends: built-in constraints by our own grammar engine and by llguidance."""
+"""The built-in constraints, with two grammar backends: our own engine and llguidance."""

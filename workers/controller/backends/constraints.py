@@ -56,7 +56,8 @@ class Combination(NamedTuple):
 
 
 class CombinationProgram:
-    """The constraint ``combination``: one automaton if possible, else its parts in turn."""
+    """The constraint ``combination``: one automaton if possible, else its parts one after
+    another."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class CombinationProgram:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
             return self._part(made, made.root, host)
-        # An invalid part is refused now, not when the sequence reaches it.
+        # An invalid part is refused now, and not only when the sequence reaches it.
         for part in {part.place: part for part in made.plan.parts}.values():
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)
@@ -99,9 +100,9 @@ class Constraints:
     def __init__(
         self, engine: wasmtime.Engine, folder: Path | None, bounds: Bounds | None = None
     ) -> None:
-        """``folder`` is where tables and masks are stored between runs; None: nowhere. ``bounds``:
-        what compiling one grammar may cost."""
-        prepare()  # Otherwise the first pattern waits for it.
+        """``folder`` is where tables and masks are stored between runs; None: they are not stored.
+        ``bounds``: the bounds of compiling one grammar."""
+        prepare()  # Loaded here so that the first pattern does not wait for it.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())
@@ -131,10 +132,10 @@ class Constraints:
         return self._programs.get(name)
 
     def series(self) -> list[Series]:
-        """The cost of compiling."""
+        """The metrics of compiling."""
         return self._meter.series()
 
     def close(self) -> None:
-        """Writes snapshots to disk and frees everything, when the worker stops."""
+        """Writes snapshots to disk and frees all memory, when the worker stops."""
         self._instances.close()
         self._processes.close()

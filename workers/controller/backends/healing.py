@@ -1,9 +1,9 @@
-"""The token at a prompt's end, healed: it was taken back, and its text is forced.
+"""Token healing: the last token of a prompt is removed, and its text is forced.
 
-A prompt that ends in the middle of a word ends in tokens that a tokenizer would not have written,
-had it seen the whole word. So the last one is taken back, and the first token that is sampled is
-one of those that begin with its text. The rest of such a token is the beginning of what a
-constraint allows. Source: guidance's token healing; it takes back one token here.
+A prompt that ends in the middle of a word ends in tokens that a tokenizer would not produce for the
+whole word. So its last token is removed, and the first sampled token must begin with the text of
+that token. The rest of the sampled token is the beginning of the constrained text. Source:
+guidance's token healing; here exactly one token is removed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Tokens whose rest is not a single token: each takes masks of its own, and beyond these they are
-left out."""
+"""Maximum number of tokens whose rest is not a single token: each needs masks of its own, and
+further ones are left out."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -30,20 +30,20 @@ class HealingProgram:
     """Makes the controllers of a request whose prompt is healed."""
 
     def __init__(self, program: Program, healed: int) -> None:
-        """``program``: that of the constraint; ``healed``: the token that was taken back."""
+        """``program``: the program of the constraint; ``healed``: the token that was removed."""
         self._program = program
         self.healed = healed
-        """That token."""
+        """The removed token."""
 
     def start(self, host: Host) -> Constraint:
-        """Raises RequestError where the controller is not a built-in constraint, or as its
-        program does."""
+        """Raises RequestError if the controller is not a built-in constraint, and the errors of its
+        program."""
         text = host.vocabulary.token(self.healed)
         first = self._begin(host)
         return HealingController(self, first, host, text) if text else first
 
     def begin(self, host: Host, max_tokens: int) -> Constraint:
-        """The constraint of what follows, with this many tokens."""
+        """The constraint of the text after the prompt, with this many tokens."""
         return self._begin(replace(host, max_tokens=max_tokens))
 
     def _begin(self, host: Host) -> Constraint:
@@ -60,7 +60,8 @@ class HealingProgram:
 
 
 class HealingController:
-    """One sequence: until it has its first token, the text that this begins with."""
+    """The controller of one sequence. Until the first token is sampled, its text must begin with
+    the removed token's text."""
 
     def __init__(
         self, program: HealingProgram, inner: Constraint, host: Host, prefix: bytes
@@ -71,23 +72,23 @@ class HealingController:
         self._prefix = prefix
         self._prompt: Sequence[int] = ()
         self._rest: list[int] | None = None
-        """The constraint's part of the first token, as tokens; None before."""
+        """The constraint's part of the first token, as tokens; None before the first token."""
         self._after = 0
-        """Tokens behind the first one."""
+        """Number of tokens after the first one."""
         self._given: Answer | None = None
-        """A splice of the constraint that goes back into the first token."""
+        """A splice of the constraint that reaches back into the first token."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As the constraint does."""
+        """Calls the constraint."""
         self._prompt = prompt
         self._inner.init_prompt(prompt)
 
     def pre_process(self) -> Answer:
-        """As the constraint does."""
+        """Calls the constraint."""
         return self._inner.pre_process()
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """The mask of the first token, then what the constraint decides."""
+        """Returns the mask of the first token, and later the decisions of the constraint."""
         answer = self._inner.mid_process(fork_group, mask)
         if self._rest is not None:
             return self._whole(answer)
@@ -98,22 +99,22 @@ class HealingController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """As the constraint does, behind the first token."""
+        """Calls the constraint, after the first token."""
         inner = self._inner
         if self._rest is None or not isinstance(inner, TakesDrafts):
             return 0
         return inner.masks_along(draft, masks)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Gives the constraint what is behind the prompt's text."""
+        """Passes the tokens after the prompt's text to the constraint."""
         given, self._given = self._given, None
         if given is not None:
-            # Its first token has been written anew, and what follows with it.
+            # The first token was written again, together with the tokens after it.
             self._rest, self._after = [], len(tokens) - 1
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # Of the tokens that are left, the first one has been used up.
+            # The first of the remaining tokens is already used.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -125,7 +126,7 @@ class HealingController:
         return self._inner.post_process(tokens, backtrack)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """As the constraint says of what is behind the prompt."""
+        """How the constraint's text, after the prompt, would end."""
         return self._inner.text_end(stop)
 
     def fork(self, host: Host) -> HealingController:
@@ -144,7 +145,7 @@ class HealingController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _rest_of(self, token: int) -> list[int]:
-        """The rest of a first token beyond the prompt's text, as tokens."""
+        """The rest of a first token after the prompt's text, as tokens."""
         vocabulary = self._host.vocabulary
         text = vocabulary.token(token)
         if not text.startswith(self._prefix):
@@ -156,7 +157,7 @@ class HealingController:
         return vocabulary.tokenize(text[len(self._prefix) :])
 
     def _whole(self, answer: Answer) -> Answer:
-        """A splice that goes back into the first token writes all of that token again."""
+        """A splice that reaches back into the first token writes all of that token again."""
         rest = self._rest or []
         if answer.action is not Action.SPLICE or answer.backtrack <= self._after:
             return answer
@@ -168,12 +169,12 @@ class HealingController:
         return Answer(Action.SPLICE, backtrack=self._after + 1, tokens=tokens)
 
     def _beginning(self, answer: Answer, mask: bytes) -> Iterator[int]:
-        """The tokens that begin with the prompt's text, and go on as the constraint allows;
-        ``answer`` and ``mask``: what it decides at its beginning."""
+        """The tokens that begin with the prompt's text and continue as the constraint allows;
+        ``answer`` and ``mask`` are its decision at its beginning."""
         table = _table(self._host.vocabulary)  # type: ignore[arg-type]
         every = int.from_bytes(table.all_text, "little")
         if answer.masked and int.from_bytes(mask, "little") & every == every:
-            # Of what every token may begin, the end of a token may be the beginning too.
+            # If every token may begin the text, the rest of a longer token may begin it too.
             answer = CONTINUE
         tried = 0
         for place in table.beginning_with(self._prefix):

@@ -17,8 +17,8 @@ def before_end(tokens: Sequence[int], vocabulary: Vocabulary) -> Sequence[int]:
 def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> list[int] | None:
     """Tokens of the text before the first occurrence of ``stop``, which may be inside of a token.
 
-    They are the tokenizer's own and not always those of ``text``. None where the text does not have
-    ``stop``, or where its beginning cannot be written in tokens.
+    The result has the tokenizer's own tokens, which may differ from those of ``text``. None if the
+    text does not contain ``stop``, or if its beginning cannot be written in tokens.
     """
     before, found, _ = b"".join(map(vocabulary.token, text)).partition(stop)
     try:
@@ -30,7 +30,7 @@ def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> l
 def closing_line(appended: int, dropped: int, max_tokens: int) -> str:
     """The log's line about a text that ends before ``max_tokens`` would cut it.
 
-    ``appended``, ``dropped``: how many tokens closing the text adds and takes back.
+    ``appended``, ``dropped``: how many tokens the closing adds and removes.
     """
     if not appended and not dropped:
         return f"ended here, where the text is complete: max_tokens is {max_tokens}"

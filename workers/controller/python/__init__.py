@@ -1,4 +1,4 @@
-"""Controllers in Python: trusted code from the operator, as a class or as a script."""
+"""Controllers in Python: trusted code of the operator, as a class or as a script."""
 
 from ....protocol.sampling import Distribution, Override, Query
 from .classes import Controller, PythonProgram

@@ -31,9 +31,9 @@ class AuthorCalls:
     """The calls of one sequence into the code of ``name``.
 
     An author's code is trusted and cannot be interrupted, so exceeding a limit only adds a line to
-    the sequence's log. init_prompt has its own limit; the three calls of a round share the sum of
-    theirs, as they run one after another while the model computes. Times are CPU time of this
-    thread.
+    the sequence's log. ``init_prompt`` has its own limit. The three calls of a round share the sum
+    of their limits, as they run one after another while the model computes. Times are CPU time of
+    this thread.
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:

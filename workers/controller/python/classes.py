@@ -109,7 +109,7 @@ class Controller:
 
 
 CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
-"""The four calls, and how many arguments each takes besides ``self``."""
+"""The four calls, and the number of arguments of each after ``self``."""
 ALIKE = 0.87
 """Similarity from which a method's name counts as a misspelt call: ``midProcess`` does,
 ``my_process`` does not."""

@@ -23,7 +23,7 @@ from .transcript import Question, Transcript
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A position in the sequence, in tokens, the prompt's included."""
+    """A position in the sequence, in tokens, including the prompt."""
 
     position: int
 
@@ -82,12 +82,18 @@ class Context:
     ) -> str:
         """Has the model generate text, and returns it.
 
-        At most one of: ``regex`` (Rust's syntax; matches the whole text), ``choice`` (one of these
-        texts), ``json_schema``, ``lark`` (llguidance's dialect), ``allow`` (only these tokens).
-        Generation ends when the constraint allows no more tokens; after the first occurrence of
-        ``stop_at`` (or of one of these texts), even within a token, and the result includes it;
-        after ``max_tokens`` tokens; or at an end-of-sequence token, which is only allowed where the
-        text is complete. Without any of these, the model or the request's ``max_tokens`` ends it.
+        At most one constraint may be given: ``regex`` (Rust's syntax; matches the whole text),
+        ``choice`` (one of these texts), ``json_schema``, ``lark`` (llguidance's dialect), or
+        ``allow`` (only these tokens).
+
+        Generation ends in one of these cases:
+
+        - the constraint allows no more tokens
+        - ``stop_at`` (or one of these texts) occurs, even within a token; the result includes it
+        - ``max_tokens`` tokens were generated
+        - the model samples an end-of-sequence token, which is only allowed if the text is complete
+
+        The request's ``max_tokens`` applies as well.
 
         Raises ControllerError if an argument is not valid.
         """
@@ -167,7 +173,7 @@ class Context:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the sequence, those of the prompt included."""
+        """The tokens of the sequence, including the prompt."""
         return list(self._transcript.tokens)
 
     @property
@@ -177,7 +183,7 @@ class Context:
 
     @property
     def seq(self) -> int:
-        """The id of this sequence; a fork has another one."""
+        """The id of this sequence; a fork has a different id."""
         seq = _read(self._transcript, Question("seq"), lambda: self._host.seq)
         assert isinstance(seq, int)
         return seq
@@ -214,7 +220,8 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question: the recorded one, or that of an operation that is awaited."""
+        """The answer to a question: the recorded one, or the result of an operation that is
+        awaited."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -303,7 +310,7 @@ def _waiting(operation: Operation) -> Generator[Operation, None, None]:
 
 
 def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
-    """The answer to a question for which the script need not wait."""
+    """The answer to a question that does not block the script."""
     if transcript.replaying:
         entry = transcript.replay(question)
         if entry is None:

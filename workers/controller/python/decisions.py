@@ -55,7 +55,7 @@ _MAY_BE_NONE = frozenset({"init_prompt", "pre_process", "post_process"})
 
 
 def stop() -> Decision:
-    """Ends the sequence. Any call but init_prompt."""
+    """Ends the sequence. Allowed in every call except init_prompt."""
     return _STOP
 
 
@@ -73,7 +73,7 @@ def suspend() -> Decision:
 
 
 def fork(count: int) -> Decision:
-    """pre_process: become ``count`` sequences, this one included.
+    """pre_process: become ``count`` sequences, including this one.
 
     Each has a copy of the controller, and mid_process gets all their ids as ``fork_group``.
     """

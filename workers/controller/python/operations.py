@@ -86,8 +86,9 @@ class Append(Operation):
 
 
 class Generate(Operation):
-    """Generates until the constraint allows no more tokens, a stop text, ``max_tokens``, or an
-    end-of-sequence token, which is dropped again. The answer is the text, as bytes."""
+    """Generates until the constraint allows no more tokens, a stop text or ``max_tokens`` is
+    reached, or an end-of-sequence token is sampled, which is dropped again. The answer is the text,
+    as bytes."""
 
     def __init__(
         self,
@@ -105,10 +106,10 @@ class Generate(Operation):
         self._tokens: list[int] = []
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The splice that drops what the last tokens have beyond the end of the text."""
+        """The splice that drops the bytes of the last tokens after the end of the text."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Samples, or drops what is beyond the end of the text."""
+        """Samples, or drops the bytes after the end of the text."""
         if self._repair is not None:
             return self._repair
         if self._constraint is None:

@@ -78,7 +78,7 @@ class ScriptController:
             self._resume()
 
     def pre_process(self) -> Answer:
-        """Drives the current operation; resumes the script each time that one finishes."""
+        """Drives the current operation; resumes the script whenever an operation finishes."""
         with self._calls.during("pre_process"):
             if self._detour.under_way:
                 return CONTINUE
@@ -133,7 +133,7 @@ class ScriptController:
             with self._calls.during("close"):
                 self._coroutine.close()
         except ControllerError:
-            pass  # It is in the log, and the sequence has ended.
+            pass  # The error is in the log, and the sequence has ended.
 
     def _current(self) -> Operation:
         """The operation that the script waits for; resumes the script while it is finished."""
@@ -173,8 +173,8 @@ class _Detour:
     """Gets from mid_process to pre_process without sampling, by appending a token and dropping it.
 
     After a fork a script continues in mid_process. To suspend or fork again it first has to reach
-    pre_process, and a splice that changes nothing is not a valid answer. The client sees neither
-    of the two changes.
+    pre_process, but a splice without a change is not a valid answer. The client does not see the
+    two changes.
     """
 
     def __init__(self) -> None:

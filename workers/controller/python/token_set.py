@@ -32,12 +32,12 @@ class TokenSet:
 
     @classmethod
     def none(cls, size: int) -> TokenSet:
-        """No token."""
+        """The empty set."""
         return cls(size)
 
     @classmethod
     def all(cls, size: int) -> TokenSet:
-        """Every token."""
+        """The set of all tokens."""
         return cls._from_int(size, (1 << size) - 1)
 
     @classmethod

@@ -1,1 +1,1 @@
-"""A model's vocabulary as controllers see it: token bytes, the token trie, and tokenization."""
+"""A model's vocabulary for controllers: token bytes, the token trie, and tokenization."""

@@ -12,24 +12,29 @@ _SHOWN_BYTES = 20
 
 
 class LongestMatch:
-    """Tokenizes by longest match. Among tokens with the same bytes it uses the highest id, as the
+    """Tokenizes by longest match. For tokens with the same bytes it uses the highest id, as the
     trie does."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        """``tokens[i]`` are the bytes of token i, empty for one that must not be used for text."""
+        """``tokens[i]`` are the bytes of token i; empty for a token that must not be used for
+        text."""
         self._number = {token: number for number, token in enumerate(tokens) if token}
         lengths: dict[bytes, set[int]] = {}
         for token in self._number:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
-        """By a token's first two bytes, or its only one: the lengths of such tokens, descending."""
+        """By the first two bytes of a token, or its only byte: the lengths of such tokens,
+        descending."""
         self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
         """Whether each byte is a token."""
 
     def __call__(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """The longest token at each position, from left to right, with backtracking to a shorter
-        one if the rest cannot be tokenized; ``check`` is called each ``CHECKED_STEPS`` of these.
-        Raises ControllerError if no tokenization exists."""
+        token if the rest cannot be tokenized.
+
+        ``check`` is called every ``CHECKED_STEPS`` positions. Raises ControllerError if no
+        tokenization exists.
+        """
         starts = [0]
         choices = [self._at(text, 0)]
         tokens: list[int] = []

@@ -1,9 +1,10 @@
 """The bytes that each token of a tokenizer stands for, derived from its ``tokenizers`` JSON.
 
-A piece of the vocabulary is not yet bytes: GPT-2's byte level maps bytes to printable characters,
-SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON defines
-the mapping; without a decoder, the model, normalizer and pre-tokenizer imply it. A decoder whose
-text is not the concatenation of its tokens' bytes is refused, as no constraint on bytes could hold.
+An entry of the vocabulary is not in bytes: GPT-2's byte level maps bytes to printable characters,
+and SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON
+defines the mapping; without a decoder, the model, normalizer and pre-tokenizer imply it. A decoder
+whose text is not the concatenation of its tokens' bytes is refused, as no constraint on bytes could
+hold.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def token_bytes(spec: Spec, size: int) -> list[bytes]:
     for added in spec.get("added_tokens") or []:
         number, content = added["id"], added["content"]
         if number < size:
-            # Added tokens are literal text; only SentencePiece's also go through the decoder.
+            # Added tokens are literal text, except in SentencePiece, where they go through the
+            # decoder too.
             written = content.encode() if byte_level else _write(content, steps)
             table[number] = b"" if added.get("special") else written
     unknown = model.get("unk_id")
@@ -86,7 +88,7 @@ def _steps(spec: Spec) -> list[Step]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            # It only strips the ends of the whole text, not of each token.
+            # It only strips the ends of the whole text, and not those of each token.
             continue
         elif kind == "Replace" and fused and len(part["pattern"].get("String", "")) != 1:
             raise _unknown(f"its decoder replaces {part['pattern']}, which may span tokens")
@@ -157,7 +159,8 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes(map(_byte_of, piece))
     except KeyError:
-        # Not in that alphabet, so it is literal text, as in the tokenizers library.
+        # The piece has other characters than this alphabet, so it is literal text, as in the
+        # tokenizers library.
         return piece.encode()
 
 

@@ -15,8 +15,8 @@ Ready = Callable[[TokenizerVocabulary | None, str], None]
 """Called with the vocabulary, or with None and the reason of the failure."""
 
 RETRY_S = 2.0
-"""Seconds without an answer after which the tokenizer is requested again: the GPU worker may be
-gone, and others have the same tokenizer."""
+"""Seconds without an answer after which the tokenizer is requested again: the GPU worker may have
+been lost, and others have the same tokenizer."""
 GIVE_UP_S = 30.0
 """Seconds after which a request stops waiting for a tokenizer and fails."""
 KEPT = 16

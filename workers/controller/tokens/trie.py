@@ -21,7 +21,8 @@ from ....protocol.errors import Code, ControllerError
 MAGIC = 0x558B6FD3
 HEADER_WORDS = 7
 NO_TOKEN = 0xFFFFFF
-"""Marks a node at which no token ends; also the bound on ids, sizes and offsets, all of 24 bits."""
+"""Marks a node at which no token ends. It also bounds ids, sizes and offsets, which have 24
+bits."""
 ROOT_BYTE = 0xFF
 LONGEST = 254
 """Bytes of the longest token that a trie can hold."""
@@ -33,18 +34,20 @@ def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
     """The trie of a vocabulary: ``tokens[i]`` are the bytes of token i, ``eos`` is -1 for none.
 
     Tokens without bytes (special ones) and those longer than ``LONGEST`` bytes are not in it; their
-    length is 0. Every other token is in it once. If several have the same bytes, as SentencePiece's
-    ``A`` and ``<0x41>``, the highest id has the node that a search finds and that has the longer
-    tokens as children, as in AICI: it is the one that a tokenizer produces. The others follow that
-    node's subtree as leaves with the same parent and byte, in the order of their ids. So a walk
-    over all nodes visits each of them, and a mask is exact.
+    length is 0. Every other token is in it once.
+
+    Several tokens may have the same bytes, such as SentencePiece's ``A`` and ``<0x41>``. As in
+    AICI, the highest id has the node that a search finds and that has the longer tokens as
+    children, because a tokenizer produces this id. The other tokens follow that node's subtree as
+    leaves with the same parent and byte, in the order of their ids. So a walk over all nodes visits
+    each token, and a mask is exact.
 
     131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the vocabulary exceeds what 24 bits
     can count.
     """
     kept = [token if len(token) <= LONGEST else b"" for token in tokens]
     data = b"".join(kept)
-    # Apart from the root there are at most as many nodes as bytes.
+    # Apart from the root, the number of nodes is at most the number of bytes.
     for what, count in {"tokens": len(kept), "bytes of tokens": len(data)}.items():
         if count >= NO_TOKEN:
             raise ControllerError(
@@ -75,7 +78,7 @@ class _Preorder(NamedTuple):
 
     byte: np.ndarray[Any, np.dtype[np.uint8]]
     depth: np.ndarray[Any, np.dtype[np.int64]]
-    """From 1."""
+    """The depth of each node, from 1."""
     token: np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -146,9 +149,9 @@ class TokenTrie(NamedTuple):
     """A decoded trie."""
 
     eos: int
-    """-1 for none."""
+    """The end-of-sequence token; -1 for none."""
     tokens: list[bytes]
-    """The bytes of each token, by the offsets."""
+    """The bytes of each token, from the offsets."""
     spelled: dict[int, bytes]
     """The bytes on the path to each token, in the order of the nodes."""
 

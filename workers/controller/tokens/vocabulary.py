@@ -26,8 +26,9 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 class TokenizerVocabulary:
     """Implements ``host.Vocabulary`` for one tokenizer and one model. Thread-safe.
 
-    The constructor builds everything, including the trie, so that no controller's time limit counts
-    it: about 0.4 s for raw tokens and 1.3 s for JSON, with a vocabulary of 131,072.
+    The constructor builds everything, including the trie, so that this time does not count towards
+    a controller's limit. It takes about 0.4 s for raw tokens and 1.3 s for JSON, with a vocabulary
+    of 131,072.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class TokenizerVocabulary:
     ) -> None:
         """Use ``from_json`` or ``from_tokens``.
 
-        The tokens in ``eos`` get no bytes, so that no constraint allows them as text; those beyond
-        the vocabulary, which the model cannot sample, are ignored. ``special``: special tokens by
-        their names.
+        The tokens in ``eos`` have no bytes, so that constraints do not allow them as text. Ids
+        beyond the vocabulary, which the model cannot sample, are ignored. ``special``: special
+        tokens by their names.
         """
         self.size = len(tokens)
         self.eos_ids = tuple(number for number in eos if 0 <= number < self.size)
@@ -64,7 +65,7 @@ class TokenizerVocabulary:
     def from_json(
         cls, json: str, *, size: int, eos: Sequence[int], fingerprint: str
     ) -> TokenizerVocabulary:
-        """From the JSON of a tokenizer, as ``tokenizers`` writes it.
+        """Creates a vocabulary from the JSON of a tokenizer, as ``tokenizers`` writes it.
 
         ``size`` is the model's vocabulary size, its number of logits: ids beyond the tokenizer's
         are padding without bytes, and tokens beyond the model's are never used. Raises
@@ -95,7 +96,8 @@ class TokenizerVocabulary:
         fingerprint: str,
         special: Mapping[str, int] | None = None,
     ) -> TokenizerVocabulary:
-        """From raw tokens, where special ones are empty; text is tokenized by longest match."""
+        """Creates a vocabulary from raw tokens, with special ones empty; text is tokenized by
+        longest match."""
         return cls(tokens, eos, fingerprint, special=special)
 
     def assign_roles(self, roles: Mapping[str, int]) -> None:
@@ -122,8 +124,8 @@ class TokenizerVocabulary:
 
         ``bytes_of`` of the result is always the text: if the tokenizer's own tokens would give
         another text, the longest match is used; bytes that are not UTF-8 are tokenized one by one.
-        ``check`` is called now and then, but not within the tokenizer, and may raise to stop it.
-        Raises ControllerError if the vocabulary cannot represent the text.
+        ``check`` is called repeatedly, but not within the tokenizer, and may raise to stop the
+        call. Raises ControllerError if the vocabulary cannot represent the text.
         """
         try:
             return self._tokens_of(text.decode(), text, check)
@@ -157,7 +159,7 @@ class TokenizerVocabulary:
         try:
             # Unlike the other methods, this one releases the interpreter lock.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except BaseException:  # An unknown word without an unknown token, or a panic.
+        except BaseException:  # The cause is an unknown word without an unknown token, or a panic.
             return []
 
 

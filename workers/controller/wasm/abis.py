@@ -1,7 +1,7 @@
-"""Which interface a module was made for, told from its imports and exports alone.
+"""Recognizes the ABI of a module from its imports and exports alone.
 
-Guests are called without a look at the types of their functions, so what is refused here keeps the
-worker's own memory whole. Source: ``docs/controllers.md`` (native), and AICI's binary interface.
+Guests are called without checking the types of their functions, so these checks protect the
+worker's own memory. Source: ``docs/controllers.md`` (native), and AICI's binary interface.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IMPORTS: dict[Abi, dict[tuple[str, str], FunctionType]] = {
     "native": _types(NATIVE_FUNCTIONS),
     "aici": _types(AICI_FUNCTIONS),
 }
-"""All that a module of each interface may import: module and name, and the function's type."""
+"""All imports that a module of each ABI may have: module and name, and the function's type."""
 
 EXPORTS: dict[Abi, dict[str, FunctionType]] = {
     "native": {
@@ -59,20 +59,20 @@ EXPORTS: dict[Abi, dict[str, FunctionType]] = {
         "aici_post_process": _type("i"),
     },
 }
-"""The functions that a module of each interface exports, all of them."""
+"""The exports that a module of each ABI must have."""
 
 OPTIONAL: dict[str, FunctionType] = {
     "_start": _type(""),
     "_initialize": _type(""),
     "aici_panic": _type(""),
 }
-"""Those that are called where there are any."""
+"""Optional exports, which are called if they exist."""
 
 MAX_MUTABLE_GLOBALS = 128
-"""Each fork copies them one by one."""
+"""A module may have this many mutable globals, because each fork copies them one by one."""
 MAX_EXPORTS = 1000
 MAX_IMPORTS = 256
-"""A module may import one function several times."""
+"""A module may have this many imports; it may import one function several times."""
 
 _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 
@@ -86,10 +86,10 @@ class Examined(NamedTuple):
 
 
 def examine(wasm: bytes, limits: Limits) -> Examined:
-    """The kind of controller that a module is.
+    """The ABI and other facts of a module.
 
-    Raises RequestError where it is none that this worker can run: it says what the module would
-    have to export, which import is unknown, or which limit it goes beyond.
+    Raises RequestError if this worker cannot run the module. The message says which export is
+    missing, which import is unknown, or which limit is exceeded.
     """
     binary = read(wasm)
     abi = _abi(binary)
@@ -122,7 +122,7 @@ def _abi(binary: Binary) -> Abi:
 
 
 def _check_counts(binary: Binary) -> None:
-    """Bounds of what the worker goes through for each instance or for each fork."""
+    """Checks the bounds of items that the worker processes for each instance or for each fork."""
     for what, count, most in (
         ("mutable globals", sum(kind.mutable for kind in binary.globals), MAX_MUTABLE_GLOBALS),
         ("exports", len(binary.exports), MAX_EXPORTS),
@@ -207,6 +207,6 @@ def _exported(names: Mapping[str, int]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name that somebody else chose, fit for a message."""
+    """A name from the module, made safe for a message."""
     short = name if len(name) <= 60 else name[:57] + "..."
     return short if short.isprintable() else repr(short)[1:-1]

@@ -38,7 +38,7 @@ RESULT_BYTES = 1024 * 1024
 LAST_WORDS_BYTES = 1000
 """Bytes at the end of a guest's log that become its error message when it stops itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
-"""The names for which ``aici_host_get_config`` returns 1."""
+"""The numbers of the blobs. Each kind has one blob, so that their memory is bounded."""
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
 """The numbers of the blobs. There is one of each kind, so that their memory is bounded."""
@@ -64,7 +64,7 @@ class AiciProgram:
         self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
 
     def start(self, host: Host) -> Controller:
-        """A fresh instance; each of its start-up calls has ``Limits.init_s``."""
+        """A new instance; each of its start-up calls has the limit ``Limits.init_s``."""
         state = AiciState(host)
         if self._keeps_tokens:
             state.tokens = array.array("I")
@@ -109,9 +109,9 @@ class AiciState:
         self.masked = False
         self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
         self.last_words = b""
-        """The end of the log of the current call."""
+        """The last bytes of the log of the current call."""
         self.tokens: array.array[int] | None = None
-        """The sequence with its prompt; None where the module does not import
+        """The tokens of the sequence with its prompt; None if the module does not import
         ``aici_host_tokens``."""
 
 
@@ -187,7 +187,7 @@ class AiciController:
         self._guest.close()
 
     def _call(self, function: Any, limit_s: float, name: str, argument: bytes) -> bytes:
-        """Calls the guest; the JSON that it returned."""
+        """Calls the guest; returns its JSON."""
         state = self._state
         state.blobs[_PROCESS_ARG] = argument
         state.result = None
@@ -246,7 +246,7 @@ def _tokens(state: AiciState) -> int:
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, most_bytes(limit))
-    # It is decoded, and its value read as hexadecimal.
+    # The JSON was decoded, and the value is read as hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     state.blobs[_STORAGE] = run_command(command, state.host.variables, limit)
@@ -298,7 +298,7 @@ def _stop(state: AiciState) -> None:
 
 
 def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: int) -> int | None:
-    """As in WASI; the end of it is kept for ``_stop``."""
+    """As in WASI; the last bytes are kept for ``_stop``."""
     said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
     if said == OK:
         guest = state.guest

@@ -1,7 +1,7 @@
-"""The JSON of AICI's four calls: arguments for the guest, and what its results mean here.
+"""The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
 
-Source: ``aici-binary.md``, "JSON of the calls". A result that is anything else than what stands
-there raises ControllerError, with the beginning of what the guest returned.
+Source: ``aici-binary.md``, "JSON of the calls". Any other result raises ControllerError, with the
+first bytes of the result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .. import biases
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 
 SHOWN_BYTES = 200
-"""How much of what a guest gave is shown to people."""
+"""Maximum bytes of a guest's result in an error message."""
 
 MAX_VALUES = 70_000
-"""Values in the result of a call: it is decoded while no other thread of the worker runs. As many
-tokens as may be appended at once, and some more."""
+"""Values in the result of a call, because no other thread of the worker runs while it is decoded.
+The number covers the maximum of appended tokens."""
 MAX_LISTS = 1024
-"""Lists and objects in it: more than a request may have sequences."""
+"""Lists and objects in the result: more than the maximum of sequences of a request."""
 _SMALL_BYTES = MAX_LISTS
-"""JSON of this size cannot have too many of either."""
+"""JSON of at most this size cannot exceed the two limits above."""
 
 _U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 
@@ -100,7 +100,7 @@ def check_init_prompt(result: bytes) -> None:
 def pre_process_answer(result: bytes) -> Answer:
     """The meaning of a result of pre_process.
 
-    Where it says several things at once, the first of these holds: stop, suspend, append, fork.
+    If it has several actions, the first of these applies: stop, suspend, append, fork.
     """
     said = _decode_result(
         _pre,
@@ -128,8 +128,8 @@ def pre_process_answer(result: bytes) -> Answer:
 
 
 def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
-    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens; ``masked``: it
-    has given a mask before."""
+    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens; ``masked``: the
+    call has written a mask."""
     said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP
@@ -168,14 +168,15 @@ def post_process_answer(result: bytes) -> Answer:
 
 
 def _decode_result(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """``decode`` of the result of a call, unless it has too many values."""
+    """Decodes the result of a call, unless it has too many values."""
     if len(data) > _SMALL_BYTES:
         _check_counts(data, what)
     return decode(decoder, data, what, right)
 
 
 def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """Reads what a guest gave; raises ControllerError, which says what ``right`` would be."""
+    """Decodes a value from a guest; raises ControllerError, whose message describes the ``right``
+    form."""
     try:
         return decoder.decode(data)
     except RecursionError:
@@ -201,7 +202,7 @@ def _check_counts(data: bytes, what: str) -> None:
 
 
 def shown(data: bytes) -> str:
-    """The beginning of what a guest gave, for a message of one line."""
+    """The beginning of a value from a guest, for a message of one line."""
     if not data:
         return "nothing"
     text = data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")

@@ -44,7 +44,8 @@ _COMMAND_IS = (
 
 
 def most_bytes(variable_bytes: int) -> int:
-    """Most bytes of a command with values of at most ``variable_bytes``; names may be escaped."""
+    """Maximum bytes of a command with values of at most ``variable_bytes``; names may be
+    escaped."""
     return 2 * variable_bytes + 6 * NAME_BYTES + 256
 
 

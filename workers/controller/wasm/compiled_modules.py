@@ -1,8 +1,8 @@
 """Compiled modules: in memory while they are used, on disk for the next process.
 
-Loading a compiled form that another user has changed would run their machine code, so each file
-carries an HMAC under a key that lies in the folder for this user alone. It covers the module's id
-and what the form was compiled for; a file for which it is wrong counts as missing.
+Loading a compiled form that another user has changed would run their machine code. So each file has
+an HMAC under a key in the folder that only this user can read. The HMAC covers the module's id and
+the compilation target; a file with a wrong HMAC counts as missing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from .whole_files import clear_left, write_first, write_whole
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 * 1024**2
-"""Compiled forms that are kept in memory; the one that was used least recently goes first."""
+"""Bytes of compiled forms in memory; the least recently used form is removed first."""
 AT_ONCE = 2
-"""Modules that are compiled at the same time; further uploads have to be sent again."""
+"""Modules that are compiled at the same time; further uploads are refused and have to be sent
+again."""
 TURN_S = 60.0
 """How long a stream waits until its module can be compiled, in seconds."""
 
@@ -50,7 +51,7 @@ class Loaded(NamedTuple):
     module: wasmtime.Module
     """With all its mutable globals exported."""
     why_no_fork: str | None = None
-    """The part of it that a fork would not have; None: it may fork."""
+    """The state of a module that a fork could not copy; None: it may fork."""
 
 
 Head = tuple[Literal["native", "aici"], str | None]
@@ -61,7 +62,7 @@ class CompiledModules:
     """The compiled forms in a folder, for one engine. Safe from any thread and process."""
 
     def __init__(self, folder: Path, limits: Limits, engine: wasmtime.Engine) -> None:
-        """``engine`` was made of these ``limits`` by ``sandbox.make_engine``."""
+        """``sandbox.make_engine`` made ``engine`` from these ``limits``."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         clear_left(folder)
         self._folder = folder
@@ -79,11 +80,11 @@ class CompiledModules:
         self._compiling = threading.Semaphore(AT_ONCE)
 
     def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
-        """Examines and compiles a module unless that is done; the module, and the size of its
-        compiled form, in bytes.
+        """Examines and compiles a module unless that is done; returns the module, and the size of
+        its compiled form, in bytes.
 
-        Raises RequestError where it is not a valid controller, UnavailableError where too many are
-        being compiled.
+        Raises RequestError if it is not a valid controller, UnavailableError if too many modules
+        are being compiled.
         """
         with self._turn(module):
             ready = self._read(module) or self._compile(module, wasm)
@@ -91,9 +92,9 @@ class CompiledModules:
             return ready
 
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
-        """A module by its id; ``wasm`` gives its bytes, where it must be compiled once more.
+        """A module by its id; ``wasm`` returns its bytes, if it must be compiled again.
 
-        Where too many are being compiled, it waits until one of them is.
+        If too many modules are being compiled, it waits for one of them.
         """
         with self._lock:
             kept = self._kept.get(module)
@@ -108,7 +109,7 @@ class CompiledModules:
             return ready[0]
 
     def drop(self, module: str) -> None:
-        """Forgets a module, here and on disk."""
+        """Removes a module from memory and disk."""
         with self._lock:
             _, size = self._kept.pop(module, (None, 0))
             self._kept_bytes -= size
@@ -119,7 +120,7 @@ class CompiledModules:
 
     @contextmanager
     def _turn(self, module: str) -> Iterator[None]:
-        """One thread at a time for each module, so that none is compiled twice."""
+        """Admits one thread at a time for each module, so that no module is compiled twice."""
         with self._lock:
             turn = self._turns.get(module)
             if turn is None:
@@ -185,7 +186,7 @@ class CompiledModules:
             return None
         head, _, code = content.partition(b"\n")
         abi, why_no_fork = msgspec.json.decode(head, type=Head)
-        with suppress(wasmtime.WasmtimeError):  # For another processor or another configuration.
+        with suppress(wasmtime.WasmtimeError):  # Compiled for another target.
             compiled = wasmtime.Module.deserialize(self._engine, code)
             return Loaded(abi, compiled, why_no_fork), len(code)
         return None
@@ -197,7 +198,7 @@ class CompiledModules:
 
 
 def _key(file: Path) -> bytes:
-    """The key of this folder, made by the first process that needs it."""
+    """The key of this folder, created by the first process that needs it."""
     if not file.exists():
         write_first(file, secrets.token_bytes(_KEY_BYTES))
     key = file.read_bytes()

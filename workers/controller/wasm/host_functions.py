@@ -1,4 +1,4 @@
-"""Functions of the host that guests import: linked once for each engine, entered in 3 us."""
+"""Host functions that guests import: linked once for each engine, entered in 3 us."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime, for calls so short that letting other threads run meanwhile costs more.
-Functions have no argtypes: everything that is passed is of the right type already."""
+"""The library of wasmtime, for calls so short that releasing the interpreter lock would cost more.
+Functions have no argtypes: all arguments already have the right type."""
 _trap_new = _held.wasmtime_trap_new
 _trap_new.restype = ctypes.c_size_t
 _define = _held.wasmtime_linker_define_func_unchecked
@@ -42,19 +42,19 @@ class _Running(threading.local):
 running = _Running()
 
 CHECKED_WORK = 32
-"""Units of host work after which the CPU time of a call is looked at: calls, or ``WORK_BYTES``."""
+"""Units of host work after which the CPU time of a call is checked: calls, or ``WORK_BYTES``."""
 WORK_BYTES = 256
-"""Bytes that a host function copies in about the time of entering it."""
+"""Number of bytes that a host function copies in about the time of entering it."""
 BULK_BYTES = CHECKED_WORK * WORK_BYTES
 
 
 class HostFunction(NamedTuple):
-    """A function of the host: its parameters and results as letters (``i``: i32, ``I``: i64)."""
+    """A host function: its parameters and results as letters (``i``: i32, ``I``: i64)."""
 
     params: str
     results: str
     call: Callable[..., int | None]
-    """Called with what the guest was made with, then the arguments, unsigned."""
+    """Called with the guest's host object, then the unsigned arguments."""
 
 
 _TYPES = {"i": wasmtime.ValType.i32, "I": wasmtime.ValType.i64}
@@ -98,7 +98,8 @@ def linkers(
 
 
 def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
-    """The functions that Wasmtime calls: arguments to Python and back, exceptions into traps."""
+    """The functions that Wasmtime calls: they convert arguments to Python, and exceptions to
+    traps."""
     call, params = function.call, function.params
     wide = "I" in params or "I" in function.results
     count = len(params)

@@ -1,8 +1,8 @@
 """One guest: an instance in a store of its own, called, read, written and cloned at low cost.
 
-The costs are those of crossing from Python: a call through ``wasmtime_func_call_unchecked`` takes
-1.3 us where ``Func.__call__`` takes 13, as types are not looked up again; memory is read at its
-address; a host function is entered in 3 us.
+Crossing from Python causes the cost. A call through ``wasmtime_func_call_unchecked`` takes 1.3 us
+instead of the 13 us of ``Func.__call__``, as types are not looked up again. Memory is read at its
+address, and a host function is entered in 3 us.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The same library, for calls so short that letting other threads run meanwhile costs more."""
+"""The same library, for calls so short that releasing the interpreter lock would cost more."""
 
-# Without argtypes: everything that is passed is of the right type already.
+# Functions have no argtypes: all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
 _call.restype = ctypes.c_void_p
 _data_size = _held.wasmtime_memory_data_size
@@ -47,7 +47,7 @@ _set_epoch_callback.restype = None
 _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
-"""Linux 5.14; where it is unknown, nothing happens."""
+"""Since Linux 5.14; older kernels ignore it."""
 
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
@@ -63,9 +63,11 @@ _TRAPS = {
 
 
 def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
-    """A tick has come while a guest runs: it goes on while it has CPU time left.
+    """Called when an epoch tick occurs while a guest runs: the guest continues while it has CPU
+    time left.
 
-    Counted from its first tick, so that a call that is over before one pays nothing.
+    The time counts from the guest's first tick, so that a call that ends before a tick costs
+    nothing.
     """
     guest = running.guest
     now = time.thread_time()
@@ -84,10 +86,12 @@ _epoch_callback = _OnEpoch(_on_epoch)
 
 
 class Spares:
-    """Copies whose sequences have finished, kept for the next forks of their modules.
+    """Instances whose sequences have finished, which are reused for the next forks of their
+    modules.
 
-    Most of the cost of a fork is that the system allocates its memory, page by page; a spare one
-    has its pages. It is overwritten as a whole, so that no sequence sees memory of another.
+    Most of the cost of a fork is the allocation of its memory by the system, page by page. A spare
+    instance has its pages. Its memory is completely overwritten, so that a sequence never sees
+    memory of another one.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -95,10 +99,10 @@ class Spares:
         self._bytes = 0
         self._lock = threading.Lock()
         self._kept: list[Guest] = []
-        """The one that was kept last comes last."""
+        """The most recently added instance comes last."""
 
     def keep(self, guest: Guest) -> None:
-        """Takes a guest whose sequence has finished; the oldest ones make room for it."""
+        """Adds a guest whose sequence has finished; the oldest ones make room for it."""
         evicted = []
         with self._lock:
             self._kept.append(guest)
@@ -110,7 +114,7 @@ class Spares:
             old.free()
 
     def take(self, template: Template, size: int) -> Guest | None:
-        """A guest of a template with a memory of ``size`` bytes; None where there is none."""
+        """A guest of a template with a memory of ``size`` bytes; None if there is none."""
         with self._lock:
             for at in range(len(self._kept) - 1, -1, -1):
                 guest = self._kept[at]
@@ -121,18 +125,19 @@ class Spares:
 
 
 INSTANCE_BYTES = 512 * 1024
-"""Estimated bytes of an instance besides its memory: tables, globals, and its host objects."""
+"""Estimated bytes of an instance in addition to its memory: tables, globals, and its host
+objects."""
 
 SPARES = Spares(64 * 1024 * 1024)
 
 
 class Template:
-    """A module with its imports linked: guests are made of it."""
+    """A module with its imports linked, from which guests are created."""
 
     def __init__(
         self, linker: wasmtime.Linker, module: wasmtime.Module, engine: wasmtime.Engine
     ) -> None:
-        """Raises wasmtime.WasmtimeError where an import is missing."""
+        """Raises wasmtime.WasmtimeError if an import is missing."""
         self.engine = engine
         self.linker = linker
         self.made = linker.instantiate_pre(module)
@@ -147,16 +152,16 @@ class Template:
 
 
 class Guest:
-    """An instance of a template, on behalf of ``host``: whatever its host functions are to get.
+    """An instance of a template. ``host`` is passed to its host functions.
 
-    One thread at a time. Whatever fails raises ControllerError, after which the guest is dead.
+    For one thread at a time. Every failure raises ControllerError, after which the guest is dead.
     """
 
     def __init__(
         self, template: Template, host: Any, limits: Limits, memory: TenantMemory | None = None
     ) -> None:
-        """Makes the instance, which runs the module's start function if it has one. It counts
-        towards ``memory``, if that is given."""
+        """Creates the instance, which runs the module's start function if it has one. It counts
+        towards ``memory``, if given."""
         self.template = template
         self.host = host
         self.limits: Limits
@@ -166,7 +171,7 @@ class Guest:
         self._ticked_at: float | None = None
         self._timed_out = False
         self.host_work = 0
-        """Work of host functions since its CPU time was last looked at, in units."""
+        """Work of host functions since its CPU time was last checked, in units."""
         self.fault: BaseException | None = None
         self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
@@ -201,7 +206,7 @@ class Guest:
             self._account.give_back(self._counted)
             self._account, self._counted = None, 0
         if self._is_copy and not self._dead:
-            # All of its memory, grown parts too, is to be overwritten for the next sequence.
+            # All of its memory, including grown parts, will be overwritten for the next sequence.
             self.measure()
             SPARES.keep(self)
         else:
@@ -215,16 +220,16 @@ class Guest:
     # --- calls ----------------------------------------------------------------------------------
 
     def function(self, name: str) -> Any:
-        """An exported function, for ``call``; raises ControllerError where there is none."""
+        """An exported function, for ``call``; raises ControllerError if it does not exist."""
         export = self._export(name)
         if export is None or export.kind != ffi.WASMTIME_EXTERN_FUNC.value:
             raise ControllerError(Code.CONTROLLER_FAILED, f"the module exports no {name}")
         return ctypes.byref(ffi.wasmtime_func_t.from_buffer_copy(export.of.func))
 
     def call(self, function: Any, limit_s: float, name: str) -> int:
-        """Calls a function of no parameters, for at most ``limit_s`` seconds of CPU time.
+        """Calls a function without parameters, for at most ``limit_s`` seconds of CPU time.
 
-        Returns its i32; without one, whatever.
+        Returns its i32; for a function without a result, the value is undefined.
         """
         running.guest = self
         self._limit_s = limit_s
@@ -247,7 +252,7 @@ class Guest:
         return self._limit_s
 
     def charge(self, size: int) -> None:
-        """Counts host work that is about to be done, in bytes copied, as this guest's."""
+        """Counts host work for this guest before it is done, in bytes copied."""
         if size >= BULK_BYTES and self._ticked_at is None:
             self._ticked_at = time.thread_time()
         self.host_work += size // WORK_BYTES
@@ -255,8 +260,8 @@ class Guest:
     def check_time(self) -> None:
         """Raises ControllerError if the current call has used up its CPU time.
 
-        Ticks alone do not stop a guest that goes from one host function to the next: it is looked
-        at in loops and at calls of its own functions only.
+        Ticks alone do not stop a guest that calls one host function after another: they take effect
+        only in loops and at calls of its own functions.
         """
         self.host_work = 0
         now = time.thread_time()
@@ -269,13 +274,14 @@ class Guest:
     # --- memory ---------------------------------------------------------------------------------
 
     def measure(self) -> int:
-        """Bytes of its memory now: ``size`` is what was seen last, and it may have grown."""
+        """The present size of its memory in bytes. ``size`` is the last measured one, since which
+        it may have grown."""
         self.size = _data_size(self._context, self._memory_at)
         return self.size
 
     def count(self) -> None:
-        """Counts its memory towards its tenant's; raises ControllerError beyond the share of that.
-        Called once in each round, as its memory may have grown."""
+        """Counts its memory towards its tenant's share; raises ControllerError above that share.
+        Called once in each round, as the memory may have grown."""
         if self._account is None:
             return
         size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES
@@ -284,7 +290,7 @@ class Guest:
             self._counted = size
 
     def check(self, address: int, size: int) -> None:
-        """Raises ControllerError where ``[address, address + size)`` is not in its memory."""
+        """Raises ControllerError if ``[address, address + size)`` is not in its memory."""
         if address + size > self.size and address + size > self.measure():
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -292,7 +298,7 @@ class Guest:
             )
 
     def read(self, address: int, size: int) -> bytes:
-        """Bytes of its memory."""
+        """Reads bytes of its memory."""
         self.check(address, size)
         return ctypes.string_at(self.base + address, size)
 
@@ -317,14 +323,14 @@ class Guest:
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
     def restore(self, memory: memoryview) -> None:
-        """Makes its memory what that of another guest of its module was. Between calls only; for
-        modules whose globals do not change from call to call."""
+        """Sets its memory to the state of another guest of its module. Only between calls, and only
+        for modules whose globals do not change between calls."""
         self._grow_to(len(memory))
         whole = (ctypes.c_char * len(memory)).from_address(self.base)
         memoryview(whole).cast("B")[:] = memory
 
     def clone(self, host: Any, limits: Limits) -> Guest:
-        """A guest with the same memory and globals, on behalf of ``host``. Between calls only."""
+        """A guest with the same memory and globals, for ``host``. Only between calls."""
         size = self.measure()
         if size > limits.memory_bytes:
             raise ControllerError(
@@ -367,7 +373,7 @@ class Guest:
         )
 
     def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
-        """A fresh guest for a fork, with a memory of ``size`` bytes."""
+        """A new guest for a fork, with a memory of ``size`` bytes."""
         other = Guest(self.template, host, limits, self._account)
         other._is_copy = True
         try:
@@ -388,7 +394,7 @@ class Guest:
             raise
 
     def _grow_to(self, size: int) -> None:
-        """Makes the memory so large, all of its pages at hand."""
+        """Grows the memory to a size, and populates all of its pages."""
         missing = size - self.size
         if missing > 0:
             before = ctypes.c_uint64()
@@ -400,7 +406,8 @@ class Guest:
                     Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated for it"
                 )
             self.measure()
-        # The pages all at once: one by one, as they are written to, takes three times as long.
+        # All pages are populated at once: one by one, at the first write, takes three times as
+        # long.
         _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def _instantiate(self) -> int | None:

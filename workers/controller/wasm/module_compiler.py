@@ -1,11 +1,12 @@
 """Examining and compiling a module in a process of its own, with bounded time and memory.
 
 A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
-the worker does not compile in its own process what users upload. Reading it takes a second for some
-modules of 4 MB, so that is not done there either.
-``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S`` takes a module on stdin,
-and writes to stdout what kind of controller it is, as a line of JSON, and then what
-``wasmtime.Module.deserialize`` takes. LIMITS is the JSON of ``Limits``.
+the worker does not compile uploads in its own process. It does not parse them there either, as that
+takes a second for some modules of 4 MB.
+
+``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S`` reads a module from
+stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
+``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from .wasm_binary import with_exported_globals
 from .wasm_reader import WasmError
 
 CPU_S = 30
-"""Time that compiling may take, in seconds of CPU, all threads together. 16 MB of usual code: 7."""
+"""CPU time of compiling, in seconds, of all threads together. 16 MB of usual code take 7 s."""
 WALL_S = 100.0
-"""The same by the clock, in seconds, so that a machine that is too busy is noticed."""
+"""Time of compiling by the clock, in seconds, so that an overloaded machine is noticed."""
 MEMORY_BYTES = 2 * 1024**3
 """The memory that the process may allocate."""
 COMPILED_BYTES = 256 * 1024**2
-"""Size of the compiled form at most; usual code is about as large as its module."""
+"""Maximum size of the compiled form; usual code is about as large as its module."""
 
 _INVALID = 3
 """Exit code: the module is not valid."""
@@ -46,7 +47,7 @@ _SAID_CHARACTERS = 2000
 
 
 class Compiled(NamedTuple):
-    """A module of which this worker can make controllers."""
+    """A module for which this worker can create controllers."""
 
     found: Examined
     code: bytes
@@ -56,8 +57,8 @@ class Compiled(NamedTuple):
 def compile_module(wasm: bytes, limits: Limits) -> Compiled:
     """A module, examined and compiled for an engine that ``make_engine`` made of the same limits.
 
-    Raises RequestError where ``examine`` does, where the module is not valid, or where it takes
-    more than the bounds above.
+    Raises RequestError if ``examine`` does, if the module is not valid, or if it exceeds the bounds
+    above.
     """
     command = [sys.executable, "-m", __name__, msgspec.json.encode(limits).decode(), str(CPU_S)]
     try:

@@ -1,6 +1,6 @@
 """A tenant's part of the store: its modules and tags.
 
-The state worker keeps the tables, so that all machines agree on them; a machine has copies.
+The state worker stores the tables, so that all machines agree on them; each machine has copies.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from ....protocol.pace import RETRY_AFTER_S
 MAX_MODULES = 1_000
 """Modules of a tenant."""
 MAX_BYTES = 1024**3
-"""Bytes of a tenant's modules, the compiled forms included."""
+"""Bytes of a tenant's modules, including the compiled forms."""
 MAX_TAGS = 10_000
 SHOWN = 20
 SHOWN_CHARACTERS = 400
-"""Names that an error lists at most, and their length together."""
+"""Maximum characters of the list of names in an error."""
 COMPARED = 200
 COMPARED_CHARACTERS = 40
-"""Tags that are compared with a wrong name at most, and how long they may be: it takes time."""
+"""Number of tags that are compared with a wrong name, and their maximum length, because the
+comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
-"""The beginning of an id, which may stand for it."""
+"""The beginning of an id, which may be used instead of the id."""
 _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 
@@ -46,7 +47,7 @@ BUILT_IN = (
     "substring",
     "yacc",
 )
-"""The constraints that need no code: names that no tag can have."""
+"""Names of built-in constraints, which need no module; a tag cannot have such a name."""
 
 
 class Entry(Struct, omit_defaults=True):
@@ -70,12 +71,13 @@ class Table(Struct, omit_defaults=True):
     tagged: dict[str, Tagged] = {}
     """How each tag was assigned."""
     version: int = 0
-    """That of the state worker; 0: it has none."""
+    """The version at the state worker; 0: the state worker has no table."""
 
     def named(self, name: str, path: str) -> str:
-        """The id of the module that is meant by a tag, an id, or 8 characters of one or more.
+        """The id of the module with a tag, an id, or the first 8 or more characters of an id.
 
-        Raises ``unknown_controller``, which says what there is. ``path`` is the field of the name.
+        Raises ``unknown_controller``, whose message lists the existing names. ``path`` is the field
+        of the name.
         """
         module = self.tags.get(name, name)
         if module in self.modules:
@@ -92,11 +94,11 @@ class Table(Struct, omit_defaults=True):
         raise RequestError(Code.UNKNOWN_CONTROLLER, _why_unknown(self, name, path), path=path)
 
     def stored(self, module: str, tags: list[str] | None = None) -> StoredModule:
-        """A module as clients see it, with all its tags or with these."""
+        """A module in the form for clients, with all its tags or with these."""
         entry = self.modules[module]
         if tags is None:
             tags = [tag for tag, named in self.tags.items() if named == module]
-        # A tag of an earlier version, which did not keep this, was assigned after the upload.
+        # A tag from an earlier version, which did not record this, was assigned after the upload.
         earlier = Tagged(at=entry.uploaded, by=self.tenant)
         return StoredModule(
             module=module,
@@ -111,7 +113,7 @@ class Table(Struct, omit_defaults=True):
         )
 
     def assign(self, tags: Iterable[str], module: str, by: str) -> None:
-        """Lets ``tags`` name a module, at the request of ``by``."""
+        """Assigns ``tags`` to a module, at the request of ``by``."""
         tagged = Tagged(at=time.time(), by=by or self.tenant)
         for tag in tags:
             self.tags[tag] = module
@@ -138,7 +140,7 @@ def decode_table(content: bytes) -> Table:
 
 
 def _why_unknown(table: Table, name: str, path: str) -> str:
-    """The error about a name, and which ones there are, those like it first."""
+    """The error for an unknown name; it lists the existing names, similar ones first."""
     runs = path == "$.controller"
     parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
     if runs and _PYTHON.fullmatch(name):
@@ -158,7 +160,7 @@ def _why_unknown(table: Table, name: str, path: str) -> str:
 
 
 def _some(tags: Iterable[str], name: str) -> str:
-    """As many tags as a message has room for, those like ``name`` first."""
+    """As many tags as fit into a message, those similar to ``name`` first."""
     every = sorted(tags)
     short = (tag for tag in every if len(tag) <= COMPARED_CHARACTERS)
     near = difflib.get_close_matches(name[:COMPARED_CHARACTERS], islice(short, COMPARED))
@@ -172,7 +174,7 @@ def _some(tags: Iterable[str], name: str) -> str:
 
 
 def check_tag(tag: str) -> None:
-    """Raises RequestError where this can be no tag."""
+    """Raises RequestError if this is not a valid tag."""
     if tag in BUILT_IN:
         raise RequestError(
             Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
@@ -186,7 +188,7 @@ def check_tag(tag: str) -> None:
 
 
 def check_tags(table: Table) -> None:
-    """Raises RequestError where a tenant has too many tags."""
+    """Raises RequestError if a tenant has too many tags."""
     if len(table.tags) > MAX_TAGS:
         raise RequestError(
             Code.TOO_LARGE,
@@ -196,7 +198,7 @@ def check_tags(table: Table) -> None:
 
 
 def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) -> None:
-    """Refuses a module for which a tenant has no room; ``more``: its bytes."""
+    """Refuses a module for which the tenant has no room; ``more``: the module's bytes."""
     if module in table.modules:
         return
     if len(table.modules) >= MAX_MODULES:

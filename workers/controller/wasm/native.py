@@ -25,7 +25,8 @@ from .wasi import WASI, start_function
 VERSION = 1
 START = f"tokenbus_abi_v{VERSION}"
 TOKENIZED_WORK = 64
-"""Bytes that are copied in the time in which one byte of text is tokenized, about."""
+"""Approximate number of bytes that are copied in the time in which one byte of text is
+tokenized."""
 NAME_BYTES = 256
 """The longest name of a variable."""
 
@@ -191,8 +192,8 @@ class NativeController:
         block[_COUNT] = 1
 
     def _put(self, numbers: Sequence[int], limit_s: float, more: bytes = b"") -> None:
-        """Writes an argument into the inbox; has the guest enlarge it if necessary, within the time
-        limit of the call that the argument is for."""
+        """Writes an argument into the inbox. If necessary, the guest enlarges the inbox first,
+        within the time limit of the call for which the argument is."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
@@ -206,7 +207,7 @@ class NativeController:
         block[_COUNT] = len(numbers)
 
     def _bias(self) -> biases.Bias | None:
-        """The bias that mid_process has left, in the guest's memory."""
+        """The bias that mid_process has left in the guest's memory."""
         guest, address, pairs = self._guest, self._block[_BIAS], self._block[_PAIRS]
         size = self._host.vocabulary.size
         if pairs > size:
@@ -302,7 +303,7 @@ def _trie_read(state: NativeState, into: int, offset: int, size: int) -> int:
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
     guest.charge(size)
-    # It is several megabytes, so it is copied only once.
+    # The trie has several megabytes, so it is copied only once.
     at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
     ctypes.memmove(guest.base + into, at + offset, size)
     return size

@@ -1,7 +1,7 @@
 """The Wasm engine: how modules are compiled, and the clock that stops them.
 
-Guests see no files, no network, no clock, no randomness and no threads. Floats that are not numbers
-have one form, and vectors one result, so that a replayed guest does what it did.
+Guests have no access to files, the network, a clock, randomness or threads. NaNs have one bit
+pattern, and vector instructions one result, so that a replayed guest behaves in the same way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import wasmtime
 from ..limits import Limits
 
 TICK_S = 0.001
-"""How often a running guest is looked at, in seconds: the grain of its time limits."""
+"""Interval at which the CPU time of a running guest is checked, in seconds: the resolution of its
+time limits."""
 HOST_STACK_BYTES = 4 * 1024 * 1024
-"""Stack of a thread that runs guests: theirs, and below it that of the host functions they call."""
+"""Stack of a thread that runs guests: the guest's stack, and the stack of the host functions that
+it calls."""
 
 
 def make_engine(limits: Limits) -> wasmtime.Engine:
@@ -35,13 +37,13 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
     config.wasm_function_references = False
     config.wasm_exceptions = False
     config.wasm_stack_switching = False
-    # A memory's address stays, so that the host may keep it.
+    # The address of a memory does not change, so that the host may store it.
     config.memory_may_move = False
     return wasmtime.Engine(config)
 
 
 class Ticker:
-    """A thread that moves the epoch on, for programs without a loop of their own that does.
+    """A thread that increments the epoch, for programs without their own loop for it.
 
     with Ticker(engine):
         ...

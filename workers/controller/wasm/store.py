@@ -1,11 +1,14 @@
 """The store of controller modules: by tenant, shared by all controller workers.
 
-A folder of the machine holds the bytes by their SHA-256 (``modules/``), copies of the tables of
-tenants (``tenants/``), and compiled forms (``compiled/``). The tables themselves are at the state
-worker, which replaces them by compare-and-set, so that all machines agree on what a tag names; the
-bytes of a module come from another machine where this one lacks them, and are what their id says.
-Contents that several tenants uploaded are kept once; a tenant can name only what it uploaded.
-Files are written under another name and renamed, one writer at a time; readers never wait.
+A folder of the machine has the bytes by their SHA-256 (``modules/``), copies of the tables of
+tenants (``tenants/``), and compiled forms (``compiled/``).
+
+The tables themselves are at the state worker, which replaces them by compare-and-set, so that all
+machines agree on the meaning of a tag. If the bytes of a module are missing on this machine, they
+come from another one, and are checked against the id.
+
+A content that several tenants uploaded is stored once; a tenant can only name its own uploads.
+Files are written under another name and renamed, by one writer at a time; readers never wait.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ __all__ = ["Loaded", "ModuleStore", "Others"]
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""How long an answer about a table is waited for, in seconds."""
+"""How long the store waits for an answer about a table, in seconds."""
 SHORT_S = 2.0
-"""The same where the copy here would do: of a module that is named by its id, and of a tag while
-the state worker has not answered since a stream waited for ``PATIENCE_S``."""
+"""How long it waits if the local copy would do, in seconds. That is so for a module that is named
+by its id, and for a tag after one stream has waited for ``PATIENCE_S`` in vain."""
 MAX_TRIES = 100
-"""How often a change is tried again as others have changed the table meanwhile."""
+"""How often a change is tried again after others have changed the table meanwhile."""
 
 T = TypeVar("T")
 Stored = list[StoredModule]
@@ -72,13 +75,13 @@ class Others(Protocol):
         UnavailableError."""
 
     def fetch(self, module: str) -> bytes:
-        """The bytes of a module, which are what its id says; raises UnavailableError."""
+        """The bytes of a module, which match its id; raises UnavailableError."""
 
 
 class ModuleStore:
     """The store in a folder, which is made for this user alone. Safe from any thread.
 
-    Whatever a client can be wrong about is a RequestError.
+    Mistakes of a client raise RequestError.
     """
 
     def __init__(
@@ -88,13 +91,13 @@ class ModuleStore:
         engine: wasmtime.Engine,
         others: Others | None = None,
     ) -> None:
-        """``engine`` was made of these ``limits`` by ``sandbox.make_engine``. Without ``others``,
-        the folder is all there is."""
+        """``sandbox.make_engine`` made ``engine`` from these ``limits``. Without ``others``, the
+        store consists of the folder only."""
         self._folder = folder
         self._limits = limits
         self._others = others
         self._silent = False
-        """Whether the state worker has not answered since a stream waited in full for it."""
+        """Whether the state worker has not answered since a stream waited the full time for it."""
         self._make_folders()
         self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
@@ -116,11 +119,11 @@ class ModuleStore:
         by: str = "",
         upload_bytes: int | None = None,
     ) -> StoredModule:
-        """Stores a module for a tenant, and lets ``tag`` name it; one that is there stays.
+        """Stores a module for a tenant, unless it is already stored, and assigns ``tag`` to it.
 
-        Refuses one that is too large, not valid, no controller of an ABI that this worker speaks,
-        or for which the store has no room. UnavailableError where others are being compiled, or
-        beyond the tenant's quota of ``upload_bytes``.
+        Refuses a module that is too large, not valid, not a controller of a supported ABI, or for
+        which the store has no room. Raises UnavailableError if others are being compiled, or above
+        the tenant's quota of ``upload_bytes``.
         """
         if tag is not None:
             check_tag(tag)
@@ -148,15 +151,15 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            if error.code != Code.STORE_FAILED:  # After that, the table may have it.
+            if error.code != Code.STORE_FAILED:  # Otherwise the table may have it.
                 with self._locked():
                     self._drop_unused(module)
             raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
-        """Lets ``tags`` name the module that ``name`` does; they name no other one any more.
+        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other.
 
-        Raises ``conflict`` where another change let one of them name another module meanwhile.
+        Raises ``conflict`` if another change assigned one of them to a different module meanwhile.
         """
         for tag in tags:
             check_tag(tag)
@@ -177,7 +180,7 @@ class ModuleStore:
         return sorted(modules, key=lambda m: -m.uploaded)
 
     def delete(self, tenant: str, name: str) -> StoredModule:
-        """Drops a tag, or a module with all its tags; the answer has the tags that are dropped."""
+        """Removes a tag, or a module with all its tags; the answer lists the removed tags."""
 
         def drop(table: Table) -> StoredModule:
             module = table.named(name, "$.module")
@@ -194,12 +197,14 @@ class ModuleStore:
     # --- what the worker asks for ---------------------------------------------------------------
 
     def resolve(self, tenant: str, name: str) -> str:
-        """The id of the module that a tenant means by a tag, an id or the beginning of one.
+        """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.
 
-        Raises ``unknown_controller``, which says what there is; UnavailableError where a name that
-        is not known here cannot be looked up. One that is known means what it last meant where the
-        state worker does not answer: after ``SHORT_S`` for an id, which always means the
-        same, and after ``PATIENCE_S`` for a tag, which only the first stream waits in full.
+        Raises ``unknown_controller``, whose message lists the existing names, or UnavailableError
+        if a name that is unknown on this machine cannot be looked up.
+
+        If the state worker does not answer, a known name keeps its last meaning. This applies after
+        ``SHORT_S`` for an id, whose meaning never changes. For a tag it applies after
+        ``PATIENCE_S``, which only the first stream waits in full.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)
@@ -213,11 +218,11 @@ class ModuleStore:
             return self._copy(tenant).named(name, "$.controller")
 
     def load(self, module: str) -> Loaded:
-        """A module, compiled; ``module`` is an id of ``resolve``."""
+        """A compiled module; ``module`` is an id from ``resolve``."""
         return self._compiled.load(module, self.wasm)
 
     def wasm(self, module: str) -> bytes:
-        """The bytes that were uploaded, here or elsewhere."""
+        """The uploaded bytes, from this machine or another one."""
         wasm = self.own(module)
         if wasm is not None:
             return wasm
@@ -233,7 +238,7 @@ class ModuleStore:
         return wasm
 
     def own(self, module: str) -> bytes | None:
-        """The bytes that are on this machine; raises ServiceError where they were changed."""
+        """The bytes on this machine; raises ServiceError if they were changed."""
         try:
             wasm = self._file(module).read_bytes()
         except FileNotFoundError:
@@ -251,7 +256,7 @@ class ModuleStore:
             raise _failed(self._folder, "read", error) from None
 
     def _read(self, tenant: str, patience_s: float = PATIENCE_S) -> Table:
-        """The modules of a tenant, on all machines; the copy here is brought up to date."""
+        """The modules of a tenant on all machines; updates the local copy."""
         copy = self._copy(tenant)
         table = self._current(copy, patience_s)
         if table is not copy:
@@ -264,10 +269,10 @@ class ModuleStore:
         return table
 
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
-        """The table of which this is a copy; the copy itself where it is that.
+        """The current table of which this is a copy; the copy itself if it is current.
 
-        A table that only this machine has, as a state worker has lost it, or none was asked so far,
-        is given to the state worker.
+        A table that only this machine has is given to the state worker, which may have lost it or
+        may never have had it.
         """
         if self._others is None:
             return copy
@@ -286,7 +291,7 @@ class ModuleStore:
         raise _busy()
 
     def _replace(self, table: Table) -> bool:
-        """Replaces a table, which has its new version then; False where another came first."""
+        """Replaces a table, which then has its new version; False if another change came first."""
         if self._others is None:
             return True
         content = encode_table(structs.replace(table, version=0))
@@ -298,10 +303,10 @@ class ModuleStore:
     def _change(
         self, tenant: str, change: Callable[[Table], T], tags: Sequence[str]
     ) -> tuple[Table, T]:
-        """Changes the table of a tenant; the new one, and what ``change`` returned.
+        """Changes the table of a tenant; returns the new table, and the result of ``change``.
 
-        ``change`` is tried again on a table that others have changed meanwhile; where they let one
-        of ``tags`` name something else, that is a ``conflict``.
+        ``change`` is tried again on a table that others have changed meanwhile. If they assigned
+        one of ``tags`` to another module, it raises ``conflict``.
         """
         with self._locked():
             named: dict[str, str | None] | None = None
@@ -315,7 +320,7 @@ class ModuleStore:
                 for tag in tags:
                     if now[tag] not in (named[tag], table.tags.get(tag)):
                         raise _conflict(tag, now[tag])
-                # First the copy, without a version: where it cannot be written, nothing changes.
+                # The copy without a version is written first: if that fails, nothing changes.
                 self._copies.save(structs.replace(table, version=0))
                 if self._replace(table):
                     self._finish(table, had)
@@ -324,7 +329,7 @@ class ModuleStore:
         raise _busy()
 
     def _finish(self, table: Table, had: set[str]) -> None:
-        """The table was replaced by this one; ``had``: the modules in the copy before."""
+        """The table was replaced by this one; ``had``: the modules in the previous copy."""
         try:
             if table.version:
                 self._copies.save(table)
@@ -339,21 +344,22 @@ class ModuleStore:
         return self._folder / "modules" / f"{module}.wasm"
 
     def _save(self, table: Table) -> None:
-        """Keeps a copy, and no module that no tenant has any more. Under the lock."""
+        """Writes a copy, and removes modules that no tenant has any more. Called under the lock."""
         for module in self._copies.save(table):
             self._drop_unused(module)
 
     def _drop_unused(self, module: str) -> None:
-        """Removes the files of a module, unless a tenant has it. Under the lock."""
+        """Removes the files of a module, unless a tenant has it. Called under the lock."""
         if not self._copies.use(module):
             self._file(module).unlink(missing_ok=True)
             self._compiled.drop(module)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time, of all threads and processes.
+        """Admits one writer at a time, of all threads and processes.
 
-        A refusal of the system, as by a full disk, is an UnavailableError: nothing was changed.
+        An error of the system, such as a full disk, becomes an UnavailableError: nothing was
+        changed.
         """
         try:
             self._make_folders()

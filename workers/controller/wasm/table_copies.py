@@ -1,6 +1,7 @@
-"""The copies of tenants' tables on a machine, as files; without a state worker, all there is.
+"""The copies of tenants' tables on a machine, as files; without a state worker, the only tables.
 
-They say which of the machine's modules are used, and answer where nothing else does.
+They show which of the machine's modules are used, and are used when the state worker does not
+answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .module_table import Table, decode_table, encode_table
 from .whole_files import write_whole
 
 MAX_READ = 256
-"""Tenants whose files are kept as they were last read."""
+"""Tenants whose files are cached as they were last read."""
 
 
 class TableCopies:
@@ -24,11 +25,11 @@ class TableCopies:
         self._folder = folder
         self._lock = threading.Lock()
         self._last_read: OrderedDict[str, bytes] = OrderedDict()
-        """By tenant: its file."""
+        """By tenant: the content of its file."""
 
     def read(self, tenant: str) -> Table:
-        """The copy of a tenant's table; as it was last read, where the system has no descriptor
-        left. Raises OSError."""
+        """The copy of a tenant's table; the cached one if the system has no descriptor left. Raises
+        OSError."""
         try:
             content = self._file(tenant).read_bytes()
         except FileNotFoundError:
@@ -46,7 +47,8 @@ class TableCopies:
         return decode_table(content)
 
     def save(self, table: Table) -> list[str]:
-        """Keeps a copy; the modules that the tenant does not have any more. Raises OSError."""
+        """Writes a copy; returns the modules that the tenant does not have any more. Raises
+        OSError."""
         gone = self.read(table.tenant).modules.keys() - table.modules.keys()
         file = self._file(table.tenant)
         if table.modules:
@@ -56,7 +58,7 @@ class TableCopies:
         return sorted(gone)
 
     def use(self, module: str) -> bool:
-        """Whether a tenant has a module."""
+        """Whether any tenant has a module."""
         files = self._folder.glob("*.json")
         return any(module in decode_table(file.read_bytes()).modules for file in files)
 

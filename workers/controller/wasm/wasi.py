@@ -25,9 +25,9 @@ CHARACTER_DEVICE = 2
 CLOCK_NS = 1_700_000_000_000_000_000
 """The time of every clock, in nanoseconds."""
 MAX_PIECES = 1024
-"""Most buffers of one ``fd_write`` that are read."""
+"""Maximum buffers of one ``fd_write`` that are read."""
 PIECE_WORK = 1024
-"""Bytes that are copied in the time in which one of these is looked at, about."""
+"""Approximate number of bytes that are copied in the time in which one buffer is processed."""
 
 
 class Served(Protocol):
@@ -53,7 +53,7 @@ def _fd_write(state: Served, fd: int, pieces: int, count: int, written_at: int) 
         address = int.from_bytes(table[i : i + 4], "little")
         size = int.from_bytes(table[i + 4 : i + 8], "little")
         guest.check(address, size)
-        # Bytes beyond the limit of the log are only counted.
+        # Bytes above the limit of the log are only counted.
         log = state.host.log
         log.write(guest.read(address, log.room(size)))
         written += size

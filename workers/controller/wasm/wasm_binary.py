@@ -1,8 +1,8 @@
-"""A Wasm module's sections, read without running anything: what it imports, exports and keeps.
+"""A Wasm module's sections, read without running it: its imports, exports and state.
 
-Source: WebAssembly core specification 2.0, chapter 5 (binary format), with what of later proposals
-a module must be told apart by: 64-bit and shared memories, page sizes, typed references. Only the
-form is checked here, as far as it is read; validation is wasmtime's.
+Source: WebAssembly core specification 2.0, chapter 5 (binary format), and the parts of later
+proposals that have to be recognized: 64-bit and shared memories, page sizes, typed references. Only
+the parts that are read are checked here; wasmtime validates the module.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAGIC = b"\0asm"
 _EXPORTS = 7
 _CODE = 10
 _ORDER = {number: i for i, number in enumerate((1, 2, 3, 4, 5, 13, 6, 7, 8, 9, 12, 10, 11))}
-"""Sections by number, and where in a module each stands."""
+"""Sections by number, and their order in a module."""
 
 
 class Import(NamedTuple):
-    """Something that a module wants to be given."""
+    """An import of a module."""
 
     module: str
     name: str
@@ -44,14 +44,14 @@ class Import(NamedTuple):
 
 
 class Export(NamedTuple):
-    """The entry of a name: the kind, and the number among all of that kind."""
+    """An export: its kind, and its number among all of that kind."""
 
     kind: int
     number: int
 
 
 class Section(NamedTuple):
-    """A section: its number, and where in the module it and its content begin, and it ends."""
+    """A section: its number, where it and its content begin, and where it ends."""
 
     number: int
     start: int
@@ -61,7 +61,7 @@ class Section(NamedTuple):
 
 @dataclass(slots=True)
 class Binary:
-    """The facts about a module. Imported things come first in every list, as in the format."""
+    """The facts about a module. Imports come first in every list, as in the format."""
 
     data: bytes
     sections: list[Section] = field(default_factory=list)
@@ -77,13 +77,13 @@ class Binary:
     """The function that runs when the module is instantiated."""
 
     def function_type(self, index: int) -> FunctionType:
-        """The type of a function; raises WasmError where there is none of this number."""
+        """The type of a function; raises WasmError if the function does not exist."""
         if index >= len(self.functions):
             raise WasmError(f"there is no function {index}; the module has {len(self.functions)}")
         return self.type_of(self.functions[index])
 
     def type_of(self, number: int) -> FunctionType:
-        """The type of this number; raises WasmError where there is none."""
+        """The type with this number; raises WasmError if it does not exist."""
         if number >= len(self.types):
             raise WasmError(f"there is no type {number}; the module has {len(self.types)}")
         return self.types[number]
@@ -103,7 +103,7 @@ class Binary:
 
 
 def read(wasm: bytes) -> Binary:
-    """The sections of a module; raises WasmError, which says what is wrong and where."""
+    """The sections of a module; raises WasmError with the error and its offset."""
     if wasm[:4] != _MAGIC:
         what = f"it begins with {wasm[:4]!r} instead of {_MAGIC!r}" if wasm else "it is empty"
         raise WasmError(f"this is not Wasm: {what}")
@@ -132,17 +132,18 @@ def read(wasm: bytes) -> Binary:
 
 
 def mutable_global_exports(binary: Binary) -> list[str | None]:
-    """For each mutable global, in order, a name under which it is exported; None: under none."""
+    """For each mutable global, in order, a name under which it is exported; None: it is not
+    exported."""
     names = {index: name for name, index in reversed(binary.exported(GLOBAL).items())}
     return [names.get(i) for i, kind in enumerate(binary.globals) if kind.mutable]
 
 
 def with_exported_globals(wasm: bytes) -> bytes:
-    """The module with every mutable global exported, under ``tokenbus:global:<index>`` where it had
-    no name; all but the export section stays byte for byte.
+    """The module with every mutable global exported, under ``tokenbus:global:<index>`` if it had no
+    name. Only the export section changes.
 
-    So that no state is missed when an instance is copied. Raises WasmError where the module cannot
-    be read, or uses such a name itself.
+    With this, a copy of an instance has all of its state. Raises WasmError if the module cannot be
+    read, or uses such a name itself.
     """
     binary = read(wasm)
     named = set(binary.exported(GLOBAL).values())

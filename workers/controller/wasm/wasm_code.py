@@ -1,10 +1,10 @@
 """The effects of a Wasm module's functions, as far as it matters for a copy of a running instance.
 
-A copy gets memory and globals. Tables, and which passive segments were dropped, cannot be read from
-outside, so a module whose code changes them cannot be copied. One regular expression
-distinguishes instructions, and goes over 16 MB in 0.3 s; only functions with a suspicious byte are
-looked at. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls,
-wide memory arguments and relaxed SIMD from the proposals that have been merged since.
+A copy has the memory and the globals. Tables, and the set of dropped passive segments, cannot be
+read from outside, so a module whose code changes them cannot be copied. One regular expression
+matches instructions, and scans 16 MB in 0.3 s; only functions with a suspicious byte are scanned.
+Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide memory
+arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .wasm_reader import Reader, WasmError
 def why_no_copy(wasm: bytes | Binary) -> str | None:
     """Why an instance of this module cannot be copied between calls; None: it can be.
 
-    An instruction that is not known counts as one that hinders. Raises WasmError where the module
-    cannot be read.
+    An unknown instruction counts as one that prevents copies. Raises WasmError if the module cannot
+    be read.
     """
     binary = wasm if isinstance(wasm, Binary) else read(wasm)
     for index, kind in enumerate(binary.globals):
@@ -35,7 +35,7 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
 
 
 def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
-    """Where the body of each function of the module's own begins and ends."""
+    """Where the body of each of the module's own functions begins and ends."""
     if binary.code is None:
         return
     reader = Reader(binary.data, binary.code.content, binary.code.end)
@@ -49,7 +49,8 @@ def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
 
 
 def first_change(data: bytes, start: int, end: int) -> str | None:
-    """The first instruction of a function's body that changes what no copy can have, in words."""
+    """A description of the first instruction of a function's body that changes state which a copy
+    cannot have."""
     reader = Reader(data, start, end)
     for _ in range(reader.count("groups of locals")):
         reader.u32()
@@ -59,7 +60,7 @@ def first_change(data: bytes, start: int, end: int) -> str | None:
         at = _match(_HARMLESS, data, at, end)
         if at >= end:
             return None
-        if data[at] == 0x0E:  # br_table: a count, which no regular expression can follow
+        if data[at] == 0x0E:  # br_table: it has a count, which a regular expression cannot follow
             reader.at = at + 1
             targets = reader.count("branch targets", end - at)
             at = _match(_targets(targets + 1), data, reader.at, end)
@@ -98,13 +99,13 @@ _CHANGES = {
     0x11: "table.fill",
 }
 
-# An LEB128 may be longer than it needs to be: the low bits are in its first byte all the same.
+# An LEB128 may be longer than necessary; the low bits are in its first byte in any case.
 _LEB = rb"[\x80-\xff]*+[\x00-\x7f]"
 _MORE = rb"(?:\x80*+\x00)"
 _CHANGE = re.compile(rb"\x26|\xfc(?:[\x09\x0c-\x0f\x11]|[\x89\x8c-\x8f\x91]%b)" % _MORE, re.DOTALL)
 _SUSPICIOUS = re.compile(rb"\x26|\xfc[\x09\x0c-\x0f\x11\x89\x8c-\x8f\x91]")
 
-# Bit 6 of the alignment says that the number of a memory follows.
+# Bit 6 of the alignment shows that the number of a memory follows.
 _MEMARG = rb"(?:(?:[\x40-\x7f]|[\xc0-\xff]%b)%b|[\x00-\x3f]|[\x80-\xbf]%b)%b" % ((_LEB,) * 4)
 _BLOCK = rb"(?:[\x63\x64])?%b" % _LEB
 _HARMLESS = re.compile(

@@ -11,13 +11,13 @@ from ....protocol.errors import Code, RequestError
 
 PAGE_BYTES = 65_536
 MAX_ENTRIES = 100_000
-"""Types, imports, exports and so on of a module at most; its functions, ten times that."""
+"""Maximum number of a module's types, imports, exports and so on; ten times as many functions."""
 _VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
 _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
 
 
 class WasmError(RequestError):
-    """These bytes are not a module, or cannot be read."""
+    """The bytes are not a Wasm module, or cannot be read."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_FIELD, message, path="$.data")
@@ -41,7 +41,7 @@ class GlobalType(NamedTuple):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it holds a reference, which no other instance can be given."""
+        """Whether it has a reference, which cannot be passed to another instance."""
         return self.type.endswith("ref")
 
 
@@ -66,7 +66,7 @@ def encode_u32(value: int) -> bytes:
 
 
 class Reader:
-    """Reads ``data[at:end]``; whatever would go beyond ``end`` is a WasmError."""
+    """Reads ``data[at:end]``; raises WasmError at ``end``."""
 
     __slots__ = ("at", "data", "end")
 
@@ -87,7 +87,7 @@ class Reader:
         return self.unsigned(32)
 
     def unsigned(self, bits: int) -> int:
-        """An unsigned number of at most so many bits, as LEB128."""
+        """An unsigned number of at most ``bits`` bits, as LEB128."""
         value = shift = 0
         while True:
             byte = self.byte()
@@ -102,7 +102,7 @@ class Reader:
         return value
 
     def skip(self, size: int, what: str) -> None:
-        """Goes past this many bytes."""
+        """Skips this number of bytes."""
         if size > self.end - self.at:
             raise WasmError(
                 f"{what} at byte {self.at} has {size} bytes; {self.end - self.at} are there"
@@ -110,7 +110,7 @@ class Reader:
         self.at += size
 
     def skip_number(self) -> None:
-        """Goes past an LEB128 of any kind."""
+        """Skips an LEB128 of any kind."""
         for _ in range(10):
             if self.byte() < 0x80:
                 return
@@ -127,7 +127,7 @@ class Reader:
             raise WasmError(f"the name at byte {start} is not UTF-8") from None
 
     def count(self, what: str, most: int = MAX_ENTRIES) -> int:
-        """How many entries follow, each of at least one byte."""
+        """The number of entries that follow, each of at least one byte."""
         number = self.u32()
         if number > most:
             raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
@@ -171,7 +171,7 @@ class Reader:
         return Size(minimum, maximum, bool(flags & 2), bool(flags & 4), page)
 
     def table(self) -> Size:
-        """A table, with the value of its elements where one is given."""
+        """A table, with the initial value of its elements if given."""
         given = self.at < self.end and self.data[self.at] == 0x40
         if given:
             self.skip(2, "a table")
@@ -182,7 +182,7 @@ class Reader:
         return size
 
     def skip_constant(self) -> None:
-        """Goes past a constant expression, its end included."""
+        """Skips a constant expression, including its end."""
         while (op := self.byte()) != 0x0B:
             if op in _CONSTANT_NUMBERS:
                 self.skip_number()

@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, by several processes at a time."""
+"""Files that are written completely or not at all, by several processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NEW = ".new-"
 
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
-    """Writes a file under another name, and renames it; where it is ``synced``, it is on the disk
-    afterwards. Raises OSError; nothing is left then."""
+    """Writes a file under another name, and renames it; if ``synced``, it is on the disk
+    afterwards. Raises OSError, and then leaves no file."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:
@@ -29,7 +29,7 @@ def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
 
 
 def write_first(file: Path, content: bytes) -> None:
-    """Writes a file unless there is one: of several processes at a time, one does. Raises
+    """Writes a file unless it exists; only one of several simultaneous processes writes it. Raises
     OSError."""
     number, name = _begun(file.parent)
     try:
@@ -47,16 +47,16 @@ def _begun(folder: Path) -> tuple[int, str]:
     """A new file of mode 0600, open and locked, and its name."""
     while True:
         number, name = tempfile.mkstemp(prefix=_NEW, dir=folder)
-        # As long as it is locked, it was not left by a process that died.
+        # The lock shows that the file was not left by a process that died.
         fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return number, name
-        # Another process has removed it in between.
+        # Another process has removed it meanwhile.
         os.close(number)
 
 
 def clear_left(folder: Path) -> None:
-    """Removes what processes that died had begun to write in a folder."""
+    """Removes unfinished files of dead processes from a folder."""
     for left in folder.glob(f"{_NEW}*"):
         with suppress(OSError), left.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""Compiling grammars: in processes that can be ended, each grammar once, and measured.
+"""Compiles grammars in processes that can be killed, each grammar once, and measures the time.
 
-``processes`` has the processes and their bounds, ``process`` is what runs in one. ``shared``
-compiles once what several requests ask for at the same time. ``meter`` counts how long it takes.
+``processes`` has the processes and their bounds, and ``process`` runs in each of them. ``shared``
+compiles a grammar once for several simultaneous requests. ``meter`` measures the time.
 """

@@ -1,24 +1,27 @@
-"""The bounds of compiling one grammar, and the error of one that costs more."""
+"""The bounds of compiling one grammar, and the error for a grammar that exceeds them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TURN_S = 30.0
-"""How long a grammar waits for a process, in seconds; then its request has to be sent again."""
+"""How long a grammar waits for a process, in seconds; after that its request has to be sent
+again."""
 WALL_S = 120.0
-"""Likewise how long the process may take by the clock. A grammar is refused by CPU time alone: this
-one is exceeded only where the machine is so busy that the process gets hardly any."""
+"""How long the process may take by the clock, in seconds; after that the request has to be sent
+again. Only CPU time decides whether a grammar is refused: this bound is exceeded only if a busy
+machine gives the process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Less than the worker's threads have (``sandbox.HOST_STACK_BYTES``): a grammar that compiles in
-the process compiles there."""
+"""Less than the stack of the worker's threads (``sandbox.HOST_STACK_BYTES``): a grammar that
+compiles in the process also compiles in the worker."""
 BLAME_SHARE = 0.25
-"""How much longer it may take to find the part of a refused grammar that cost the most."""
+"""How much longer the search for the most expensive part of a refused grammar may take, relative to
+``cpu_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """For the compilation of one grammar."""
+    """The bounds of compiling one grammar."""
 
     cpu_s: float = 1.5
     """CPU time, in seconds; the setting ``grammar_compile_s``."""
@@ -27,7 +30,7 @@ class Bounds:
 
     @property
     def too_slow(self) -> str:
-        """The error of a grammar that takes longer."""
+        """The error for a grammar that takes longer."""
         return (
             f"compiling it takes more than {self.cpu_s:g} s of CPU time, the limit that "
             "grammar_compile_s sets"
@@ -35,7 +38,7 @@ class Bounds:
 
     @property
     def too_large(self) -> str:
-        """The error of a grammar that takes more memory."""
+        """The error for a grammar that takes more memory."""
         return (
             f"compiling it takes more than {self.memory_bytes >> 20} MiB of memory, the limit that "
             "grammar_compile_bytes sets"

@@ -1,4 +1,5 @@
-"""How long grammars are compiled, and how many requests found theirs compiled already."""
+"""Measures how long grammars are compiled, and counts the requests whose grammar was already
+compiled."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ class CompileMeter:
         self._hits: dict[str, int] = {}
 
     def hit(self, constraint: str) -> None:
-        """A request's grammar was compiled already."""
+        """Counts a request whose grammar was already compiled."""
         with self._lock:
             self._hits[constraint] = self._hits.get(constraint, 0) + 1
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Around compiling one, waits for a process included: this long its request has no mask."""
+        """Measures one compilation, including the wait for a process; its request has no mask for
+        this time."""
         began = time.perf_counter()
         outcome = "failed"
         try:
@@ -40,7 +42,7 @@ class CompileMeter:
             self._observe(constraint, outcome, time.perf_counter() - began)
 
     def series(self) -> list[Series]:
-        """All of it."""
+        """All counters."""
         with self._lock:
             found = [
                 Series("grammar_cache_hits", {"constraint": constraint}, count)

@@ -1,7 +1,7 @@
 """A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
 
-It reads tasks from stdin and writes what came of them to stdout. The kernel bounds a
-task and ends its process: CPU time by a timer, memory by a limit, the stack by the thread.
+It reads tasks from stdin and writes their outcomes to stdout. The kernel bounds a task and ends its
+process: CPU time by a timer, memory by a limit, the stack by the thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .bounds import STACK_BYTES
 from .tasks import Done, Task, read, write
 
 SHARE = 0.75
-"""Share of the CPU time of a task after which no shortest text is searched for any more."""
+"""Share of the CPU time of a task after which the search for a shortest text stops."""
 
 
 def _done(task: Task) -> Done:
-    """Does a task. Its modules are imported now: a process may never get a task of that kind."""
+    """Runs a task. Modules are imported here, because a process may never receive a task that needs
+    them."""
     match task.kind:
         case "llguidance":
             from ..llguidance.trial import check
@@ -50,7 +51,7 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # A task that bounds itself may end in its own words; blame bounds its parts.
+        # A task with its own bounds may raise its own error; ``blame`` bounds its parts.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

@@ -1,8 +1,8 @@
 """The processes that compile, each of which runs one task at a time.
 
-Compiling can take hours (an intersection of a few expressions), all of the memory, or overflow the
-stack of a native library and so end its process (a chain of 10,000 rules). A process of
-``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and
+Compiling can take hours (an intersection of a few expressions) or all of the memory. It can also
+overflow the stack of a native library and so end its process (a chain of 10,000 rules). A process
+of ``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and
 stack. It is reused, as starting one takes 0.1 s; a task of a usual grammar takes about a
 millisecond.
 """
@@ -25,7 +25,7 @@ from .bounds import TOO_DEEP, Bounds, RefusedGrammar
 from .tasks import Done, Kind, Task, read, write
 
 AT_ONCE = 2
-"""Most tasks at the same time, and most idle processes."""
+"""Maximum number of simultaneous tasks, and of idle processes."""
 
 
 class Processes:
@@ -39,21 +39,22 @@ class Processes:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def check(self, grammar: str) -> None:
-        """Has an llguidance grammar compiled for a vocabulary of bytes, and one step taken.
+        """Compiles an llguidance grammar for a vocabulary of bytes in a process, and takes one
+        step.
 
-        Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the part of
-        the grammar that is at fault. UnavailableError if no process becomes free in time, or the
+        Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the faulty
+        part of the grammar. Raises UnavailableError if no process becomes free in time, or the
         machine is too busy.
         """
         self._done("llguidance", grammar.encode())
 
     def shortest(self, grammar: str) -> bytes | None:
         """The shortest text of an llguidance grammar that a search finds; None if it finds none.
-        Raises as ``check`` does, without naming a part."""
+        Raises the same errors as ``check``, without naming a part."""
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """The tables that a task makes; raises as ``check`` does."""
+        """The tables that a task makes; raises the same errors as ``check``."""
         return self._done(kind, grammar).tables
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class Processes:
         return done
 
     def _blame(self, grammar: bytes, reason: str) -> str:
-        """Which part of a grammar is at fault, to be put behind the reason; empty if unknown."""
+        """The faulty part of a grammar, to be appended to the reason; empty if unknown."""
         task = Task("blame", bounds.BLAME_SHARE * self.limits.cpu_s, grammar, reason)
         try:
             return self._ask(task).refused

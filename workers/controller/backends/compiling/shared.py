@@ -1,4 +1,4 @@
-"""Compiles once what several requests ask for at the same time, and remembers what was refused."""
+"""Compiles a grammar once for several simultaneous requests, and remembers refusals."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ T = TypeVar("T")
 KEPT_REFUSALS = 256
 """Refusals that are remembered."""
 REFUSED_S = 60.0
-"""For how long, in seconds: what took too long on a busy machine is tried again."""
+"""How long a refusal is remembered, in seconds. A compilation that took too long on a busy machine
+is then tried again."""
 
 
 class _Flight(Generic[T]):
-    """A compilation under way."""
+    """A compilation in progress."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -30,10 +31,11 @@ class _Flight(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """Runs one compilation for each key at a time; who else asks for the key gets its result.
+    """Runs one compilation for each key at a time; further requests for the key receive the same
+    result.
 
-    Thread-safe. Results are not kept beyond that, errors are: a grammar that was refused is refused
-    again at once, for ``REFUSED_S``.
+    Thread-safe. Results are not stored afterwards. Errors are: a refused grammar is refused again
+    at once, for ``REFUSED_S``.
     """
 
     def __init__(self, wall_s: float) -> None:
@@ -46,7 +48,8 @@ class Shared(Generic[T]):
     def get(self, key: object, make: Callable[[], T]) -> T:
         """The result of ``make``, or its result for another caller with this key.
 
-        Raises what ``make`` raises, and UnavailableError if the other caller's takes too long.
+        Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
+        too long.
         """
         with self._lock:
             refused = self._refused.get(key)
@@ -95,7 +98,7 @@ class Shared(Generic[T]):
 
 
 def _again(error: BaseException) -> BaseException:
-    """The same error for another thread: a traceback belongs to one."""
+    """A copy of an error for another thread: a traceback belongs to one thread."""
     match error:
         case RefusedGrammar():
             return RefusedGrammar(*error.args)

@@ -17,19 +17,19 @@ class Task(msgspec.Struct):
 
     kind: Kind
     cpu_s: float
-    """Limit on its CPU time; beyond it, the kernel ends the process."""
+    """Limit on its CPU time; the kernel ends a process that exceeds it."""
     grammar: bytes
     failed: str = ""
-    """Of ``blame``: the reason why this grammar was refused."""
+    """For ``blame``: the reason why this grammar was refused."""
 
 
 class Done(msgspec.Struct):
-    """Its outcome: tables, or why the grammar is refused."""
+    """The outcome of a task: tables, or the reason of a refusal."""
 
     tables: bytes = b""
     refused: str = ""
     shortest: bytes | None = None
-    """Of ``shortest``: the shortest text that a search found."""
+    """For ``shortest``: the shortest text that a search found."""
 
 
 def read(source: IO[bytes]) -> bytes | None:

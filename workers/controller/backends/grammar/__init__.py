@@ -1,1 +1,2 @@
-"""Our grammar backend: regular expressions, grammars and combinations, each run by one guest."""
+"""Our grammar backend: regular expressions, grammars and combinations, each run by one Wasm
+guest."""

@@ -1,7 +1,7 @@
-"""From the argument of a regular constraint to its tables, within a time limit.
+"""Compiles the argument of a regular constraint to its tables, within a time limit.
 
-They run in the worker where that is quick (``quickly``), and else in a process that compiles. Each
-raises RequestError if its argument is not valid, or if compiling it takes longer.
+Quick compilations run in the worker (``quickly``), others in a separate process. Each raises
+RequestError if its argument is not valid, or if compiling it takes longer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .combination import automata, read_combination
 from .refusals import refusal
 
 QUICK_S = 0.02
-"""CPU time, in seconds, that the worker spends itself: rounds share the interpreter lock. Most
-patterns take a few milliseconds."""
+"""CPU time, in seconds, of a compilation in the worker itself, where rounds need the interpreter
+lock. Most patterns take a few milliseconds."""
 MAX_STATES = 65_000
 """Most states of an automaton; the guest counts them in 16 bits."""
 
 Maker = Callable[[bytes, float], bytes]
-"""From an argument, and most seconds of CPU time, to tables."""
+"""Compiles an argument to tables, within a number of seconds of CPU time."""
 
 
 def regex(arg: bytes, seconds: float) -> bytes:
@@ -58,7 +58,7 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # Compilers keep a part of their time for finding out what took it.
+        # Compilers reserve a part of their time to find the expensive part.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

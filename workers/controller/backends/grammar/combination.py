@@ -8,9 +8,10 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-each with an optional ``max_tokens``. Parts made of literal texts and of the first and last three
-lines' forms are compiled to one automaton; if a part contains others, or one with ``max_tokens``,
-``parts`` runs its parts one after another.
+each with an optional ``max_tokens``. A part is *regular* if it and its inner parts have the forms
+of the first and the last three lines, or are literal texts, and have no ``max_tokens``. A regular
+part is compiled to one automaton. The inner parts of any other part are run one after another, by
+``parts``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Part:
 
     @property
     def regular(self) -> bool:
-        """Whether it compiles to one automaton: its inner parts do, and have no ``max_tokens``."""
+        """Whether it compiles to one automaton: its inner parts are regular and have no
+        ``max_tokens``."""
         inside = all(part.regular and part.max_tokens is None for part in self.parts)
         return self.kind not in _OTHERS and inside
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 class FileCache:
-    """Files that only this user can read, written under a temporary name and renamed, so that
-    several processes can share the folder."""
+    """Files that only this user can read. They are written under a temporary name and renamed, so
+    that several processes can share the folder."""
 
     def __init__(self, folder: Path, suffix: str, most_bytes: int) -> None:
         """If all files together exceed ``most_bytes``, the least recently used are removed."""
@@ -20,7 +20,7 @@ class FileCache:
         self._most = most_bytes
 
     def path(self, key: str) -> Path:
-        """The path of a key's file, whether it exists or not; marks it as used."""
+        """The path of a key's file, which may not exist; marks the file as used."""
         path = self._folder / f"{key}{self._suffix}"
         with suppress(OSError):
             os.utime(path)

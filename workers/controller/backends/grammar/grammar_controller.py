@@ -16,17 +16,17 @@ from .shared_instances import Shared
 SHOWN = 200
 """Characters of the text so far that an error message shows."""
 SPARE = 8
-"""The text is closed when at most so many tokens are left beyond those that closing it takes; at
-most a sixteenth of ``max_tokens``."""
+"""The text is closed when at most this number of tokens is left beyond those that closing it takes,
+and at most a sixteenth of ``max_tokens``."""
 LOOK_EVERY = 32
-"""How to close a text is computed at least every this many tokens; more often where the room that
-is left, or that is missing, is less than eight times as much."""
+"""The closing of a text is computed at least every this many tokens; more often if the room that is
+left, or that is missing, is less than eight times this number."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class GrammarController:
-    """One sequence: its number in the grammar instance, and its text so far."""
+    """The controller of one sequence: its number in the grammar instance, and its text so far."""
 
     def __init__(self, shared: Shared, host: Host, place: int, text: list[int]) -> None:
         self._shared = shared
@@ -36,14 +36,14 @@ class GrammarController:
         self._text = text
         self._spare = min(SPARE, host.max_tokens // 16)
         self._check_at = 0
-        """The length at which the closing is computed again."""
+        """The length at which the closing is computed next."""
         self._last_closing: tuple[int, bytes] | None = None
         """The last length at which a closing fitted in ``max_tokens``, and its text."""
         self._bytewise = False
-        """Whether the closing that was tokenized last has hardly fewer tokens than bytes."""
+        """Whether the last tokenized closing has hardly fewer tokens than bytes."""
         self._closed = False
         self._end: ConstraintEnd | None = None
-        """Once the text is closed: how it ends."""
+        """How the text ends, once it is closed."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Does nothing: the grammar constrains only what comes after the prompt."""
@@ -77,7 +77,7 @@ class GrammarController:
         )
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Up to the next place at which it computes how to close the text."""
+        """Writes masks up to the next place at which the closing of the text is computed."""
         length = len(self._text)
         until = min(self._check_at, self._host.max_tokens) - length - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
@@ -87,7 +87,8 @@ class GrammarController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
+        # token are dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -103,7 +104,8 @@ class GrammarController:
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The instance, unless the text ends here or it is time to see how to close it."""
+        """The instance and the sequence's number in it, unless the text ends here or its closing
+        has to be computed."""
         length = len(self._text) + 1
         if self._closed or length >= self._check_at or length >= self._host.max_tokens:
             return None
@@ -157,7 +159,7 @@ class GrammarController:
                 self._look_after(spare)
                 return None
         elif room > 0:
-            # A token that is appended shortens the closing by hardly more than that token.
+            # An appended token shortens the closing by hardly more than that token.
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
@@ -175,12 +177,14 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _look_after(self, tokens: int) -> None:
-        """Before an eighth of this many tokens, nothing will have changed."""
+        """Computes the closing again after an eighth of this many tokens: until then, it cannot
+        have changed the decision."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
-        """How many tokens a closing takes. A long text takes long to tokenize: where one token for
-        each byte fits in ``room`` too, that many. None where it cannot be written in tokens."""
+        """An upper bound of the tokens of a closing; None if it cannot be written in tokens. A long
+        text takes long to tokenize: if one token for each byte fits in ``room``, the number of
+        bytes is returned."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
         bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY

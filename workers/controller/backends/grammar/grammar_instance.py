@@ -126,12 +126,12 @@ class GrammarInstance:
     # --- sequences ------------------------------------------------------------------------------
 
     def start(self) -> int:
-        """Adds a sequence at the beginning of its text; its number."""
+        """Adds a sequence at the beginning of its text; returns its number."""
         with self._lock:
             return self._place("start", 0)
 
     def fork(self, place: int) -> int:
-        """Adds a sequence with the state of another one; its number."""
+        """Adds a sequence with the state of another one; returns its number."""
         with self._lock:
             return self._place("fork", place)
 
@@ -143,8 +143,8 @@ class GrammarInstance:
                 self._call("end")
 
     def append(self, place: int, tokens: Sequence[int]) -> int:
-        """Appends tokens to a sequence's text up to the first that the grammar does not allow; how
-        many were appended."""
+        """Appends tokens to a sequence's text up to the first that the grammar does not allow;
+        returns how many were appended."""
         with self._lock:
             block = self._alive()
             if len(tokens) == 1:
@@ -166,8 +166,8 @@ class GrammarInstance:
             return taken
 
     def mask(self, place: int, into: memoryview) -> int:
-        """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``, with
-        the end of the sequence if the text is complete; the flags above."""
+        """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``,
+        including the end of the sequence if the text is complete; returns the flags above."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
@@ -183,9 +183,8 @@ class GrammarInstance:
         """Appends one token to each of several sequences and writes the masks of the next ones, in
         one call. ``turns``: the sequences and their tokens, as many as ``masks``.
 
-        Only where that is all, and costs next to nothing: where the token can follow, and the mask
-        after it was computed before, allows a token and forces none. Returns where it was so;
-        elsewhere the sequence is as it was.
+        A sequence takes part only if its token can follow, and the next mask is cached, allows a
+        token and forces none. Returns which sequences took part; the others are unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
@@ -202,8 +201,8 @@ class GrammarInstance:
             return done
 
     def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes the masks after each token of a draft, up to where a token cannot follow, no token
-        may follow or a byte is forced; how many. The sequence stays as it is."""
+        """Writes the masks after each token of a draft; returns how many. It stops if a token
+        cannot follow, no token may follow or a byte is forced. The sequence is unchanged."""
         with self._lock:
             self._alive()[_ARG] = place
             copy = self._call("fork")
@@ -232,7 +231,7 @@ class GrammarInstance:
             try:
                 tokens = self.vocabulary.tokenize(text)
             except ControllerError:
-                return []  # The vocabulary cannot write all of it; the mask allows what it can.
+                return []  # The vocabulary cannot write all of it; the mask allows the rest.
             at, kept = len(text), len(tokens)
             for number in range(len(tokens) - 1, -1, -1):
                 at -= len(self.vocabulary.token(tokens[number]))
@@ -243,7 +242,7 @@ class GrammarInstance:
 
     def closing(self, place: int) -> bytes | None:
         """Text that completes the text so far, close to the fewest bytes possible; empty if it is
-        complete. None if no such text was found, as for a text that is nested very deeply."""
+        complete. None if no such text was found, for example for a very deeply nested text."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("closing")
@@ -259,13 +258,14 @@ class GrammarInstance:
 
     @property
     def found(self) -> int:
-        """How many masks were computed since its memory was new, without those from the cache."""
+        """How many masks were computed since its memory was created, without those from the
+        cache."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 
     def memory(self) -> bytes:
-        """A snapshot of the guest's memory, with its cache of masks. An instance made from it has
-        no sequences."""
+        """A snapshot of the guest's memory, with its cache of masks. An instance that is created
+        from it has no sequences."""
         with self._lock:
             self._alive()
             return self._guest.read(0, self._guest.measure())
@@ -307,7 +307,7 @@ class GrammarInstance:
                 if address:
                     into[:] = self._mask_at(address)
         except BaseException:
-            # The sequences have tokens whose rounds are not over.
+            # The tokens are appended, but the rounds of these sequences have not ended.
             self.dead = True
             raise
 

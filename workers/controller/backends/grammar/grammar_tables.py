@@ -1,8 +1,8 @@
-"""From the arguments of constraints to tables: regular expressions, choices, grammars.
+"""Compiles the arguments of constraints to tables: regular expressions, choices, grammars.
 
 Each method takes the argument of its constraint, and raises RequestError with the path
-``$.controller_arg`` if it is not valid. Tables are cached in memory, and on disk where it takes
-longer to make them than to read them.
+``$.controller_arg`` if it is not valid. Tables are cached in memory, and on disk if compiling takes
+longer than reading.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from .yacc_compiler import WALL_S, compile_apart
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 1024**2
-"""Most bytes of tables on disk."""
+"""Maximum bytes of tables on disk."""
 WORTH_S = 0.02
 """Tables that took longer to make, in seconds, are written to disk."""
 KEPT = 256
-"""Sizes of the in-memory caches: tables of patterns, of choices, of texts and of grammars each."""
+"""Sizes of the in-memory caches: for patterns, choices, texts and grammars each."""
 COMBINATIONS_KEPT = 64
-"""That of combinations; the tables of one may take a megabyte and more."""
+"""The size of the cache of combinations; the tables of a combination may take a megabyte or
+more."""
 GRAMMAR_CHARACTERS = 1 << 20
-"""Most characters of a grammar that the compiler takes."""
+"""Maximum characters of a grammar that the compiler accepts."""
 
 
 class Tables:
@@ -66,14 +67,14 @@ class Tables:
         self._names = frozenset(library.names())
 
     def regex(self, arg: bytes) -> bytes:
-        """Those of a pattern, or of a library pattern given as ``{"library": NAME}``."""
+        """The tables of a pattern, or of a library pattern given as ``{"library": NAME}``."""
         pattern = _named(arg, "regex", "pattern", library.regex)
         if not pattern:
             raise refusal("the argument of regex is empty; it must be a regular expression")
         return self._automata("regex", json.dumps(pattern).encode())
 
     def choice(self, arg: bytes) -> bytes:
-        """Those of a JSON list of texts, or of ``{"choices": [...]}``."""
+        """The tables of a JSON list of texts, or of ``{"choices": [...]}``."""
         try:
             given = msgspec.json.decode(arg)
             if isinstance(given, dict) and list(given) == ["choices"]:
@@ -90,7 +91,8 @@ class Tables:
         return self._automata("choice", json.dumps(choices).encode())
 
     def substring(self, arg: bytes) -> bytes:
-        """Those of a text whose substrings are allowed, given plain or as ``{"text": TEXT}``."""
+        """The tables of a text whose substrings are allowed, given plain or as ``{"text":
+        TEXT}``."""
         text = _named(arg, "substring", "text")
         if not text:
             raise refusal("the argument of substring is empty; it must be a text")
@@ -104,11 +106,11 @@ class Tables:
         return self._get("substring", text, make)
 
     def combination(self, arg: bytes) -> dict[str, bytes]:
-        """Those of the regular parts of a combination, by their paths."""
+        """The tables of the regular parts of a combination, by their paths."""
         return msgspec.msgpack.decode(self._automata("combination", arg), type=dict[str, bytes])
 
     def yacc(self, arg: bytes) -> bytes:
-        """Those of a grammar's text, of a library name, or of ``{"library": NAME}``."""
+        """The tables of a grammar's text, of a library name, or of ``{"library": NAME}``."""
         text = _named(arg, "yacc", "grammar", library.grammar)
         if not text.strip():
             raise refusal(
@@ -158,7 +160,7 @@ class Tables:
         return self._compiled.get(key, lambda: self._made(kind, key, make))
 
     def _made(self, kind: str, key: str, make: Callable[[], bytes]) -> bytes:
-        """The tables of a key, for the only thread that makes them."""
+        """The tables of a key, for the only thread that compiles them."""
         tables = self._kept(kind, key)
         if tables is not None:
             return tables
@@ -208,7 +210,7 @@ class Tables:
 
 
 def _check(kind: str, tables: bytes) -> None:
-    """Raises ValueError if tables from disk are not what they should be."""
+    """Raises ValueError if tables from disk are damaged."""
     match kind:
         case "yacc":
             CompiledGrammar.from_bytes(tables)

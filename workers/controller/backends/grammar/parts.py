@@ -23,9 +23,9 @@ from .combination import Part
 from .refusals import refusal
 
 MAX_POSITIONS = 256
-"""Most parts of a plan; each copy of a repeated part counts."""
+"""Maximum parts of a plan; each copy of a repeated part counts."""
 MAX_WAYS = 32
-"""Most ways to parse the text so far."""
+"""Maximum number of ways to parse the text so far."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -39,7 +39,7 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Most tokens of each part; None: no limit of its own."""
+    """Maximum tokens of each part; None: the part has no limit of its own."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -55,8 +55,8 @@ def make_plan(root: Part) -> Plan:
 
 
 def _planned(plan: Plan, part: Part, most: int | None) -> tuple[set[int], set[int], bool]:
-    """Adds a part to the plan; its first and last positions, and whether it may be empty.
-    ``most``: the smallest ``max_tokens`` of the parts around it."""
+    """Adds a part to the plan; returns its first and last positions, and whether it may be empty.
+    ``most``: the smallest ``max_tokens`` of the enclosing parts."""
     if part.max_tokens is not None:
         most = part.max_tokens if most is None else min(most, part.max_tokens)
     if part.regular or part.kind not in ("sequence", "alternation", "repetition"):
@@ -156,7 +156,7 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # It closes its text; max_tokens leaves no room for the other ways.
+                # This way closes its text; ``max_tokens`` leaves no room for the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]
@@ -192,7 +192,8 @@ class PartsController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances the ways that allow the appended tokens and closes the others."""
-        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
+        # token are dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -213,7 +214,7 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text ends in the way that is nearest to a whole value."""
+        """How the text ends in the way that is nearest to a complete value."""
         if stop:
             return self._end_before(stop)
         if self._complete:
@@ -259,7 +260,8 @@ class PartsController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _end_before(self, stop: bytes) -> ConstraintEnd:
-        """Parses the text before ``stop`` again: the ways of the whole text are not those of it."""
+        """Parses the text before ``stop`` again, because the ways of the whole text differ from
+        those of this part."""
         tokens = tokens_before(stop, self._text, self._host.vocabulary)
         if tokens is None:
             return "cut"
@@ -297,7 +299,7 @@ class PartsController:
         self._complete = False
 
     def _takes_end(self, mask: memoryview) -> bool:
-        """Whether the mask allows the end of the sequence, whose bit is cleared."""
+        """Clears the bit of the end of the sequence in a mask; returns whether it was set."""
         eos = self._host.vocabulary.eos
         if eos < 0 or not mask[eos >> 3] >> (eos & 7) & 1:
             return False

@@ -48,7 +48,7 @@ class Shared:
         """How many masks the last snapshot has."""
         self.saved_at = float("-inf")
         self.worth_saving = False
-        """Whether masks take longer to compute than to read from disk, as those of a grammar."""
+        """Whether masks take longer to compute than to read from disk, as for a yacc grammar."""
         self._owner = owner
 
     def share(self) -> None:
@@ -64,7 +64,7 @@ class SharedInstances:
     """Grammar instances by grammar and vocabulary. Thread-safe."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where snapshots are stored; None: nowhere."""
+        """``folder`` is where snapshots are stored; None: they are not stored."""
         self._module = GrammarModule(engine)
         self._snapshots = SnapshotFiles(folder) if folder is not None else None
         self._module_digest = hashlib.sha256(self._module.wasm).digest()
@@ -73,7 +73,7 @@ class SharedInstances:
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The instance of a grammar, with one more user; created if it is missing."""
+        """The instance of a grammar, with one more user; created if it does not exist."""
         digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
@@ -158,7 +158,7 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Has another thread write a snapshot, if masks were computed since the last one."""
+        """Makes another thread write a snapshot, if masks were computed since the last one."""
         now = time.monotonic()
         if (
             self._snapshots is None

@@ -31,7 +31,7 @@ class SnapshotFiles:
 
     @contextmanager
     def read(self, key: str) -> Iterator[memoryview | None]:
-        """The memory in a snapshot; None if there is none, or if it is damaged."""
+        """The memory in a snapshot; None if it does not exist or is damaged."""
         try:
             with self._files.path(key).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

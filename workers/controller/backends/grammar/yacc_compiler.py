@@ -1,9 +1,8 @@
 """Compiles a grammar in a separate process, with bounded time and memory.
 
-Compiling takes from 3 ms to the bound of 20 s of Python code, which in a thread of the worker would
-hold the interpreter lock.
-``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads a grammar from stdin
-and writes its tables to stdout, or an error as JSON to stderr.
+Compiling runs Python code for 3 ms to 20 s (the bound), which would hold the interpreter lock in a
+thread of the worker. ``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads
+a grammar from stdin and writes its tables to stdout, or an error as JSON to stderr.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 AT_ONCE = 2
-"""Most grammars that are compiled at the same time; further ones wait."""
+"""Maximum number of grammars that are compiled at the same time; further ones wait."""
 TURN_S = 30.0
-"""For how long, in seconds; then their requests must try again."""
+"""How long a grammar waits, in seconds; after that its request must be sent again."""
 MAX_SECONDS = 20
 CPU_S = 25
-"""Limit on CPU time, in case the compiler does not keep its own bound."""
+"""Limit on CPU time, in case the compiler exceeds its own bound."""
 WALL_S = 300.0
-"""How long it may take by the clock, in seconds, on a machine so busy that the compiler gets hardly
-any CPU time; then the request has to be sent again."""
+"""How long compiling may take by the clock, in seconds, if a busy machine gives the compiler hardly
+any CPU time; after that the request has to be sent again."""
 MEMORY_BYTES = 2 * 1024**3
 
 _WRONG = 3
@@ -45,10 +44,13 @@ class _Wrong(msgspec.Struct):
 
 
 def compile_apart(text: str) -> bytes:
-    """The tables of a grammar (``CompiledGrammar.to_bytes``). Raises GrammarError if it is not
-    valid or exceeds the bounds above, and UnavailableError if others are being compiled for so long
-    that its turn does not come, or the machine is too busy. Call it where the thread's slot is free
-    for others."""
+    """The tables of a grammar (``CompiledGrammar.to_bytes``). Call it only where the thread's slot
+    is free for others.
+
+    Raises GrammarError if the grammar is not valid or exceeds the bounds above. Raises
+    UnavailableError if other grammars are compiled for so long that it has to wait too long, or if
+    the machine is too busy.
+    """
     if not _turns.acquire(timeout=TURN_S):
         raise UnavailableError(
             Code.QUEUE_FULL,

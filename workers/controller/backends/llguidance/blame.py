@@ -1,8 +1,9 @@
-"""Which part of a grammar is why llguidance refuses it.
+"""Finds the part of a grammar because of which llguidance refuses it.
 
-Its parts are compiled alone, the largest first, each in a copy of this process with little time: a
-part that fails as the whole did is looked into in turn. So the error of a schema that takes hours
-to compile names the smallest part that does, and that of an unsupported key where it is.
+Parts are compiled alone, the largest first, each in a copy of this process with little time. If a
+part fails in the same way as the whole grammar, its own parts are tried. So the error for a schema
+that takes hours to compile names the smallest expensive part, and the error for an unsupported key
+names its place.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from ..compiling.bounds import TOO_DEEP
 from .trial import check
 
 PART_SHARE = 1 / 12
-"""Share of the time that one part may take; a part that takes longer is as bad as the whole."""
+"""Share of the time that one part may take; a part that takes longer counts as failed in the same
+way."""
 LEAST_S = 0.02
-"""Each part may take this long in any case, in seconds."""
+"""Minimum time for each part, in seconds."""
 MAX_PARTS = 32
-"""Parts of one schema that are tried, the largest first."""
+"""Maximum number of parts of one schema that are tried, the largest first."""
 MANY = 8
-"""A keyword with more parts than this is named with their number."""
+"""If a keyword has more parts than this, the error names their number."""
 LONGEST_PATH = 160
 """Most characters of a path that an error message shows."""
 
 _SUSPECTED = "took too much"
-"""The outcome of a part whose process was ended."""
+"""The outcome of a part whose process was killed."""
 _TOO_MUCH = re.compile(
     "^compiling it takes more|fuel exhausted|too large|too many|items; max|Unable to determine"
 )
-"""Reasons of which one part has one, and another part is ended before it has."""
+"""Reasons that mean excessive cost. One part may fail with such a reason while another is killed
+first."""
 
 Schema = dict[str, Any]
 
@@ -47,8 +50,8 @@ _RULE = re.compile(r"^([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MULTILI
 
 
 def blamed(grammar: str, failed: str, cpu_s: float) -> str:
-    """`` (in PART)`` for a grammar that was refused with the reason ``failed``; empty if no part
-    alone is at fault, or if it cannot be found in ``cpu_s`` seconds of CPU time."""
+    """`` (in PART)`` for a grammar that was refused with the reason ``failed``. Empty if no single
+    part causes the failure, or if it is not found in ``cpu_s`` seconds of CPU time."""
     search = _Search(failed, cpu_s)
     [given] = json.loads(grammar)["grammars"][:1] or [{}]
     if isinstance(given.get("json_schema"), dict):
@@ -105,7 +108,7 @@ class _Search:
 
 
 def _parts(root: Schema, path: str, node: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schemas directly inside of one, with their paths; a reference is what it refers to."""
+    """The schemas directly inside a schema, with their paths; a reference yields its target."""
     for key in _MAPS:
         inside = node.get(key)
         if isinstance(inside, dict) and (key not in _LOCAL):
@@ -130,7 +133,7 @@ def _parts(root: Schema, path: str, node: Schema) -> Iterator[tuple[str, Schema]
 
 
 def _size(part: tuple[str, Schema]) -> int:
-    """How much a part is suspected: the length of its text, and the numbers of its repetitions."""
+    """The suspected cost of a part: the length of its text, and the numbers of its repetitions."""
     text = json.dumps(part[1])
     return len(text) + sum(min(int(n), 10_000) for n in re.findall(r"\d{2,9}", text)[:1000])
 
@@ -155,7 +158,7 @@ def _json_grammar(schema: Schema) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The kind of an outcome: numbers in a reason are those of the part."""
+    """The kind of an outcome; numbers in a reason depend on the part and are removed."""
     if reason in (TOO_DEEP, _SUSPECTED) or _TOO_MUCH.search(reason):
         return _SUSPECTED
     return re.sub(r"\d+", "0", reason)

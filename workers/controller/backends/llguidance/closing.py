@@ -1,4 +1,5 @@
-"""When the text of a sequence under an llguidance grammar is closed, and with which tokens."""
+"""Decides when the text of a sequence under an llguidance grammar is closed, and with which
+tokens."""
 
 from __future__ import annotations
 
@@ -17,34 +18,35 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Where at most so many tokens are left beyond those that closing the text takes, and at most a
-sixteenth of ``max_tokens``, what may end is to end: a string at the end of a word. Under a grammar
-that is not a schema, the text is closed there."""
+"""Closing begins when at most this number of tokens is left beyond those that closing takes, and at
+most a sixteenth of ``max_tokens``. Then everything that may end does, such as a string at the end
+of a word. Under a grammar that is not a schema, the text is closed at this point."""
 LOOK_EVERY = 32
-"""How to close a text is computed at least every this many tokens where at most ``NEAR`` are left
-beyond those that closing it takes, else after a quarter of these: and so where few are left."""
+"""Interval, in tokens, at which the closing of a text is computed if at most ``NEAR`` tokens are
+left beyond those that closing takes. With more tokens left, the interval is a quarter of them."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""A completion that surely fits is taken to have tokens of this many bytes."""
+"""A completion that surely fits is estimated to have tokens of this many bytes."""
 AMPLE = 256
-"""With more tokens left than that beyond the shortest text, how much a schema's text may grow is
-computed behind the first token that is sampled, not before it."""
+"""If more tokens than this are left beyond the shortest text, the growth of a schema's text is
+computed after the first sampled token and not before it."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    A text that may end anywhere, and go on with anything, is not closed: it ends by its length.
+    A text that may end anywhere, and continue with anything, is not closed: it ends by its length.
 
-    Under a schema, each item that a token begins makes what the text requires grow by at most
-    ``Grammar.growth``. As long as there is room for that, masks are as they are, and the completion
-    of the text is computed when the room that there was is used up. From then on (``near_end``)
-    masks have only tokens after which the text can be completed.
+    Under a schema, each item that a token begins adds at most ``Grammar.growth`` tokens to the
+    completion that the text requires. While there is room for that, masks are unchanged. The
+    completion of the text is computed when that room is used up. From then on (``near_end``), masks
+    have only tokens after which the text can be completed.
 
-    Under another grammar, the completion is computed at intervals that become shorter as the room
-    that it leaves does. Where a text has come to need more than is left since it was last computed,
-    it goes back to there: at most by a quarter of the room that there was.
+    Under another grammar, the completion is computed at intervals that become shorter as the
+    remaining room does. If the completion has become longer than the remaining room, the text is
+    cut back to where it was last computed. This removes at most a quarter of the room at that
+    point.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -53,38 +55,39 @@ class Closing:
         self._spare = min(SPARE, host.max_tokens // 16)
         self._completion: Completion | None = None
         self._read = 0
-        """Tokens of the text that the completion has read."""
+        """Number of tokens of the text that the completion has read."""
         self._tokenized: tuple[bytes, list[int]] = (b"", [])
-        """The completion that was tokenized last, and its tokens."""
+        """The last tokenized completion, and its tokens."""
         self._last: tuple[int, bytes] | None = None
-        """The last length at which a completion fitted in ``max_tokens``, and the completion; None
-        where none was searched for, or the search found none."""
+        """The last length at which a completion fitted in ``max_tokens``, and the completion. The
+        latter is None if none was searched for, or the search found none."""
         self._item: int | None = 0 if grammar.is_schema else None
-        """Tokens by which one item makes grow what the text requires; 0 until that is known; None
-        for a grammar that is not a schema."""
+        """Number of tokens by which one item extends the required completion; 0 until it is known;
+        None for a grammar that is not a schema."""
         self._credit = 0
-        """Tokens that the text may grow by, with what it requires, before it is looked at."""
+        """Number of tokens by which the text and its required completion may grow before the
+        completion is computed again."""
         self._near: NearEnd | None = None
         self._sets: TokenSets
-        """Those of the vocabulary, once ``_item`` is known."""
+        """The token sets of the vocabulary, once ``_item`` is known."""
         self._restricts = False
-        """Whether masks are restricted, whatever the credit."""
+        """Whether masks are restricted, independently of the credit."""
         self._low = 0
-        """The credit up to which they are."""
+        """Masks are restricted while the credit is at most this number."""
         self.narrows = False
-        """Whether ``restrict`` would restrict the next one."""
+        """Whether ``restrict`` would restrict the next mask."""
         self._lost = False
         """Whether a search found neither a completion of a schema's text nor a text of the schema.
         Set by the constructor and ``look``; cleared when a search finds a completion."""
         self._free = False
-        """Whether the last of them was one of a string of any text."""
+        """Whether the last restricted mask was of a string of any text."""
         self.check_at = NEVER
         """The length of the text at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
-        """Once the text is closed: how it ends."""
+        """How the text ends, once it is closed."""
         self._most = host.max_tokens
-        """Most tokens of the text. The last token of ``max_tokens`` ends the sequence by its
-        length, so it is used only where the shortest text needs it."""
+        """Maximum tokens of the text. The last token of ``max_tokens`` ends the sequence by its
+        length, so it is used only if the shortest text needs it."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
@@ -101,7 +104,7 @@ class Closing:
             self.check_at = 0
 
     def copy(self, host: Host) -> Closing:
-        """For a fork of the sequence."""
+        """A copy for a fork of the sequence."""
         other = Closing(self._grammar, host)
         if self._completion is not None:
             with self._grammar.lock:
@@ -116,7 +119,7 @@ class Closing:
         return other
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
-        """Tokens were appended to the text. ``forced``: no other ones could follow."""
+        """Tokens were appended to the text. ``forced``: no other tokens could follow."""
         if self._item is None or self._lost or not tokens:
             return
         if self._restricts:
@@ -130,8 +133,8 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """What the masks behind the tokens of a draft are restricted to, up to where the text is to
-        be looked at; None where they are not."""
+        """The restrictions of the masks after the tokens of a draft, None for a mask without one;
+        up to where the completion has to be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -145,15 +148,15 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens that begin so few items that there is room for what these require."""
+        """The tokens that begin few enough items, so that there is room for their completion."""
         assert self._item is not None
         if credit > self._low:
             return None
         return self._sets.some if credit > SOME_STARTS * self._item else self._sets.few
 
     def restrict(self, words: Words, text: Sequence[int]) -> None:
-        """Restricts the mask behind a text that has come near to its end. The caller holds the
-        grammar's lock."""
+        """Restricts the mask of a text that is near its end. The caller holds the grammar's
+        lock."""
         if not self._item:
             return
         if not self._restricts:
@@ -213,7 +216,7 @@ class Closing:
             self._look_at_intervals(length)
             return None
         if takes is None and room > 0:
-            # The search may find one soon, for example behind a string that it cannot end.
+            # The search may find a completion soon, for example after a string that it cannot end.
             self._restricts = False
             self._set_credit(min(room, 4 * LOOK_EVERY))
             self._look_after(length, self._credit)
@@ -223,8 +226,8 @@ class Closing:
         return self._closed(length - at, self._written(found) or [])
 
     def _begins(self, length: int) -> bool:
-        """Computes by how much the text may grow; whether there surely is room for that, as at most
-        the shortest text is required yet, and what was appended since."""
+        """Computes by how much the text may grow; returns whether there surely is room for that. At
+        this point the completion is at most the shortest text plus the appended tokens."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -235,7 +238,7 @@ class Closing:
         least = self._grammar.least
         if least is None:
             return False
-        # The first token that was sampled may have begun an item.
+        # The first sampled token may have begun an item.
         self._set_credit(self._most - least - length - self._spare - 2 * self._item)
         if self._credit <= 0:
             return False
@@ -283,8 +286,9 @@ class Closing:
         return True
 
     def _look_at_intervals(self, length: int) -> None:
-        """Neither a completion nor a shortest text was found. A schema's text is searched again
-        after a quarter of the tokens that are left; under another grammar it is not closed."""
+        """Handles a failed search for both a completion and a shortest text. A schema's text is
+        searched again after a quarter of the tokens that are left; under another grammar the text
+        is not closed."""
         self._lost = self._item is not None
         self.check_at = NEVER
         if self._lost:
@@ -295,8 +299,8 @@ class Closing:
         self.check_at = length + (quarter if spare > NEAR else min(LOOK_EVERY, quarter))
 
     def _takes(self, found: bytes | None, room: int) -> int | None:
-        """How many tokens a completion has; None where none was found, or the vocabulary cannot
-        write it. It is tokenized only where it might not fit; else the number is an estimate."""
+        """The number of tokens of a completion; None if none was found, or the vocabulary cannot
+        write it. It is tokenized only if it might not fit; otherwise the number is an estimate."""
         if found is None:
             return None
         if self._item is not None:
@@ -310,7 +314,8 @@ class Closing:
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes) -> list[int] | None:
-        """The tokens of a completion; those of the last one where it is the end of that."""
+        """The tokens of a completion; a suffix of the last tokens if the text is a suffix of the
+        last completion."""
         text, tokens = self._tokenized
         if found == text:
             return tokens
@@ -349,7 +354,8 @@ class Closing:
             return self._read_on(text)
 
     def _read_on(self, text: Sequence[int]) -> bytes | None:
-        """Reads what was appended; the completion. The caller holds the grammar's lock."""
+        """Reads the appended tokens, and returns the completion. The caller holds the grammar's
+        lock."""
         completion = self._completion
         assert completion is not None
         appended = text[self._read :]

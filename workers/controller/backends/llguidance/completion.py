@@ -1,11 +1,12 @@
 """A short completion of a text under an llguidance grammar, by a bounded search over its masks.
 
-llguidance has no call for it. The search runs over a matcher of the same grammar whose vocabulary
-is the 256 bytes: a step of it takes a microsecond. It goes from place to place: from where the text
-is to the nearest place where a closing bracket, or the quote that ends a string, is allowed, by the
-fewest bytes; there it takes that byte and begins anew, until the text may end. Names that are
-required come first. Every beginning of a text that a grammar allows has a completion, so no step
-has to be taken back.
+llguidance has no call for this. The search uses a matcher of the same grammar whose vocabulary is
+the 256 bytes; a step takes a microsecond.
+
+The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
+closing quote of a string is allowed. It appends that byte and starts again, until the text may end.
+Required names are tried first. Every prefix that a grammar allows has a completion, so the search
+never backtracks.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
 MAX_BYTES = 16_384
-"""Longest completion."""
+"""Maximum bytes of a completion."""
 AT_ONCE = 1024
 """Bytes that are appended in one call, which holds the interpreter lock."""
 MAX_STEPS = 4_000
-"""Most states that one search visits."""
+"""Maximum states that one search visits."""
 MAX_NEAR = 200
-"""Most states that are visited on the way to one place; then the way that is best so
-far continues."""
+"""Maximum states that are visited on the way to one place; after that the best way so far
+continues."""
 FEW_NEAR = 16
-"""After this many of them in a string, matches of the schema's patterns are tried."""
+"""After this many states within a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
-"""Where no more may follow, each of them is tried."""
+"""If at most this many bytes may follow, each of them is tried."""
 FEW_BRANCHES = 4
-"""Where no more may follow, none is put off as one after which the same bytes may follow."""
+"""If at most this many bytes may follow, all of them have the same priority, even those that seem
+to lead to the same state."""
 MAX_RUN = 1_024
-"""Longest part of a string that is filled with one character."""
+"""Maximum length of a part of a string that is filled with one character."""
 FREE_BYTES = 128
-"""More bytes than that may follow in a text of any kind."""
+"""In free text, more bytes than this may follow."""
 MAX_TAILS = 8
-"""How many ends of the last completion are tried at each place."""
+"""How many suffixes of the last completion are tried at each place."""
 
 _VALUES = (b"0", b'""', b"[]", b"{}", b"null", b"true", b"false")
-"""Values that are tried first where one may begin."""
+"""Values that are tried first if a value may begin."""
 
 _END = byte_tokenizer().eos_token
 _OPENING = ord('"')
@@ -68,12 +70,14 @@ _CLASSES = tuple(
         ),
     )
 )
-"""Bytes that a grammar rarely distinguishes; the first of each that is allowed is tried."""
+"""Classes of bytes that a grammar rarely distinguishes; the first allowed byte of each class is
+tried."""
 _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
 _STAY, _ADVANCED = -1, -2
-"""Instead of the next byte of a way: none, and none after the forced bytes."""
+"""Special values in place of the next byte of a way: no byte, and no byte after the forced
+bytes."""
 _Mask = int
 
 
@@ -84,8 +88,8 @@ def shortest_text(grammar: str, until: float) -> bytes | None:
 
 
 class Completions:
-    """Finds completions of texts under one grammar. The caller serializes the calls of all that
-    comes from one object, as their matchers share the lexer's states."""
+    """Finds completions of texts under one grammar. The caller serializes all calls of this object
+    and of the objects that it creates, as their matchers share the lexer's states."""
 
     def __init__(self, grammar: str) -> None:
         self._grammar = grammar
@@ -94,14 +98,14 @@ class Completions:
         self._names: list[bytes] | None = None
         self._shortest: bytes | None = None
         self.counts_names = counts_names(grammar)
-        """Whether completions must not have a name twice."""
+        """Whether a name may occur only once in an object of a completion."""
 
     def start(self) -> Completion:
-        """At the beginning of a text."""
+        """A completion at the beginning of a text."""
         return Completion(self, self._matcher.deep_copy())
 
     def shortest(self, until: float) -> bytes | None:
-        """The completion of the empty text, whose end may be that of others."""
+        """The completion of the empty text, whose suffix may complete other texts."""
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
             found = _Search(self, matcher, 0, b"").run(b"", until)
@@ -109,28 +113,28 @@ class Completions:
         return self._shortest
 
     def distinct(self, text: bytes, found: bytes | None, matcher: LLMatcher) -> bytes | None:
-        """A completion of a text without names that are repeated, where they count."""
+        """A completion without repeated names, if names are counted."""
         if found is None or not self.counts_names:
             return found
         return with_distinct_names(text, found, partial(_completes, matcher))
 
     @property
     def names(self) -> list[bytes]:
-        """Names that are required somewhere in the schema, as they are written."""
+        """Names that are required somewhere in the schema, in their written form."""
         if self._names is None:
             self._names = required_names(self._grammar)
         return self._names
 
     @property
     def patterns(self) -> list[Pattern]:
-        """Those of the schema, compiled when a search first needs them."""
+        """The patterns of the schema, compiled when a search first needs them."""
         if self._patterns is None:
             self._patterns = patterns_of(self._grammar)
         return self._patterns
 
 
 class Completion:
-    """A text, and the last completion of it that was found."""
+    """A text, and the last completion that was found for it."""
 
     def __init__(self, shared: Completions, matcher: LLMatcher) -> None:
         self._shared = shared
@@ -138,19 +142,19 @@ class Completion:
         self._quoted = 0
         """1 in a string of JSON, 2 after its backslash, 0 elsewhere."""
         self._string = b""
-        """In a string: its beginning."""
+        """The beginning of the current string."""
         self._known: bytes | None = None
         self._since = 0
-        """Bytes that were appended since then, if it does not begin with them."""
+        """Bytes appended since the last completion was found, if it does not begin with them."""
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
-        """The text, where its names count."""
+        """The text, if names are counted."""
         self.steps = 0
         """States that searches have visited."""
 
     def copy(self) -> Completion:
-        """The same text and completion."""
+        """A copy with the same text and completion."""
         other = Completion(self._shared, self._matcher.deep_copy())
         other._quoted, other._string = self._quoted, self._string
         other._known, other._since = self._known, self._since
@@ -158,7 +162,7 @@ class Completion:
         return other
 
     def append(self, text: bytes) -> bool:
-        """Appends to the text; whether the grammar allows it."""
+        """Appends to the text; returns whether the grammar allows it."""
         for at in range(0, len(text), AT_ONCE):
             if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
                 return False
@@ -175,33 +179,35 @@ class Completion:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text ends in a string of JSON, and not behind its backslash."""
+        """Whether the text ends in a string of JSON, and not after its backslash."""
         return self._quoted == 1
 
     def keep(self, known: bytes) -> bool:
-        """Takes these bytes for the completion, if they are one."""
+        """Uses these bytes as the completion if they complete the text; returns whether they do."""
         if not self.fits(known):
             return False
         self._known, self._since = known, 0
         return True
 
     def fits(self, text: bytes) -> bool:
-        """Whether the text is complete with these bytes behind it, without a repeated name where
-        names count."""
+        """Whether these bytes complete the text, without a repeated name if names are counted."""
         return _completes(self._matcher, text) and not (
             self._shared.counts_names and repeated(self._text + text, len(self._text))
         )
 
     @property
     def free(self) -> bool:
-        """Whether the text may end here, and nearly any text may follow: as in the answer of a
+        """Whether the text may end here, and nearly any text may follow, as in the answer of a
         model that may call a tool."""
         return self._matcher.is_accepting() and _mask(self._matcher).bit_count() > FREE_BYTES
 
     def find(self, until: float = math.inf) -> bytes | None:
-        """Bytes that make the text complete. The last ones found are kept where they still do: in
-        the middle of a string, for example. None if the search found none, or none before the
-        thread has used ``until`` seconds of CPU time."""
+        """Bytes that complete the text. The last result is reused if it still completes the text,
+        for example in the middle of a string.
+
+        None if the search found none, or none before the thread has used ``until`` seconds of CPU
+        time.
+        """
         if self._known is None and not self._begun:
             self._known = self._shared.shortest(until)
         known, since = self._known, self._since
@@ -209,7 +215,8 @@ class Completion:
             known, since = self._shared.shortest(until) or b"", 0
         elif not since:
             return known
-        # Bytes of a free text are beside it; those of a date take the place of some of its own.
+        # In free text, appended bytes do not change the completion; in a date, they replace some of
+        # its bytes.
         for text in (known, known[since:]) if since else ():
             if self.fits(text):
                 self._known, self._since = text, 0
@@ -226,22 +233,22 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """How often its next byte is not the first that was tried."""
+    """How often its next byte was not the first that was tried."""
     repeats: int
-    """How often that byte may be followed by the same bytes as one that was tried before it."""
+    """How often the bytes that may follow that byte are the same as for a byte tried before it."""
     byte: int
-    """The tokens that are still to be taken, or one of the above."""
+    """The next byte, or one of the special values above."""
     path: bytes
     matcher: LLMatcher
-    """Before ``byte``."""
+    """The matcher before ``byte``."""
     quoted: int
     before: _Mask
     """The mask before that of the matcher."""
 
     def cost(self, near: bool) -> int:
-        """The lower, the sooner it continues. At first the length counts, so that the
-        shortest way is found; ``near``: then above all how often another byte was tried, so that
-        some way is."""
+        """Ways with a lower cost continue first. At first the length counts, so that the shortest
+        way is found. With ``near``, the number of other bytes counts most, so that any way is
+        found."""
         return self.length + (12 * self.others if near else 4 * self.repeats)
 
 
@@ -255,10 +262,11 @@ class _Search:
         self.steps = 0
         self._until = math.inf
         self._tails: list[bytes] = []
-        """The bytes that may follow the quote that begins a string."""
+        """The bytes that may follow the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
-        """A completion; ``known`` is one of an earlier text, whose end may be the end of this."""
+        """A completion; ``known`` completes an earlier text, and its suffix may complete this
+        one."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MAX_TAILS]]
@@ -281,7 +289,8 @@ class _Search:
         return True
 
     def _value(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Takes one of the shortest values of JSON, if one is allowed and may end here."""
+        """Appends one of the shortest JSON values, if one is allowed and the value may end there;
+        returns whether it did."""
         for value in _VALUES:
             if matcher.validate_tokens(list(value)) < len(value):
                 continue
@@ -292,12 +301,12 @@ class _Search:
         return False
 
     def _name(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Ends the string in which a way is as a name that is required, if one can."""
+        """Completes the current string to a required name, if one fits; returns whether it did."""
         begun = _string(self._string, 1, path)
         quote = 1 + len(begun)
         before = (self._path[-quote - 2 :] + path)[:-quote]
         if before.rstrip().endswith(b":"):
-            return False  # It is a value.
+            return False  # The string is a value.
         for name in self._shared.names:
             end = name[len(begun) :] + b'":'
             if name.startswith(begun) and matcher.validate_tokens(list(end)) == len(end):
@@ -306,7 +315,8 @@ class _Search:
         return False
 
     def _match(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Ends the string in which a way is by a match of a pattern, if one can."""
+        """Completes the current string to a match of a pattern, if one fits; returns whether it
+        did."""
         string = _string(self._string, 1, path)
         ends = {end for one in self._shared.patterns for end in one.ends(string)}
         for end in sorted(sorted(ends), key=len):
@@ -317,7 +327,7 @@ class _Search:
         return False
 
     def _go_on(self) -> bool:
-        """To the next place; False if no byte may follow."""
+        """Advances to the next place; False if no byte may follow."""
         few, most = self.steps + FEW_NEAR, self.steps + MAX_NEAR
         near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None
@@ -404,7 +414,7 @@ class _Search:
                 followed.add(after)
                 heapq.heappush(ways, (way.cost(near), number, way))
                 if quoted == 1 and after[0] & _QUOTE and way.cost(near) == length + 1:
-                    break  # The others are not shorter.
+                    break  # The other ways are not shorter.
             if followed == {(mask, False)} and not ran:
                 ran = True
                 matcher = matcher.deep_copy()
@@ -416,8 +426,8 @@ class _Search:
         return False
 
     def _run(self, matcher: LLMatcher, mask: _Mask) -> bytes | None:
-        """Advances by one byte again and again until the mask changes, as in a string with a least
-        length; the bytes, or None where it does not change."""
+        """Repeats one byte until the mask changes, as in a string with a minimum length; returns
+        the bytes, or None if the mask does not change."""
         byte = _lowest(mask)
         run = b""
         while len(run) < MAX_RUN:
@@ -441,7 +451,7 @@ def _lowest(mask: _Mask) -> int:
 
 
 def _tried(mask: _Mask, before: _Mask, quoted: int) -> Iterator[int]:
-    """The bytes of a mask that are tried: those that the mask before it had not come first."""
+    """The bytes of a mask that are tried; bytes that the previous mask did not have come first."""
     if not mask & _LISTED or (mask.bit_count() <= FEW_BYTES and not (quoted and mask & _DIGITS)):
         groups: Sequence[_Mask] = [1 << byte for byte in range(256) if mask >> byte & 1]
     else:
@@ -453,16 +463,16 @@ def _tried(mask: _Mask, before: _Mask, quoted: int) -> Iterator[int]:
 
 
 def _string(string: bytes, quoted: int, text: bytes) -> bytes:
-    """``Completion._string`` after a text that leads to ``quoted``."""
+    """The new ``Completion._string`` after a text that leads to ``quoted``."""
     if not quoted:
         return b""
-    # An escaped quote cuts it too: a match then begins behind it.
+    # An escaped quote cuts it too: a match then begins after the quote.
     _, quote, inside = text.rpartition(b'"')
     return inside if quote else string + text
 
 
 def _quotes(quoted: int, text: bytes) -> int:
-    """``Completion._quoted`` after a text."""
+    """The new ``Completion._quoted`` after a text."""
     if b'"' not in text and b"\\" not in text:
         return 1 if quoted == 2 and text else quoted
     for byte in text:

@@ -1,7 +1,7 @@
 """Names that occur twice in one object of JSON.
 
-A grammar counts each occurrence, and whoever reads the text counts a name once: under a schema with
-``minProperties``, a completion must not get its properties by one name.
+A grammar counts each occurrence, while a JSON reader counts a name once. So under a schema with
+``minProperties``, a completion must not repeat one name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from string import ascii_letters, digits
 from typing import NamedTuple
 
 MAX_NAMES = 64
-"""Names of one completion that are replaced."""
+"""Maximum number of names that are replaced in one completion."""
 
 _PARTS = re.compile(rb'[{}\[\]]|"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
 _COUNTED = re.compile(r'"minProperties"\s*:\s*(?:[2-9]|1\d)')
@@ -20,7 +20,7 @@ _CHARACTERS = [character.encode() for character in digits + ascii_letters]
 
 
 class Name(NamedTuple):
-    """A name that its object has had before, as it is written."""
+    """A name that its object already has, in its written form."""
 
     begin: int
     end: int
@@ -29,23 +29,23 @@ class Name(NamedTuple):
 
 
 def counts_names(grammar: str) -> bool:
-    """Whether a schema of the grammar asks for two properties or more, whatever their names."""
+    """Whether a schema of the grammar requires two or more properties with any names."""
     return _COUNTED.search(grammar) is not None
 
 
 def repeated(text: bytes, behind: int) -> Name | None:
-    """The first such name of a text that ends beyond its first ``behind`` bytes."""
+    """The first repeated name of a text that ends after the first ``behind`` bytes."""
     return next(_repeated(text, behind), None)
 
 
 def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]) -> bytes:
-    """``found``, which completes a text, with other names in place of those that are repeated,
-    where the grammar allows others. ``fits``: whether other bytes complete the text."""
+    """A completion ``found`` of a text in which repeated names are replaced by others, if the
+    grammar allows them. ``fits``: whether other bytes complete the text."""
     for _ in range(MAX_NAMES):
         name = repeated(text + found, len(text))
         if name is None:
             break
-        # The present part of a name stays.
+        # The part of a name that the text already has stays.
         begin, end = max(name.begin - len(text), 0), name.end - len(text)
         begun = text[name.begin :] if begin == 0 else b""
         for other in _others(found[begin:end]):
@@ -75,7 +75,8 @@ def _repeated(text: bytes, behind: int) -> Iterator[Name]:
 
 
 def _others(name: bytes) -> Iterator[bytes]:
-    """Other names: the shortest first, then those with another end, or a longer one."""
+    """Candidates for another name: the shortest first, then names with another end, and longer
+    ones."""
     yield from _CHARACTERS
     for one in _CHARACTERS:
         yield name[:-1] + one

@@ -1,7 +1,7 @@
-"""How long the shortest value of a JSON schema is at most, from the schema alone.
+"""An upper bound of the length of the shortest value of a JSON schema, from the schema alone.
 
-Where that is far below ``max_tokens``, no shortest value has to be searched for before the text
-begins. The bound counts everything that any alternative requires.
+If the bound is far below ``max_tokens``, the shortest value does not have to be searched for before
+the text begins. The bound includes everything that any alternative requires.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from .plain import target, unrolled
 MAX_PARTS = 200
 """Schemas that one value may have to match."""
 MAX_VALUES = 500
-"""Values and parts that are looked at."""
+"""Maximum values and parts that are visited."""
 MAX_IN_ALL = 20_000
-"""The same for all items of a schema: about 20 ms."""
+"""Maximum values that are visited for all items of a schema: about 20 ms."""
 MAX_ENUM = 2_000
 """Values of an ``enum``."""
 MAX_DEPTH = 40
-"""Values inside of each other."""
+"""Maximum nesting of values."""
 MAX_CHARACTERS = 4_000
-"""Of a string with a pattern: more are not told."""
+"""Maximum length of a string with a pattern; for a longer one the bound is unknown."""
 NUMBER = 40
-"""Most characters of a shortest number, unless its bounds are very large or very near to 0."""
+"""Maximum characters of a shortest number, unless its bounds are very large or very near to 0."""
 FORMAT = 64
-"""Most characters of a shortest string of a format."""
+"""Maximum characters of a shortest string of a format."""
 ESCAPED = 2
-"""Most bytes of a character of a shortest string: there is hardly one that needs more."""
+"""Maximum bytes of a character of a shortest string: hardly any needs more."""
 
 UNTOLD = 256
-"""Bytes that an item is taken to require where no bound could be told."""
+"""Assumed bytes of an item whose bound is unknown."""
 INSIDE = 32
-"""The same of an item inside of itself."""
+"""Assumed bytes of an item inside itself."""
 
 Schema = dict[str, Any]
 _NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))
@@ -47,26 +47,26 @@ _ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties")
 _NAMED = ("properties", "patternProperties")
 _OF_ITEMS = frozenset((*_ITEMS, *_NAMED))
 _PLAIN = re.compile(r"[ !#-\[\]-~]*")
-"""Characters that are written as they are, in one byte."""
+"""Characters that are written unescaped, in one byte."""
 _LEADING_ON = frozenset((*_OPTIONS, "$ref"))
 
 
 class Growth(NamedTuple):
-    """By how many bytes what a text still requires may grow, from the schema alone."""
+    """Bounds, from the schema alone, of the growth of the required completion in bytes."""
 
     item: int
-    """Where it begins one item of an array, or one property with its name."""
+    """Growth when a text begins one item of an array, or one property with its name."""
     string: int
-    """In one string that has to match a pattern or a format; 0 where the schema has none."""
+    """Growth in one string that has to match a pattern or a format; 0 if the schema has none."""
 
 
 class _UnknownError(Exception):
-    """The schema has no bound that could be told."""
+    """The bound of the schema is unknown."""
 
 
 def least_bytes(root: Any) -> int | None:
-    """Most bytes of the shortest value of a schema; None if they are not known, or if it is not a
-    valid schema."""
+    """An upper bound of the bytes of the shortest value of a schema; None if it is unknown, or if
+    the schema is not valid."""
     try:
         return _Lengths(root).of([root], 0)
     except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
@@ -74,8 +74,8 @@ def least_bytes(root: Any) -> int | None:
 
 
 def growth(root: Any) -> Growth:
-    """The bounds of a schema. What is not told of an item is taken to be ``UNTOLD``; an item inside
-    of itself, ``INSIDE``."""
+    """The bounds of a schema. An item with an unknown bound counts ``UNTOLD``, an item inside
+    itself ``INSIDE``."""
     item = len("null")
     string = 0
     left = [root]
@@ -130,25 +130,25 @@ def _of_item(lengths: _Lengths, schema: Any) -> int:
 
 class _Lengths:
     def __init__(self, root: Any, inside: int | None = None) -> None:
-        """``inside``: what is taken for a value inside of itself, where that is no error."""
+        """``inside``: the assumed size of a value inside itself; None: such a value is an error."""
         self._root = root
         self._inside = inside
         self._active: set[int] = set()
         self._known: dict[int, tuple[Schema, int]] = {}
-        """By the id of a schema: itself, so that the id stays its own, and its length, where that
-        is no matter of what it is inside of."""
+        """By the id of a schema: the schema, so that the id stays unique, and its length, if the
+        length does not depend on the enclosing schemas."""
         self._cycles = 0
-        """How often a value inside of itself was met."""
+        """How often a value inside itself was met."""
         self._left = MAX_VALUES
         self.total = MAX_VALUES
-        """Of all values that ``anew`` is called for: no more are looked at."""
+        """Maximum values that are visited in all calls of ``anew``."""
         options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
         for name in ("item_separator", "key_separator"):
             if options.get(name, ",") not in (",", ", ", ":", ": "):
                 raise _UnknownError
 
     def anew(self, schema: Any) -> int:
-        """For one value after another."""
+        """The bound of one of several schemas, each counted separately."""
         self._active.clear()
         self._left = most = min(MAX_VALUES, self.total)
         try:
@@ -157,7 +157,7 @@ class _Lengths:
             self.total -= 1 + most - max(0, self._left)
 
     def of(self, schemas: list[Any], depth: int) -> int:
-        """For a value that has to match all of some schemas."""
+        """The bound of a value that has to match all of the schemas."""
         if len(schemas) != 1:
             return self._of(schemas, depth)
         [schema] = schemas
@@ -203,7 +203,7 @@ class _Lengths:
         return length
 
     def _parts(self, schemas: list[Any]) -> list[Schema]:
-        """The schemas, what they refer to, and all that their alternatives are."""
+        """The schemas, the targets of their references, and all their alternatives."""
         if len(schemas) == 1 and type(schemas[0]) is dict and _LEADING_ON.isdisjoint(schemas[0]):
             return schemas
         parts: list[Schema] = []
@@ -212,7 +212,7 @@ class _Lengths:
         while left:
             one = left.pop()
             if isinstance(one, bool) or id(one) in seen:
-                continue  # What one alternative forbids, another may require.
+                continue  # One alternative may require what another forbids.
             if not isinstance(one, dict) or len(seen) > MAX_PARTS:
                 raise _UnknownError
             seen.add(id(one))

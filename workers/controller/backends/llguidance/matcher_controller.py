@@ -27,7 +27,8 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class MatcherController:
-    """One sequence: its matcher, and its text so far. ``name`` is that of the constraint."""
+    """The controller of one sequence: its matcher, and its text so far. ``name`` is the name of the
+    constraint."""
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class MatcherController:
         self._name = name
         self._text = list(text)
         self._forced = False
-        """Whether what is appended next was forced."""
+        """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
-        """The mask that ``_words`` and ``_address`` refer to."""
+        """The mask to which ``_words`` and ``_address`` refer."""
         self._words: np.ndarray[tuple[int], np.dtype[np.uint32]]
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """Used if llguidance's vocabulary has one token more than the model's."""
+        """A buffer for masks, if llguidance's vocabulary has one token more than the model's."""
 
     @property
     def shortest(self) -> Sequence[int] | None:
@@ -61,8 +62,8 @@ class MatcherController:
         return self._grammar.shortest_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Raises RequestError if even the shortest text has more than ``max_tokens``. Not called
-        for a part of another constraint, which may be left out."""
+        """Raises RequestError if even the shortest text has more than ``max_tokens``. It is not
+        called for a part of another constraint, because that part may be optional."""
         most, least = self._host.max_tokens, self._grammar.least
         if least is not None and least <= most:
             return
@@ -99,7 +100,7 @@ class MatcherController:
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
-            # The beginning is mostly forced.
+            # The beginning of a text is mostly forced.
             forced = [] if self._text else self._matcher.compute_ff_tokens()
             if not forced:
                 self._fill(mask)
@@ -116,7 +117,7 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token is left for the round in which a text that does not fit is closed.
+            # One token is reserved for the round in which a text that does not fit is closed.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
@@ -125,8 +126,8 @@ class MatcherController:
         return COMPLETE
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Up to where a token is forced, only the end of the sequence may follow, or how to close
-        the text is computed."""
+        """Writes masks until a token is forced, only the end of the sequence may follow, or the
+        closing of the text has to be computed."""
         until = min(self.closing.check_at, self._host.max_tokens) - len(self._text) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
         restricted = self.closing.ahead(draft)
@@ -150,7 +151,8 @@ class MatcherController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # Several tokens come at once where a draft foresaw them: the text has those before the end.
+        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
+        # token are dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]

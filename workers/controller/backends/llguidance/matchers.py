@@ -33,19 +33,19 @@ from .trial import parser_limits, plain_limits, reason, step_error
 Found = tuple[bytes | None, list[int] | None]
 """The shortest text of a grammar and its tokens; None if there is none."""
 SEARCH_S = 0.05
-"""CPU time in which a shortest text is searched for at hand; beyond it, in a process."""
+"""CPU time of a search for a shortest text in the worker; a longer search runs in a process."""
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
 SHORT = 100
-"""Most characters of a forced text whose tokens are cached."""
+"""Maximum characters of a forced text whose tokens are cached."""
 KEPT_GRAMMARS = 32
-"""Most cached grammars, each of up to ``MAX_LEXER_STATES`` lexer states."""
+"""Maximum cached grammars, each with up to ``MAX_LEXER_STATES`` lexer states."""
 
 
 class _Wrapper:
-    """A vocabulary in the form that llguidance takes (its TokenizerWrapper).
+    """A vocabulary in the form of llguidance's TokenizerWrapper.
 
-    No mask allows a token without bytes, such as a special token.
+    Masks never allow a token without bytes, such as a special token.
     """
 
     is_tokenizer_wrapper = True
@@ -61,8 +61,8 @@ class _Wrapper:
         self._short = lru_cache(KEPT_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokenization of a forced text. Short texts are cached as they recur: for the mask,
-        for the appended tokens, and in each sequence of a grammar."""
+        """The tokenization of a forced text. Short texts are cached, because each recurs: for the
+        mask, for the appended tokens, and in each sequence of a grammar."""
         return self._short(text) if len(text) <= SHORT else self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -70,8 +70,8 @@ class _Wrapper:
 
 
 class Tokens:
-    """A vocabulary for llguidance. End-of-sequence tokens are allowed where a text is complete; a
-    vocabulary without any gets one beyond its last token, which is cleared in each mask."""
+    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. A
+    vocabulary without any receives one after its last token, which is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about 0.4 s for 131,072 tokens and holds the interpreter lock."""
@@ -88,14 +88,14 @@ class Tokens:
         )
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Most nonzero words of ``only_end``, or of a mask with a single token."""
+        """Maximum nonzero words of ``only_end``, or of a mask with a single token."""
         self._vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._sets_lock = threading.Lock()
 
     @property
     def sets(self) -> TokenSets:
-        """The vocabulary's tokens as parts of JSON; made with the first grammar of a schema."""
+        """The vocabulary's tokens as parts of JSON; computed with the first grammar of a schema."""
         with self._sets_lock:
             if self._sets is None:
                 vocabulary = self._vocabulary
@@ -123,17 +123,18 @@ class Grammar:
         plain: bool,
         vocabulary: Vocabulary,
     ) -> None:
-        """``plain``: it was compiled without a process."""
+        """``plain``: the grammar was compiled without a separate process."""
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
-        """Most tokens of the shortest text; None if they are not known before it was searched."""
+        """An upper bound of the tokens of the shortest text; None if it is unknown before the
+        search."""
         self._schema = schema
         self._plain = plain
         self._growth: Growth | None = None
         self._vocabulary = vocabulary
         self._shortest: Found | None = None
-        """Once it was searched for."""
+        """The result of the search for the shortest text."""
         self._matchers = matchers
         self.key = key
         self._matcher = matcher
@@ -142,25 +143,26 @@ class Grammar:
 
     @property
     def is_schema(self) -> bool:
-        """Whether it is one of a JSON schema alone, of moderate length."""
+        """Whether the grammar is a single JSON schema of moderate length."""
         return self._schema is not None
 
     @property
     def most_growth(self) -> int:
-        """Tokens by which a text of a schema may grow with one item at most, from the length of the
-        schema: ``growth`` is hardly more, and takes longer to compute."""
+        """Upper bound of the tokens by which a text of a schema grows with one item, from the
+        length of the schema. ``growth`` is hardly larger, and takes longer to compute."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
     def growth(self) -> Growth | None:
-        """By how much what a text requires may grow; None for grammars that are not schemas."""
+        """The growth of the required completion of a text; None for grammars that are not
+        schemas."""
         if self._growth is None and self._schema is not None:
             self._growth = growth(self._schema)
         return self._growth
 
     @property
     def shortest_tokens(self) -> list[int] | None:
-        """The tokens of ``shortest_text``; None if there is none."""
+        """The tokens of ``shortest_text``; None if it was not found."""
         return self._found()[1]
 
     @property
@@ -175,7 +177,7 @@ class Grammar:
         return self._shortest
 
     def searched(self) -> bytes | None:
-        """The shortest text, where a search finds it without a process in ``SEARCH_S``."""
+        """The shortest text, if a search in this process finds it within ``SEARCH_S``."""
         if not self._plain:
             return None
         with self.lock:
@@ -191,7 +193,8 @@ class Grammar:
             return matcher.deep_copy()
 
     def completion(self) -> Completion:
-        """The completion of a text that begins. Its calls need ``lock``, as those of matchers."""
+        """The completion of a text at its beginning. Its calls need ``lock``, as those of matchers
+        do."""
         with self.lock:
             return self._all_completions().start()
 
@@ -201,8 +204,8 @@ class Grammar:
         return self._completions
 
     def give_up(self) -> None:
-        """Removes it from the cache after a matcher failed, as the shared lexer may be full: the
-        next request compiles the grammar again."""
+        """Removes the grammar from the cache after a matcher failed, as the shared lexer may be
+        full: the next request compiles it again."""
         self._matchers.drop(self.key, self)
 
 
@@ -212,8 +215,8 @@ class Matchers:
     def __init__(
         self, processes: Processes | None = None, meter: CompileMeter | None = None
     ) -> None:
-        """``processes`` check each new grammar first that may be expensive; ``meter`` counts what
-        compiling takes."""
+        """``processes`` first check each new grammar that may be expensive; ``meter`` measures
+        compiling."""
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
@@ -225,7 +228,7 @@ class Matchers:
 
     def get(self, vocabulary: Vocabulary, grammar: str, constraint: str = "lark") -> Grammar:
         """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar.
-        ``constraint``: what it is counted as."""
+        ``constraint``: the label under which it is counted."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         found = self._kept(key)
@@ -256,14 +259,14 @@ class Matchers:
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
-            plain = not step_error(matcher)  # The error from the process names the part at fault.
+            plain = not step_error(matcher)  # The error from the process names the faulty part.
         if not plain:
             self.processes.check(grammar)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
         if schema is not None:
-            _ = tokens.sets  # Made before a text has begun.
+            _ = tokens.sets  # Computed before a text has begun.
         made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
         with self._lock:
             self._grammars[key] = made
@@ -272,9 +275,11 @@ class Matchers:
         return made
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
-        """The shortest text of a grammar that was compiled, and its tokens; nothing if a search
-        finds none, or none that the vocabulary can write. Searched for once, where several ask for
-        it at the same time: the others give their slots back meanwhile."""
+        """The shortest text of a compiled grammar, and its tokens; empty if a search finds none, or
+        none that the vocabulary can write.
+
+        Simultaneous requests share one search; the others give their slots back meanwhile.
+        """
         return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 
     def _search(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:

@@ -1,8 +1,8 @@
-"""Which tokens may come where few are left beyond those that complete a text of JSON.
+"""Restricts masks when few tokens are left beyond those that complete a text of JSON.
 
-There a mask has only tokens after which the text can surely be completed: the beginnings of the
-completion that is known, what a string of any text goes on with, and, of the others, those for
-which another completion is found that fits.
+Such a mask has only tokens after which the text can surely be completed. These are prefixes of the
+known completion, tokens that continue a string of any text, and tokens for which a search finds
+another completion that fits.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .completion import Completion
 from .token_sets import TokenSets, Words, allowed, has, put
 
 MAX_OTHERS = 8
-"""Tokens of one mask that are tried beside the beginnings of the completion."""
+"""Tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Tokens that a completion may take in addition, where another than its first token begins it."""
+"""Additional tokens of a completion that begins with another token than its first one."""
 FEW = 64
-"""Where a mask has more tokens, only those of one byte are tried."""
+"""If a mask has more tokens than this, only those of one byte are tried."""
 MAX_STEPS = 60
-"""States that searches for other completions visit in one sequence."""
+"""Maximum states that searches for other completions visit in one sequence."""
 AT_ONCE = 2
-"""Searches for one mask."""
+"""Searches for one mask at most."""
 NAMED = 3
-"""Tokens by which a name of one's choice may grow, where it could be mistaken for one of the
-schema's."""
+"""Number of tokens by which a freely chosen name may grow if it could be mistaken for one of the
+schema's names."""
 PATTERN = 8
-"""Tokens by which a string may grow that has any text, where it could have a pattern."""
+"""Number of tokens by which a string of any text may grow if it could have a pattern."""
 MANY = 256
-"""Where a mask has more tokens in a string, they are not names or values that are listed."""
+"""If a mask within a string has more tokens than this, they are not names or values from a list."""
 
 Tokenize = Callable[[bytes], Sequence[int] | None]
 
@@ -39,17 +39,17 @@ class NearEnd:
     """Restricts masks; the caller holds the grammar's lock."""
 
     def __init__(self, sets: TokenSets, string: int, ends: Sequence[int]) -> None:
-        """``string``: tokens by which one string may grow that has to match a pattern; 0 where the
-        schema has no patterns. ``ends``: the end-of-sequence tokens."""
+        """``string``: number of tokens by which a string that has to match a pattern may grow; 0 if
+        the schema has no patterns. ``ends``: the end-of-sequence tokens."""
         self._sets = sets
         self._string = string
         self._ends = list(ends)
         self._steps = MAX_STEPS
         self._begun: tuple[bytes, list[int]] = (b"", [])
-        """The last completion, and the tokens that are beginnings of it."""
+        """The last completion, and the tokens that are prefixes of it."""
         self._set = sets.whole
         self._kept: list[int] = []
-        """The set that restricted the last mask of a string, beside ``_set``."""
+        """The set that restricted the last mask of a string, in addition to ``_set``."""
         self.rests: dict[int, bytes] = {}
         """The completion of the text after some tokens of the last mask."""
 
@@ -63,17 +63,17 @@ class NearEnd:
         ending: bool,
         tokenize: Tokenize,
     ) -> int | None:
-        """Restricts a mask before which ``found`` completes the text, in ``tokens``, with ``spare``
-        more than these left. ``ending``: what may end is to end soon.
+        """Restricts a mask at a place where ``found``, with the tokens ``tokens``, completes the
+        text and ``spare`` more tokens are left. ``ending``: open values should end soon.
 
-        None unless the text is in a string of any text, behind which ``found`` is: then how many
-        tokens more may complete the text behind any tokens of ``TokenSets.whole``.
+        Returns None, except in a string of any text that ``found`` completes. Then it returns how
+        many more tokens the completion may need after any tokens of ``TokenSets.whole``.
         """
         sets = self._sets
         self.rests = {}
         room = len(tokens) + spare
         kept = [token for token in self._ends if has(words, token)]
-        # Behind another beginning than its first token, the rest may take more tokens.
+        # After another prefix than its first token, the rest may take more tokens.
         if found != self._begun[0]:
             self._begun = found, sets.prefixes(found)
         first = list(tokens[:1]) if spare <= REWRITTEN else self._begun[1]
@@ -82,7 +82,7 @@ class NearEnd:
             name = found.startswith(b'":')
             more: int | None
             if sets.is_free(words) and (not self._string or found.startswith(b'"')):
-                # A pattern that any text may follow hardly needs much more behind it.
+                # A pattern that any text may follow hardly needs many more tokens.
                 more = NAMED if name else min(self._string, PATTERN)
                 whole = spare > more
             else:
@@ -106,8 +106,8 @@ class NearEnd:
         return None
 
     def restrict_again(self, words: Words, found: bytes) -> bool:
-        """Restricts a mask as the last one, in the same string of any text, for which ``restrict``
-        returned a number; whether it still is one."""
+        """Restricts a mask like the last one, in the same string of any text for which ``restrict``
+        returned a number; returns whether the string is still of that kind."""
         if not self.is_free(words, found):
             return False
         words &= self._set
@@ -115,7 +115,7 @@ class NearEnd:
         return True
 
     def is_free(self, words: Words, found: bytes) -> bool:
-        """Whether a mask is that of a string of any text, which ``found`` still completes."""
+        """Whether a mask belongs to a string of any text that ``found`` still completes."""
         first = self._sets.bytes.get(found[:1])
         return first is not None and has(words, first) and self._sets.is_free(words)
 
@@ -128,8 +128,8 @@ class NearEnd:
         room: int,
         tokenize: Tokenize,
     ) -> list[int]:
-        """Those of other tokens behind which a completion was found that fits in ``room`` tokens,
-        of which ``found`` leaves more than one."""
+        """Other tokens after which a search found a completion that fits in ``room`` tokens. The
+        completion ``found`` needs fewer tokens than that, by more than one."""
         text = self._sets.text
         fitting: list[int] = []
         digits = self._sets.digits
@@ -145,7 +145,8 @@ class NearEnd:
                 continue
             rest = next((one[len(written) :] for one in known if one.startswith(written)), None)
             if rest is None:
-                # In its place, as in a date, or before it, as in a number.
+                # The token replaces a byte of the completion, as in a date, or precedes it, as in a
+                # number.
                 for one in (found[len(written) :], found):
                     if completion.fits(written + one):
                         fitting.append(token)
@@ -165,7 +166,7 @@ class NearEnd:
     def _search(
         self, completion: Completion, written: bytes, room: int, tokenize: Tokenize
     ) -> bytes | None:
-        """A completion behind a token, if it surely fits also behind a longer one with the same
+        """A completion after a token, if it surely also fits after a longer token with the same
         text."""
         after = completion.copy()
         rest = after.find() if after.append(written) else None
@@ -175,7 +176,7 @@ class NearEnd:
 
 
 def _is_searched(completion: Completion, found: bytes) -> bool:
-    """Whether other completions are searched for: not in a string that is a value."""
+    """Whether to search for other completions; not in a string that is a value."""
     if not completion.in_string:
         return True
     _, quote, behind = found.partition(b'"')

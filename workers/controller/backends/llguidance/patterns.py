@@ -1,8 +1,9 @@
-"""Short matches of the patterns in a schema, and the names that it requires: a search over masks
-alone hardly finds them.
+"""Short matches of a schema's patterns, and its required names, which a search over masks alone
+hardly finds.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
-so that masks do not lead to it. The results are only tried: the matcher decides.
+so that masks do not lead to it. The results are only candidates, which the matcher accepts or
+rejects.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ MAX_NAMES = 200
 MAX_CHARACTERS = 1_000
 """Longest pattern that is compiled."""
 MAX_STATES = 5_000
-"""Most states of the automaton of one."""
+"""Maximum states of the automaton of one pattern."""
 
 _WRITTEN = [byte for byte in range(0x20, 0x7F) if byte not in b'"\\']
-"""Bytes that stand for themselves in a string of JSON."""
+"""Bytes that are written unescaped in a string of JSON."""
 
 
 class Pattern:
-    """A pattern, and from each state of its automaton the first byte of a shortest match."""
+    """A pattern, and for each state of its automaton the first byte of a shortest match."""
 
     def __init__(self, automaton: Dfa) -> None:
         self._automaton = automaton
         self._nearest: dict[int, int] = {
             state: -1 for state in range(1, automaton.num_states) if automaton.accepting[state]
         }
-        """The next byte, by state; -1 where a match may end."""
+        """The next byte, by state; -1 if a match may end there."""
         before: dict[int, list[tuple[int, int]]] = {}
         seen = {automaton.classes[byte]: byte for byte in reversed(_WRITTEN)}
         for state in range(1, automaton.num_states):
@@ -42,15 +43,15 @@ class Pattern:
                 if after := automaton.step(state, byte):
                     before.setdefault(after, []).append((state, byte))
         states = list(self._nearest)
-        for state in states:  # It grows while it is read: a search by breadth.
+        for state in states:  # The list grows during this loop: a breadth-first search.
             for origin, byte in before.get(state, ()):
                 if origin not in self._nearest:
                     self._nearest[origin] = byte
                     states.append(origin)
 
     def ends(self, beginning: bytes) -> Iterator[bytes]:
-        """The texts that may end a string with this beginning: a match that goes on with it, and
-        one that begins behind it."""
+        """Texts that may end a string with this beginning: a match that continues it, and a match
+        that begins after it."""
         for text in (beginning, b"") if beginning else (b"",):
             state = self._automaton.walk(text)
             if state not in self._nearest:
@@ -63,8 +64,8 @@ class Pattern:
 
 
 def patterns_of(grammar: str) -> list[Pattern]:
-    """The patterns of a schema in an ``LLMatcher.grammar_from_json_schema`` text, as far as their
-    syntax is that of ``grammars.regex``; none of other grammars."""
+    """The patterns of a schema in an ``LLMatcher.grammar_from_json_schema`` text, if
+    ``grammars.regex`` supports their syntax; empty for other grammars."""
     found: dict[str, None] = {}
     for value in _objects(grammar):
         if isinstance(pattern := value.get("pattern"), str):
@@ -76,8 +77,8 @@ def patterns_of(grammar: str) -> list[Pattern]:
 
 
 def required_names(grammar: str) -> list[bytes]:
-    """The names that a schema requires anywhere, as they are written in a string of JSON; none of
-    other grammars."""
+    """The names that a schema requires anywhere, as written in a string of JSON; empty for other
+    grammars."""
     found: dict[str, None] = {}
     for value in _objects(grammar):
         if isinstance(names := value.get("required"), list):

@@ -1,9 +1,15 @@
-"""Whether compiling a JSON schema is surely quick, by what makes llguidance's compilation long.
+"""Whether compiling a JSON schema is surely quick, from the properties that make llguidance slow.
 
-Its time and its stack are bounded for: a text of moderate length and depth; few copies of what a
-schema intersects (``allOf``, and what stands beside ``anyOf``, ``oneOf`` or ``$ref``); few pairs of
-properties and alternatives, which are compared; short patterns that repeat little and are not
-intersected; arrays of few items. Schemas that are not surely quick are compiled in a process first.
+A schema has bounded time and stack if all of this holds:
+
+- its text has a moderate length and depth
+- few copies result from intersections (``allOf``, and keywords next to ``anyOf``, ``oneOf`` or
+  ``$ref``)
+- few pairs of properties and alternatives are compared
+- its patterns are short, repeat little and are not intersected
+- its arrays have few items
+
+Other schemas are first compiled in a separate process.
 """
 
 from __future__ import annotations
@@ -14,23 +20,23 @@ from typing import Any, NamedTuple
 MAX_TEXT = 256 * 1024
 """Characters of a schema."""
 MAX_DEPTH = 40
-"""Arrays and objects inside of each other."""
+"""Maximum nesting of arrays and objects."""
 MAX_LEVELS = 400
-"""Arrays and objects inside of each other and of what is referred to: llguidance's stack has up to
-7 kB for each."""
+"""Maximum nesting of arrays and objects, including targets of references: llguidance's stack has up
+to 7 kB for each level."""
 MAX_NODES = 1_500
-"""Objects of a schema: that many properties of one object, which llguidance compares, take 0.2 s of
-CPU time, other schemas less."""
+"""Objects of a schema. One object with this many properties, which llguidance compares, takes 0.2 s
+of CPU time; other schemas take less."""
 MAX_COPIES = 500
 """Alternatives that one intersection may result in, and objects that are intersected."""
 MAX_ENUM = 50
-"""Values of an ``enum`` that stands beside other schemas."""
+"""Values of an ``enum`` next to other schemas."""
 MAX_ITEMS = 500
 """Sum of the bounds of arrays."""
 MAX_PATTERN = 1_500
 """Characters of one pattern."""
 MAX_PATTERNS = 20_000
-"""Characters of all of them."""
+"""Characters of all patterns."""
 MAX_UNROLLED = 2_000
 """Characters of one pattern with its repetitions written out."""
 MAX_NAMED = 3
@@ -100,7 +106,7 @@ def is_plain(text: str, root: Any) -> bool:
 
 
 def _nodes(root: Any) -> tuple[list[Schema], int]:
-    """The objects in a value, and how deep it is, up to one more than ``MAX_DEPTH``."""
+    """The objects in a value, and its depth, up to ``MAX_DEPTH`` + 1."""
     nodes: list[Schema] = []
     level, depth = [root], 0
     while level and depth <= MAX_DEPTH:
@@ -117,7 +123,8 @@ def _nodes(root: Any) -> tuple[list[Schema], int]:
 
 
 class _Counts(NamedTuple):
-    """The parts of a value, with a copy of what it refers to for each reference."""
+    """The counts of the parts of a value. The target of a reference counts once for each
+    reference."""
 
     options: int
     patterns: int
@@ -134,7 +141,7 @@ class _Plain:
         self._root = root
         self._nodes = nodes
         self._counts: dict[int, _Counts] = {}
-        """By the id of a value; one that is being counted refers to itself."""
+        """By the id of a value; a value that is being counted refers to itself."""
 
     def holds(self, depth: int) -> bool:
         items = patterns = 0
@@ -165,7 +172,7 @@ class _Plain:
         return all(map(self._copies_little, self._nodes))
 
     def _copies_little(self, node: Schema) -> bool:
-        """Whether what a schema intersects has few alternatives, and at most one pattern."""
+        """Whether the intersections of a schema have few alternatives, and at most one pattern."""
         options = [(key, node[key]) for key in _OPTIONS if isinstance(node.get(key), list)]
         reference = node.get("$ref")
         beside = {key: value for key, value in node.items() if key not in _ANNOTATIONS}
@@ -192,7 +199,7 @@ class _Plain:
         return patterns <= 1
 
     def _count(self, value: Any) -> _Counts:
-        """Everything in a value, and in what it refers to."""
+        """The counts of a value and of the targets of its references."""
         if type(value) is not dict and type(value) is not list:
             return _NOTHING
         known = self._counts.get(id(value))
@@ -242,7 +249,7 @@ def _bound(node: Schema, key: str) -> int:
 
 
 def _patterns(node: Schema) -> list[str]:
-    """Those of one schema, also for names and for white space."""
+    """The patterns of one schema, including those for names and for white space."""
     found = [node[key] for key in ("pattern",) if isinstance(node.get(key), str)]
     if isinstance(named := node.get("patternProperties"), dict):
         found += named
@@ -256,15 +263,15 @@ def _is_short(pattern: str) -> bool:
 
 
 def unrolled(pattern: str) -> tuple[int, int]:
-    """About how many characters a pattern has once its ``{least,most}`` are written out, as often
-    as the least and as the most of each; exact numbers need a pattern that is valid."""
+    """The approximate number of characters of a pattern when its ``{least,most}`` are written out,
+    for the least and for the most repetitions. Exact numbers would need a valid pattern."""
     if "{" not in pattern:
         return len(pattern), len(pattern)
     groups: list[tuple[int, int]] = []
-    """Of each open group: what is before it."""
+    """For each open group: the counts before it."""
     least = most = 0
     last = (0, 0)
-    """Of the atom that ended last."""
+    """The counts of the last atom."""
     for lexeme in _LEXEME.finditer(pattern):
         text = lexeme[0]
         if text == "(":

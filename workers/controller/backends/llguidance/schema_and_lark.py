@@ -32,8 +32,8 @@ comments, and the names of special tokens; the same as in llguidance's lexer."""
 class JsonSchemaProgram:
     """The built-in ``json_schema``: the text is a JSON value that matches the schema given.
 
-    White space is as in ``json.dumps``, or as ``x-guidance`` says, within bounds (``spacing``);
-    properties come in the schema's order.
+    White space is as in ``json.dumps``, or as set by ``x-guidance``, within bounds (``spacing``).
+    Properties have the schema's order.
     """
 
     def __init__(self, matchers: Matchers) -> None:
@@ -100,7 +100,8 @@ def _argument(host: Host, name: str, what: str) -> str:
 
 
 def _object_of(schema: str) -> str:
-    """llguidance takes only objects; the schema ``true`` is the empty object."""
+    """The schema as an object, as llguidance requires; the schema ``true`` becomes the empty
+    object."""
     return "{}" if schema.strip() == "true" else schema
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 OPTIONS = "x-guidance"
 """The key of a schema with llguidance's options for it, and with ``indent``."""
 FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
-"""White space between lexemes where a schema allows it without a pattern of its own: one space, or
-a line end and an indentation. llguidance never allows it twice in a row."""
+"""White space between lexemes if a schema allows it without its own pattern: one space, or a line
+end and an indentation. llguidance does not allow two in a row."""
 MAX_INDENT = 16
 """Most spaces of one level of ``indent``."""
 
@@ -40,15 +40,15 @@ _LEXEME = re.compile(
     r"|(?P<json>%json\s*(?=\{))",
     re.DOTALL,
 )
-"""What may contain ``%json`` in a Lark grammar, and ``%json`` itself."""
+"""Lexemes that may contain ``%json`` in a Lark grammar, and ``%json`` itself."""
 _DECODER = json.JSONDecoder()
 
 
 def spaced_schema(schema: str) -> tuple[str, JsonCompileOptions]:
     """A schema without its ``x-guidance``, and the options to compile it with.
 
-    Raises RefusedGrammar where these allow white space without a bound, and ValueError where the
-    text is not JSON.
+    Raises RefusedGrammar if the options allow unbounded white space, and ValueError if the text is
+    not JSON.
     """
     if f'"{OPTIONS}"' not in schema:
         return schema, _DUMPED
@@ -62,7 +62,7 @@ def spaced_schema(schema: str) -> tuple[str, JsonCompileOptions]:
 def spaced_lark(text: str) -> str:
     """A Lark grammar in which the white space of each embedded schema (``%json``) is bounded.
 
-    Raises RefusedGrammar where an ``x-guidance`` of one allows it without a bound.
+    Raises RefusedGrammar if an ``x-guidance`` in it allows unbounded white space.
     """
     if "%json" not in text:
         return text
@@ -119,7 +119,8 @@ def _check(name: str, pattern: str) -> None:
 
 
 def _is_finite(automaton: Dfa) -> bool:
-    """Whether no state can be reached from itself: all states of the automaton are live."""
+    """Whether the language is finite. All states of the automaton are live, so this is the case if
+    no state can be reached from itself."""
     following = [
         {automaton.step(state, byte) for byte in range(256)} - {0}
         for state in range(automaton.num_states)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
-"""A mask: bit i of the little-endian words is set where token i is allowed."""
+"""A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Items that one token begins: of all tokens at most ``MAX_STARTS``."""
+"""Maximum items that one token begins, over all tokens."""
 LONG = 12
-"""Most bytes of a token that is looked for as the beginning of a completion."""
+"""Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
 _SPACE = re.compile(rb"\s|\\[nrt]")
 _PLAIN = bytes(byte for byte in range(32, 127) if byte not in b'"\\')
@@ -35,7 +35,7 @@ class TokenSets:
         by_text: dict[bytes, int] = {}
         for number, token in enumerate(tokens):
             if not token:
-                few.append(number)  # A mask has it where it ends the text.
+                few.append(number)  # The mask of a token that may end the text.
                 some.append(number)
                 continue
             by_text.setdefault(token, number)
@@ -53,19 +53,19 @@ class TokenSets:
         self.starts = bytes(starts)
         """For each token: how many items of arrays or objects it may begin."""
         self.few = _words(few, words)
-        """Tokens that begin at most ``FEW_STARTS``."""
+        """Tokens that begin at most ``FEW_STARTS`` items."""
         self.some = _words(some, words)
-        """Tokens that begin at most ``SOME_STARTS``."""
+        """Tokens that begin at most ``SOME_STARTS`` items."""
         self.whole = _words(whole, words)
-        """Content of a JSON string, with whole characters and whole escapes: in a string without a
-        pattern, such a token changes nothing in what completes the text."""
+        """Content of a JSON string with whole characters and whole escapes. In a string without a
+        pattern, such a token does not change the completion of the text."""
         self.ending = _words(ending, words)
-        """Those without white space, which continue a word."""
+        """Tokens of ``whole`` without white space, which continue a word."""
         self.single = _words([by_text[one] for one in by_text if len(one) == 1], words)
         """Tokens of one byte."""
         self.bytes = {one: token for one, token in by_text.items() if len(one) == 1}
         self.digits = [by_text[b"%d" % one] for one in range(10) if b"%d" % one in by_text]
-        """Those of the digits."""
+        """The tokens of the digits."""
         plain = _words([by_text[bytes((b,))] for b in _PLAIN if bytes((b,)) in by_text], words)
         self._at = np.flatnonzero(plain)
         self._plain = plain[self._at]
@@ -73,14 +73,14 @@ class TokenSets:
         self._texts = tokens
         written = len(tokenize(_SAMPLE.encode())) / len(_SAMPLE)
         self.per_byte = min(1.0, 1.25 * written)
-        """About the most tokens for each byte of JSON without free text."""
+        """Approximate maximum number of tokens for each byte of JSON without free text."""
 
     def text(self, token: int) -> bytes:
         """The bytes of a token."""
         return self._texts[token]
 
     def is_free(self, words: Words) -> bool:
-        """Whether a mask has each printable character: in a string of any text."""
+        """Whether a mask has each printable character, as in a string of any text."""
         return bool((words[self._at] & self._plain == self._plain).all())
 
     def is_whole(self, token: int) -> bool:
@@ -88,13 +88,13 @@ class TokenSets:
         return bool(self.whole[token >> 5] >> (token & 31) & 1)
 
     def prefixes(self, text: bytes) -> list[int]:
-        """The tokens that are beginnings of a text, the longest first, up to ``LONG`` bytes."""
+        """The tokens that are prefixes of a text, the longest first, up to ``LONG`` bytes."""
         found = (self._by_text.get(text[:length]) for length in range(min(len(text), LONG), 0, -1))
         return [token for token in found if token is not None]
 
 
 def allowed(words: Words) -> list[int]:
-    """The tokens of a mask that has few."""
+    """The tokens of a mask with few tokens."""
     numbers: list[int] = []
     for at in np.flatnonzero(words).tolist():
         word = int(words[at])

@@ -1,8 +1,8 @@
-"""Whether llguidance compiles a grammar, and the bounds that every grammar has in it.
+"""Whether llguidance compiles a grammar, and the bounds for every grammar.
 
-llguidance can only be bounded from outside, so each new grammar, but a schema that is plain
-(``plain``), is first compiled in a process (``compiling.processes``), for a vocabulary of bytes,
-and takes one step there.
+llguidance can only be bounded from outside. So each new grammar, unless it is a plain schema
+(``plain``), is first compiled in a separate process (``compiling.processes``), for a vocabulary of
+bytes, and takes one step there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import cache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 100_000
-"""Most lexer states of one grammar, shared by all its sequences, of about 0.5 kB each. A string of
-bounded length takes about 5 per character."""
+"""Maximum lexer states of one grammar, shared by all its sequences; a state has about 0.5 kB. A
+string of bounded length takes about 5 per character."""
 PLAIN_FUEL = 200_000
-"""llguidance's measure of building the lexer of a plain schema: about 4 ms of CPU time."""
+"""llguidance's fuel for building the lexer of a plain schema: about 4 ms of CPU time."""
 PLAIN_SIZE = 100_000
-"""Most symbols in the productions of one."""
+"""Maximum symbols in the productions of a plain schema."""
 SHOWN = 400
 """Most characters of a reason that an error message shows."""
 
@@ -28,7 +28,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def plain_limits() -> LLParserLimits:
-    """The bounds on a schema that is compiled without a process that can be ended."""
+    """The bounds for a schema that is compiled in the worker itself."""
     return LLParserLimits(
         max_lexer_states=MAX_LEXER_STATES,
         initial_lexer_fuel=PLAIN_FUEL,
@@ -38,8 +38,8 @@ def plain_limits() -> LLParserLimits:
 
 
 def reason(error: str) -> str:
-    """llguidance's message on one line, without its excerpts of the grammar, which are indented,
-    and without its stack trace."""
+    """llguidance's message on one line, without its (indented) excerpts of the grammar and its
+    stack trace."""
     message = error.split("\n<", 1)[0]
     lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)

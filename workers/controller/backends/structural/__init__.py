@@ -1,6 +1,6 @@
 """The constraint ``structural``: an answer of several parts (``protocol.structure``).
 
-``free_masks`` has the masks of text that is watched for what may begin or end there;
-``structural_controller`` follows one sequence through its parts, and has their schemas followed by
-the constraint ``json_schema``.
+``free_masks`` has the masks of text in which parts may begin or end. ``structural_controller``
+follows one sequence through its parts, and applies the constraint ``json_schema`` to parts with a
+schema.
 """

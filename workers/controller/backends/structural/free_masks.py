@@ -1,8 +1,8 @@
-"""Token masks of a structure where the text is not a schema's: free text, and literal texts.
+"""Token masks of the parts of a structure that have no schema: free text, and literal texts.
 
-In free text nearly all tokens are allowed. Only those may not be, or may begin or end a part, that
-have a text in them that is watched for, or the rest of one that has begun. They are found by binary
-search in the sorted tokens, and are followed byte by byte; all others are not looked at.
+In free text nearly all tokens are allowed. Only a token that has a watched text in it, or the rest
+of one that has begun, may be forbidden, or may begin or end a part. These tokens are found by
+binary search in the sorted tokens, and are followed byte by byte; all others are skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ T = TypeVar("T")
 _ANY: Final = re.compile(b"(?s).")
 
 KEPT_MASKS = 128
-"""Masks that are cached, of 16 kB at 131,072 tokens. Most of a text is in one state."""
+"""Maximum cached masks, of 16 kB at 131,072 tokens. Most of a text is in one state."""
 KEPT_FORBIDDEN = 1024
-"""States inside JSON whose forbidden tokens are cached; there are hardly ever any."""
+"""Maximum cached states inside JSON, with their forbidden tokens, of which there are hardly ever
+any."""
 
 
 class TokenTable:
@@ -57,13 +58,13 @@ class TokenTable:
         return range(first, after)
 
     def number_of(self, text: bytes) -> int | None:
-        """A token that is this text; None where there is none."""
+        """The token with this text; None if it does not exist."""
         place = bisect_left(self.texts, text)
         found = place < len(self.texts) and self.texts[place] == text
         return self.numbers[place] if found else None
 
     def beginnings_of(self, text: bytes) -> Iterator[int]:
-        """The places of the tokens that are a beginning of a text, or all of it."""
+        """The places of the tokens that are a prefix of a text, or all of it."""
         for length in range(1, len(text) + 1):
             place = bisect_left(self.texts, text[:length])
             while place < len(self.texts) and self.texts[place] == text[:length]:
@@ -76,7 +77,7 @@ class TokenTable:
         return {bisect_left(self._starts, at + 1) - 1 for at in places}
 
     def of_literal(self, text: bytes) -> list[int]:
-        """The tokens of a text, with its special ones. Raises ControllerError."""
+        """The tokens of a text, including its special ones. Raises ControllerError."""
         tokens: list[int] = []
         for number, part in enumerate(text.split(SPECIAL)):
             if number % 2:
@@ -101,7 +102,8 @@ class FreeMasks:
         self._special = {names[name]: special(name) for name in automaton.special if name in names}
 
     def bytes_of(self, token: int) -> bytes:
-        """A token as the automaton takes it; empty for a special one that does not belong to it."""
+        """The bytes of a token for the automaton; empty for a special token that the structure does
+        not use."""
         return self._special.get(token) or self.table.vocabulary.token(token)
 
     def get(self, state: State) -> bytes:
@@ -109,14 +111,14 @@ class FreeMasks:
         return self._kept(self._masks, KEPT_MASKS, state, self._made)
 
     def forbidden(self, state: State) -> list[int]:
-        """The tokens that a state inside JSON does not allow, whatever the schema does."""
+        """The tokens that a state inside JSON forbids, independently of the schema."""
         if not self.automaton.watched(state):
             return []
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The tokens that must come next in a literal text, as the tokenizer writes all of it; none
-        where the texts that may come differ in the first."""
+        """The forced tokens of a literal text, from its tokenization; empty if the texts that may
+        follow differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
             return []
@@ -125,7 +127,7 @@ class FreeMasks:
         return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
     def marks(self, state: State) -> re.Pattern[bytes]:
-        """The bytes that may change a state; all others leave it as it is."""
+        """The bytes that may change a state; all others do not."""
         json = self.automaton.holds_json(state)
         free = self._is_free(state) or state.mode == "value"
         if not free or state.near or (state.tags and state.mode != "content"):
@@ -144,7 +146,7 @@ class FreeMasks:
         return found
 
     def follow(self, state: State, data: bytes) -> State:
-        """The state after a token, dead also where it is in two parts, of which one is JSON."""
+        """The state after a token. It is dead if the token spans two parts of which one is JSON."""
         marked = self.marks(state).search(data)
         if marked is None:
             return state
@@ -190,7 +192,7 @@ class FreeMasks:
         return bytes(mask)
 
     def _is_free(self, state: State) -> bool:
-        """Whether all text is allowed, other than what is watched for."""
+        """Whether all text is allowed, except watched texts."""
         if state.mode == "text":
             return self.automaton.structure.phases[state.phase].text
         return state.mode == "content"
@@ -199,7 +201,7 @@ class FreeMasks:
         return self.follow(state, data).mode != "dead"
 
     def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that may do something else than go on with the text."""
+        """Tokens that may do something other than continue the text."""
         table = self.table
         places: set[int] = set()
         for text in self.automaton.watched(state):
@@ -214,14 +216,14 @@ class FreeMasks:
         return self._of(places)
 
     def _literal(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that are a beginning of the literal texts that may come."""
+        """Tokens that are prefixes of the literal texts that may follow."""
         places: set[int] = set()
         for text in self.rests(state):
             places.update(self.table.beginnings_of(text.partition(SPECIAL)[0]))
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may come: of the begins of tags, or of an end."""
+        """The literal texts that may follow: of the begins of tags, or of an end."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

@@ -19,19 +19,19 @@ from .free_masks import FreeMasks, TokenTable
 from .structural_controller import Arg, StructuralController
 
 MAX_BYTES = 1024 * 1024
-"""Most bytes of an argument."""
+"""Maximum bytes of an argument."""
 KEPT_TABLES = 4
 KEPT_STRUCTURES = 32
-"""Most structures whose masks are cached."""
+"""Maximum structures whose masks are cached."""
 
 _Name = tuple[str, int, tuple[int, ...]]
 
 
 class StructuralProgram:
-    """The built-in ``structural``: text, thinking, calls of tools (``protocol.structure``)."""
+    """The built-in ``structural``: text, thinking, tool calls (``protocol.structure``)."""
 
     def __init__(self, others: Mapping[str, ConstraintProgram]) -> None:
-        """``others``: the constraints that values in it may have, by name."""
+        """``others``: the constraints that its values may have, by name."""
         self._others = others
         self._lock = threading.Lock()
         self._tables_lock = threading.Lock()
@@ -39,7 +39,7 @@ class StructuralProgram:
         self._masks: OrderedDict[tuple[_Name, bytes], FreeMasks] = OrderedDict()
 
     def start(self, host: Host) -> StructuralController:
-        """Raises RequestError if the argument is not a structure, or one of its schemas is not."""
+        """Raises RequestError if the argument, or one of its schemas, is not valid."""
         if len(host.arg) > MAX_BYTES:
             raise refusal(
                 f"the argument of structural has {len(host.arg)} bytes; at most {MAX_BYTES} are "
@@ -71,7 +71,8 @@ class StructuralProgram:
         return masks
 
     def _check_values(self, structure: Structure, host: Host) -> None:
-        """An invalid constraint is refused now, not when the sequence reaches it."""
+        """Checks the constraints of all values, so that an invalid one is refused before the
+        sequence reaches it."""
         for number, phase in enumerate(structure.phases):
             if phase.controller:
                 self._check(f"phases[{number}]", phase.controller, phase.arg, host)
@@ -91,7 +92,7 @@ class StructuralProgram:
             raise refusal(f"structural: {place}: {error.message}") from None
 
     def _value(self, name: str, arg: Arg, host: Host) -> Constraint:
-        """The controller of a value; a schema that is not given is that of any object."""
+        """The controller of a value; without a schema, any object is allowed."""
         if arg is None and name == "json_schema":
             arg = {"type": "object"}
         data = arg.encode() if isinstance(arg, str) else msgspec.json.encode(arg)

@@ -20,13 +20,14 @@ StartValue = Callable[[str, Arg, Host], Constraint]
 """Makes the controller of a value: a built-in constraint with its argument."""
 
 LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so most tokens that end one."""
+"""Maximum bytes of a character in UTF-8, and so maximum tokens that complete one."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class StructuralController:
-    """One sequence: the state of its structure, and the controller of the value that it is in."""
+    """The controller of one sequence: the state of its structure, and the controller of its current
+    value."""
 
     def __init__(self, masks: FreeMasks, start_value: StartValue, host: Host) -> None:
         self._masks = masks
@@ -37,21 +38,21 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """Where a value and a tag may both begin: the mask of the value alone."""
+        """The mask of the value alone, at a place where both a value and a tag may begin."""
         self._spent = 0
-        """Tokens of the part that the state is in."""
+        """Number of tokens of the current part."""
         self._before: list[State] = []
         """The state before each token of the part."""
         self._ended = False
-        """The model has ended the answer where it may."""
+        """Whether the model has ended the answer at an allowed place."""
         self._settled: State | None = None
-        """The state of free text whose mask was given last."""
+        """The state of free text whose mask was written last."""
         self._settled_mask = b""
-        """This mask, with ends of the sequence."""
+        """That mask, including ends of the sequence."""
         self._settled_until = 0
-        """Tokens of its part up to which it holds."""
+        """Number of tokens of the part up to which it is valid."""
         self._marked = masks.marks(self._state).search
-        """Finds in a token what may lead out of this state."""
+        """Finds bytes in a token that may leave this state."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -76,7 +77,7 @@ class StructuralController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the mask of the part that the answer is in; appends literal texts."""
+        """Writes the mask of the current part; appends literal texts."""
         if len(self._tokens) >= self._host.max_tokens:
             return STOP
         state = self._state
@@ -105,7 +106,7 @@ class StructuralController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Up to where a part begins or ends that is JSON or another value, or a text is forced."""
+        """Writes masks until JSON or another value begins or ends, or a text is forced."""
         left = self._host.max_tokens - len(self._tokens) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
         state, inner = self._state, self._inner
@@ -119,7 +120,7 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # Of the value alone, which is closed: all of it at once.
+            # These tokens close the value; all of them belong to it.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -134,7 +135,7 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """Whether the answer is whole; before a stop, whether it is where a part may end."""
+        """Whether the answer is complete; with ``stop``, whether a part may end there."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -167,7 +168,8 @@ class StructuralController:
         return state.mode == "text" and self._automaton.structure.phases[state.phase].text
 
     def _settle(self, state: State, mask: memoryview) -> None:
-        """Most of free text is in one state, of which each token then takes hardly any time."""
+        """Caches the mask of a state of free text: most tokens stay in one state, and then take
+        hardly any time."""
         tag = self._automaton.structure.tags[state.tags[0]] if state.mode == "content" else None
         most = tag.max_tokens if tag is not None else None
         self._settled, self._settled_mask = state, bytes(mask)
@@ -175,7 +177,7 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part that has this many tokens may have no more than those that close it."""
+        """Whether a part with this many tokens has room only for those that close it."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens
@@ -186,7 +188,7 @@ class StructuralController:
         return Answer(Action.SPLICE, tokens=tokens[:left])
 
     def _closing(self) -> bytes:
-        """The bytes that end a part of text whose tokens are used up, unless it ends inside a
+        """The bytes that end a text part whose tokens are used up, unless it ends inside a
         character."""
         state = self._state
         if not self._is_spent(state, self._spent):
@@ -225,8 +227,8 @@ class StructuralController:
         return min(len(draft), len(masks))
 
     def _json_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """How many of the masks along a draft, which are a schema's, hold in a tag; without what
-        must not be in it."""
+        """How many of the schema's masks along a draft are valid in a tag, after its forbidden
+        tokens are removed."""
         state = self._state
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             state = self._masks.follow(state, self._masks.bytes_of(token))
@@ -237,7 +239,8 @@ class StructuralController:
         return len(masks)
 
     def _forbid(self, state: State, mask: memoryview) -> bool:
-        """Takes out of a schema's mask what must not be in a tag; whether anything is left."""
+        """Removes the tokens that a tag forbids from a schema's mask; returns whether any token is
+        left."""
         for token in self._masks.forbidden(state):
             mask[token >> 3] &= ~(1 << (token & 7))
         return _any(mask)
@@ -258,7 +261,7 @@ class StructuralController:
         return answer
 
     def _with_tags(self, answer: Answer, mask: memoryview) -> Answer:
-        """The mask of a value, and of the tags that may come in its place."""
+        """The mask of a value and of the tags that may replace it."""
         if answer.action is Action.SPLICE:
             mask[:] = bytes(len(mask))
             token = answer.tokens[0]
@@ -278,7 +281,8 @@ class StructuralController:
             mask[token >> 3] |= 1 << (token & 7)
 
     def _tokens_of(self, tag: int) -> int:
-        """How many tokens the shortest form of a tag takes, with what has to follow it."""
+        """The number of tokens of the shortest form of a tag, including the text that has to
+        follow."""
         given, table = self._automaton.structure.tags[tag], self._masks.table
         takes = len(table.of_literal(self._automaton.begins[tag]))
         takes += len(table.of_literal(self._automaton.shortest_end(tag)))
@@ -289,7 +293,7 @@ class StructuralController:
         return takes
 
     def _take_back(self, count: int) -> None:
-        """Tokens of the value are taken back, as it no longer fitted."""
+        """Removes the last tokens of the value, because it did not fit."""
         if count > len(self._before):
             raise self._error(f"{count} tokens are taken back, more than the value has")
         self._state = self._before[-count]
@@ -297,7 +301,7 @@ class StructuralController:
         del self._tokens[-count:]
 
     def _advance(self, token: int, followed: bool = False) -> None:
-        """``followed``: the controller of the value has the token already."""
+        """``followed``: the controller of the value has already received the token."""
         before = self._state
         if before is self._settled and before is not None:
             text = self._host.vocabulary.token(token)
@@ -324,7 +328,7 @@ class StructuralController:
             self._enter()
 
     def _advance_value(self, token: int, after: State) -> None:
-        """A token of a value, or of a tag in its place."""
+        """A token of a value, or of a tag that replaces it."""
         inner = self._inner
         if inner is None:
             return
@@ -350,7 +354,7 @@ class StructuralController:
             self._inner = self._start_value("json_schema", schema, host)
 
     def _within(self, host: Host) -> Host:
-        """The host of a value: with the tokens that are left, but for those that must follow."""
+        """The host of a value, with the remaining tokens minus those that must follow."""
         left = host.max_tokens - len(self._tokens)
         if self._state.mode == "content":
             end = self._automaton.shortest_end(self._state.tags[0])

@@ -1,13 +1,13 @@
 """A watermark: text that looks as usual, and whose tokens show that a model wrote it.
 
-The token before and a key choose half of the vocabulary, the green tokens, which get a bias. The
-detector counts green tokens: as many as half of them are green by chance, and more in marked text.
-Source: Kirchenbauer et al., "A Watermark for Large Language Models" (2023).
+The previous token and a key choose half of the vocabulary, the green tokens, which get a bias. The
+detector counts green tokens: in unmarked text about half of the tokens are green, and in marked
+text more. Source: Kirchenbauer et al., "A Watermark for Large Language Models" (2023).
 
     tokenbus controller serve watermark:Watermark
     tokenbus controller run watermark:Watermark --arg '{"key": 42}' --prompt 'def add(a, b):'
 
-A served controller is looked for in the current folder, so copy this file there.
+The module of a served controller is imported from the current folder, so copy this file there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tokenbus.workers.controller.python import Controller, Decision, sample
 DELTA = 3.0
 """The number that is added to the logits of green tokens."""
 SHARE = 0.5
-"""The part of the vocabulary that is green."""
+"""The fraction of the vocabulary that is green."""
 
 
 def green(before: int, key: int, size: int) -> np.ndarray:
-    """Whether each token is green after the token ``before``; bool ``[size]``. The same on every
-    machine: integers of 64 bits, mixed as in SplitMix64."""
+    """Whether each token is green after the token ``before``; bool ``[size]``. The result is the
+    same on every machine: 64-bit integers are mixed as in SplitMix64."""
     mixed = np.arange(size, dtype=np.uint64) + np.uint64((before << 32) % 2**64)
     mixed += np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -38,9 +38,9 @@ def green(before: int, key: int, size: int) -> np.ndarray:
 
 
 def z_score(tokens: Sequence[int], key: int, size: int) -> float:
-    """How many standard deviations more green tokens a text has than one without the watermark has
-    on average: above 4 means marked, with one error in 30,000 texts. Each pair of neighbours counts
-    once, so that repetitions prove nothing."""
+    """How many standard deviations more green tokens a text has than the average text without the
+    watermark. Above 4 the text is marked, with one error in 30,000 texts. Each pair of neighbours
+    counts once, so that repetitions do not distort the count."""
     pairs = set(pairwise(tokens))
     hits = sum(bool(green(before, key, size)[token]) for before, token in pairs)
     count = len(pairs)
@@ -64,14 +64,14 @@ class Watermark(Controller):
         self.tokens = prompt[-1:]
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Prefers the green tokens; the first token of an empty prompt has no mark."""
+        """Prefers the green tokens; the first token after an empty prompt is not marked."""
         if not self.tokens:
             return sample()
         marked = green(self.tokens[-1], self.key, self.host.vocabulary.size)
         return sample(bias=marked * np.float32(self.delta))
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Keeps the tokens, as those that are dropped later are followed by earlier ones."""
+        """Records the tokens; if some are dropped later, earlier ones precede the next token."""
         del self.tokens[len(self.tokens) - backtrack :]
         self.tokens += tokens
         return super().post_process(tokens, backtrack)
