@@ -301,8 +301,7 @@ def test_a_slow_reader_neither_grows_the_gateway_nor_slows_others(
             for number in range(12_000):
                 send(slow, "STATUS", stream_id=number)
                 if number % 3000 == 0:
-                    send(socket, "GENERATE", stream_id=number, prompt=[263], max_tokens=2)
-                    while receive(socket)[1][-1]["finish_reason"] is None:
+                    while not generates(socket, number):
                         pass
             assert client.status().workers
         # The answers have 15 MB: what is not read waits at the broker, up to its bound.
@@ -313,6 +312,18 @@ def test_a_slow_reader_neither_grows_the_gateway_nor_slows_others(
             if kind == "PONG":
                 break
         assert body["n"] == 7
+
+
+def generates(socket: ClientConnection, stream_id: int) -> bool:
+    """Generates two tokens; False if both connections' user has too many open streams."""
+    send(socket, "GENERATE", stream_id=stream_id, prompt=[263], max_tokens=2)
+    while True:
+        kind, body = receive(socket)
+        if kind == "ERROR":
+            assert body["code"] == "client_limit"
+            return False
+        if body[-1]["finish_reason"] is not None:
+            return True
 
 
 def resident_bytes(gateway: Gateway) -> int:
