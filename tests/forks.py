@@ -1,9 +1,10 @@
-"""Workers that are forked from a process that has imported what they import.
+"""Processes of Tokenbus that are forked from a process with their imports.
 
-A GPU worker takes four seconds of CPU to import torch and transformers, and nearly none after that;
-the tests start dozens. A fork of a server that has done nothing but import is the same process from
-there on: it has its own environment, folder, log, sockets and threads, it runs the same ``main``,
-and it is killed by its id. Each process of tests has a server of its own for each kind of worker.
+A GPU worker takes four seconds of CPU to import torch and transformers, a gateway one, and a broker
+a quarter; the tests start hundreds. A fork of a server that has done nothing but import is the same
+process from there on: it has its own environment, folder, log, sockets and threads, it runs the
+same ``main``, and it is killed by its id. Each process of tests has a server of its own for each
+module.
 
 What a fork would not be the same for is started as ever: other interpreters, an environment that
 differs in more than Tokenbus's settings (libraries read theirs when they are imported), more than
@@ -36,6 +37,13 @@ IMPORTS = {
     "tokenbus.workers.controller": (
         "tokenbus.workers.controller.worker",
         "tokenbus.workers.controller.python",
+    ),
+    "tokenbus.workers.state": ("tokenbus.workers.state.worker",),
+    "tokenbus.broker": ("tokenbus.broker.server",),
+    "tokenbus.clients.gateway": (
+        "tokenbus.clients.gateway.app",
+        "tokenbus.clients.gateway.keys",
+        "tokenbus.clients.gateway.server",
     ),
 }
 """The imports of the server of a module: those of the module itself."""
@@ -86,7 +94,7 @@ class Forked:
 
 
 class ForkServer:
-    """A process that forks workers of one module."""
+    """A process that forks processes of one module."""
 
     def __init__(self, module: str) -> None:
         self._module = module
