@@ -301,6 +301,7 @@ class Controllers:
             self._out.to_worker(worker, b"END", body)
         state = self.state_worker()
         if state is not None:
+            body = End(requests=[request.id], detached=request.session.peer is None)
             self._out.to_worker(state, b"END", body)
 
     def withdraw(self, request: Request) -> None:

@@ -428,6 +428,9 @@ class End(Struct, kw_only=True, omit_defaults=True):
     requests: list[Id]
     elsewhere: bool = False
     """To a state worker: the requests have not ended, but continue under another broker."""
+    detached: bool = False
+    """To a state worker: their client had no connection to this broker. If there are several
+    brokers, these may be copies of requests that continue under another one."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):

@@ -296,6 +296,26 @@ def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: 
     assert ends[peer_of("s")] == End(requests=[header.request], elsewhere=True)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_state_worker_gets_whether_a_request_ended_without_its_client(
+    bench: Bench, leaves: bool
+) -> None:
+    """Without its client it may be a copy, which goes on behind the broker where the client is."""
+    bench.worker("s", role="state")
+    bench.worker("k", role="controller", patterns=["mine"])
+    bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("a")
+    bench.send("a", "START", {}, Header(header.request))
+    if leaves:
+        bench.client("c", "BYE", {"keep": True})
+    bench.sent.clear()
+    bench.tokens("a", header, final=True)
+    [frames] = [m.frames for m in bench.sent if m.peer == peer_of("s")]
+    ended = msgpack.decode(frames[2], type=End)
+    assert ended == End(requests=[header.request], detached=leaves)
+
+
 def test_only_its_own_worker_releases_a_request(bench: Bench) -> None:
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")

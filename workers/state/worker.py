@@ -132,13 +132,13 @@ class StateWorker:
                     self._table(message)
                 elif message.type == b"END":
                     end: End = decode_as(End, message.body, "msgpack")
-                    self._end(end.requests, message.link, elsewhere=end.elsewhere)
+                    elsewhere = end.elsewhere or (end.detached and self._several)
+                    self._end(end.requests, message.link, elsewhere=elsewhere)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
                     # A broker that has stood still may not have received the END yet with which it
                     # would report that a request has gone on behind another one.
-                    several = self._bus.num_links > 1
-                    self._end(answer.unknown, message.link, elsewhere=several)
+                    self._end(answer.unknown, message.link, elsewhere=self._several)
                     self._bus.registered(answer, message.link)
                 else:
                     others.append(message)
@@ -151,6 +151,11 @@ class StateWorker:
                 log.exception("a %r message failed", message.type)
         self._do(run)
         return others
+
+    @property
+    def _several(self) -> bool:
+        """Whether a request may continue under another broker than the one that has ended it."""
+        return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
         """Requests have ended at the broker of a link, or are not there: drops the variables of

@@ -39,8 +39,8 @@ def write(worker: StateWorker, link: int) -> str | None:
     return answer.error
 
 
-def end(worker: StateWorker, link: int, *, elsewhere: bool = False) -> None:
-    body = msgpack.encode(End(requests=[REQUEST], elsewhere=elsewhere))
+def end(worker: StateWorker, link: int, **how: bool) -> None:
+    body = msgpack.encode(End(requests=[REQUEST], **how))
     worker._on_messages([FromBus(b"END", Header(), body, [], link)])
 
 
@@ -78,6 +78,18 @@ def test_the_end_at_the_next_broker_drops_variables_before_any_operation_there(
     assert "has ended" in str(write(worker, SECOND))
 
 
+def test_the_end_of_a_copy_drops_no_variables(worker: StateWorker) -> None:
+    """The second broker had stood still, and computed a copy of a request whose client had come to
+    the first one. That one claimed the request once more, and no operation had come since."""
+    assert write(worker, FIRST) is None
+    assert write(worker, SECOND) is None
+    end(worker, FIRST, elsewhere=True)
+    end(worker, SECOND, detached=True)
+    assert write(worker, FIRST) is None
+    end(worker, FIRST)
+    assert worker._variables.requests == []
+
+
 def test_variables_without_a_broker_are_dropped_after_a_while(
     worker: StateWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,5 +120,13 @@ def test_the_only_broker_drops_what_it_does_not_know(tmp_path: Path) -> None:
     worker = StateWorker(Settings(run_dir=str(tmp_path)))
     assert write(worker, FIRST) is None
     unknown(worker, FIRST)
+    assert worker._variables.requests == []
+    worker._variables.close()
+
+
+def test_the_only_broker_ends_a_request_without_a_client(tmp_path: Path) -> None:
+    worker = StateWorker(Settings(run_dir=str(tmp_path)))
+    assert write(worker, FIRST) is None
+    end(worker, FIRST, detached=True)
     assert worker._variables.requests == []
     worker._variables.close()
