@@ -263,7 +263,7 @@ def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Work
     stale = Step(sequences=[StepSequence(1, 0, [6])])
     worker.send(b"STEP", msgpack.encode(stale), gpu=GPU + 1)
     result = worker.step(1)
-    assert (result.then, result.logs) == ("sample", "[5]\n")
+    assert (result.action, result.logs) == ("sample", "[5]\n")
 
 
 def test_a_suspended_sequence_that_the_gpu_worker_ends_gets_a_result(worker: Worker) -> None:
