@@ -33,6 +33,7 @@ from .dispatch import Dispatcher
 from .drains import Drains
 from .losses import log_end
 from .outgoing import Outgoing, Outgoings, Side
+from .quarantine import TRIAL_S
 from .quotas import Quotas
 from .recovery import Recovery
 from .returns import Returns
@@ -115,8 +116,9 @@ class Back:
         self._asked: dict[bytes, float] = {}
         """When a connection without a worker was asked to register. It is asked only once until it
         does, as each registration begins a new lease."""
-        self._closed: dict[str, tuple[int, float]] = {}
-        """Workers whose connection closed: their process, and the time."""
+        self._lost: dict[str, tuple[int, float]] = {}
+        """Workers whose connection closed or that were silent: their process, and the time. It may
+        not have died."""
         self._names = ContestedNames(settings.expiry_s)
         self._stopped_until = float("-inf")
         """If this process was stopped, connections that close before this time do not show that
@@ -234,7 +236,7 @@ class Back:
             request = worker.requests.get(decode_header(unsent[1]).request)
             if request is not None and request.type == unsent[0]:
                 request.dispatched = None
-        self._closed[worker.name] = worker.process, now
+        self._lost[worker.name] = worker.process, now
         self._lose(worker, Loss("its connection closed", died=now > self._stopped_until))
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
@@ -263,6 +265,7 @@ class Back:
                 continue
             if now - worker.last_seen > self._settings.expiry_s:
                 why = f"no message for {now - worker.last_seen:.1f} s"
+                self._lost[worker.name] = worker.process, now
                 self._lose(worker, Loss(why, died=True))
             elif worker.last_seen < silent_since:
                 silent_since = worker.last_seen
@@ -274,7 +277,7 @@ class Back:
             self._last_beat = now
             long_ago = now - self._settings.expiry_s
             self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
-            self._closed = {name: one for name, one in self._closed.items() if one[1] > long_ago}
+            self._lost = {name: one for name, one in self._lost.items() if now - one[1] <= TRIAL_S}
             self.beat()
         elif self._unbeaten:
             self._beat_some()
@@ -504,7 +507,7 @@ class Back:
             registration=message.registration,
         )
         self._by_peer[peer] = self._by_name[worker.name] = worker
-        process, _ = self._closed.pop(worker.name, (0, 0.0))
+        process, _ = self._lost.pop(worker.name, (0, 0.0))
         if process == worker.process:
             self._dispatcher.moves.quarantine.lives(worker.name)
         self._asked.pop(peer, None)

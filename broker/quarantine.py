@@ -52,7 +52,8 @@ class Quarantine:
         return guilty
 
     def lives(self, worker: str) -> None:
-        """A worker whose connection had closed has registered again: its process did not die."""
+        """A worker whose connection had closed, or that was silent, has registered again: its
+        process did not die."""
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
             request.deaths = max(0, request.deaths - 1)

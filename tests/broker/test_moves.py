@@ -513,6 +513,26 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
     assert [kind for kind, _ in bench.to_worker("d")] == ["GENERATE"]
 
 
+def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request() -> None:
+    """Its process stood still and has not died: two more workers have to die of the request."""
+    bench = Bench()
+    bench.worker("a", process=1)
+    begun(bench, "a", 1)
+    bench.pass_time(6.0)
+    assert not bench.broker.dispatcher.workers
+    bench.worker("b", process=2)
+    assert [kind for kind, _ in bench.to_worker("b")] == ["GENERATE"]
+    bench.worker("a", process=1)
+    bench.to_worker("a")
+    gone(bench, "b")
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
+    assert [kind for kind, _ in bench.to_worker("a")] == ["GENERATE"]
+    gone(bench, "a")
+    [error] = [body for kind, body in bench.to_client("c") if kind == "ERROR"]
+    assert error["code"] == "quarantined"
+    assert "2 workers in a row" in error["message"]
+
+
 def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> None:
     bench = Bench(max_journal_bytes=300)
     bench.worker("a")
