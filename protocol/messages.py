@@ -447,6 +447,8 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """``native`` or ``aici``."""
     forks: bool = True
     """Whether its sequences may fork."""
+    why_no_fork: str = ""
+    """The part of its state that a fork cannot have; empty if its sequences may fork."""
     compiled_size: int = 0
     """Size of its compiled form in bytes."""
     compile_ms: float = 0.0

@@ -170,7 +170,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
         print(msgspec.json.encode(msgspec.structs.asdict(module)).decode())
         return OK
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(module.uploaded))
-    forks = "" if module.forks else "  (no forks)"
+    why = f": {module.why_no_fork}" if module.why_no_fork else ""
+    forks = "" if module.forks else f"  (no forks{why})"
     print(
         f"{module.module}  {module.size:>9,} bytes  {module.abi:6}  {when}  "
         f"{' '.join(module.tags) or '-'}{forks}"

@@ -202,7 +202,8 @@ export class Composer extends EventTarget {
       });
       this.#clearFaults();
       byId("controller").value = tag;
-      const what = result.forks === false ? ", whose sequences cannot fork" : "";
+      const why = result.why_no_fork ? `: ${result.why_no_fork}` : "";
+      const what = result.forks === false ? `, whose sequences cannot fork${why}` : "";
       said.textContent = `${tag}: ${bytes(result.size)}, ${result.abi} ABI${what}`;
       await this.refreshModules();
     } catch (fault) {

@@ -1101,6 +1101,8 @@ export interface StoredModule {
   readonly abi: string;
   /** Whether its sequences may fork. */
   readonly forks: boolean;
+  /** The part of its state that a fork cannot have; empty if its sequences may fork. */
+  readonly why_no_fork: string;
   /** Size of its compiled form in bytes. */
   readonly compiled_size: number;
   /**
@@ -1120,6 +1122,7 @@ export function readStoredModule(
       | "uploaded"
       | "abi"
       | "forks"
+      | "why_no_fork"
       | "compiled_size"
       | "compile_ms"
       | "tagged"
@@ -1132,6 +1135,7 @@ export function readStoredModule(
     uploaded: sent.uploaded ?? 0.0,
     abi: sent.abi ?? "",
     forks: sent.forks ?? true,
+    why_no_fork: sent.why_no_fork ?? "",
     compiled_size: sent.compiled_size ?? 0,
     compile_ms: sent.compile_ms ?? 0.0,
     tagged: sent.tagged ?? {},

@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
     abi: Literal["native", "aici"]
     module: wasmtime.Module
-    """With all its mutable globals exported."""
+    """With all of its state exported."""
     why_no_fork: str | None = None
     """The state of a module that a fork could not copy; None: it may fork."""
 
@@ -69,7 +69,7 @@ class CompiledModules:
         self._limits = limits
         self._engine = engine
         self._made_for = (
-            f"wasmtime {version('wasmtime')}, {platform.machine()}, sandbox, bounded globals"
+            f"wasmtime {version('wasmtime')}, {platform.machine()}, sandbox, exported tables"
         )
         self._suffix = hashlib.sha256(self._made_for.encode()).hexdigest()[:8]
         self._key = _key(folder / "key")

@@ -19,6 +19,8 @@ from wasmtime import _ffi as ffi
 from ....protocol.errors import Code, ControllerError
 from ..guest_memory import TenantMemory
 from ..limits import Limits
+from .exported_state import TABLE_EXPORT
+from .function_tables import copy_tables
 from .host_functions import BULK_BYTES, WORK_BYTES, running
 
 Values = ctypes.Array[ffi.wasmtime_val_raw_t]
@@ -149,6 +151,10 @@ class Template:
         self.exports = {
             export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
         }
+        self.tables = [e.name for e in module.exports if e.name.startswith(TABLE_EXPORT)]
+        """The tables that a copy gets; empty if the module's code changes none."""
+        self.functions = sorted(self.exports) if self.tables else []
+        """The functions that may be in such a table."""
 
 
 class Guest:
@@ -205,7 +211,7 @@ class Guest:
         if self._account is not None:
             self._account.give_back(self._counted)
             self._account, self._counted = None, 0
-        if self._is_copy and not self._dead:
+        if self._is_copy and not self._dead and not self.template.tables:
             # All of its memory, including grown parts, will be overwritten for the next sequence.
             self.measure()
             SPARES.keep(self)
@@ -225,6 +231,18 @@ class Guest:
         if export is None or export.kind != ffi.WASMTIME_EXTERN_FUNC.value:
             raise ControllerError(Code.CONTROLLER_FAILED, f"the module exports no {name}")
         return ctypes.byref(ffi.wasmtime_func_t.from_buffer_copy(export.of.func))
+
+    @property
+    def context(self) -> Any:
+        """The context of the store, for functions of wasmtime."""
+        return self._context
+
+    def table(self, name: str) -> Any:
+        """An exported table; raises ControllerError if the module exports none of this name."""
+        export = self._export(name)
+        if export is None or export.kind != ffi.WASMTIME_EXTERN_TABLE.value:
+            raise ControllerError(Code.INTERNAL, f"the module exports no table {name}")
+        return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
 
     def call(self, function: Any, limit_s: float, name: str) -> int:
         """Calls a function without parameters, for at most ``limit_s`` seconds of CPU time.
@@ -358,6 +376,8 @@ class Guest:
             )
             if error:
                 raise ControllerError(Code.INTERNAL, f"the global {name} cannot be copied")
+        if self.template.tables:
+            self._copy_tables(other)
         return other
 
     # --- inside ---------------------------------------------------------------------------------
@@ -371,6 +391,14 @@ class Guest:
             instances=1,
             memories=1,
         )
+
+    def _copy_tables(self, other: Guest) -> None:
+        try:
+            copy_tables(self, other)
+        except ControllerError:
+            other._dead = True
+            other.close()
+            raise
 
     def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
         """A new guest for a fork, with a memory of ``size`` bytes."""

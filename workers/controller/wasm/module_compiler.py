@@ -24,8 +24,8 @@ import wasmtime
 from ....protocol.errors import Code, RequestError, ServiceError
 from ..limits import Limits
 from .abis import Examined, examine
+from .exported_state import with_exported_state
 from .sandbox import make_engine
-from .wasm_binary import with_exported_globals
 from .wasm_reader import WasmError
 
 CPU_S = 30
@@ -51,7 +51,7 @@ class Compiled(NamedTuple):
 
     found: Examined
     code: bytes
-    """The compiled form, with all mutable globals exported."""
+    """The compiled form, with all of its state exported (``with_exported_state``)."""
 
 
 def compile_module(wasm: bytes, limits: Limits) -> Compiled:
@@ -93,7 +93,7 @@ def _main() -> int:
     wasm = sys.stdin.buffer.read()
     try:
         found = examine(wasm, limits)
-        exported = with_exported_globals(wasm)
+        exported = with_exported_state(wasm)
         compiled = wasmtime.Module(make_engine(limits), exported).serialize()
     except RequestError as error:
         said = error.message[:_SAID_CHARACTERS].encode("utf-8", "backslashreplace")

@@ -59,6 +59,7 @@ class Entry(Struct, omit_defaults=True):
     uploaded: float
     abi: str
     forks: bool = True
+    why_no_fork: str = ""
     compile_ms: float = 0.0
 
 
@@ -107,6 +108,7 @@ class Table(Struct, omit_defaults=True):
             uploaded=entry.uploaded,
             abi=entry.abi,
             forks=entry.forks,
+            why_no_fork=entry.why_no_fork,
             compiled_size=entry.compiled,
             compile_ms=entry.compile_ms,
             tagged={tag: self.tagged.get(tag, earlier) for tag in sorted(tags)},

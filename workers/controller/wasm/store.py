@@ -134,8 +134,15 @@ class ModuleStore:
         began = time.perf_counter()
         loaded, size = self._compiled.prepare(module, wasm)
         compile_ms = 1000 * (time.perf_counter() - began)
-        forks = loaded.why_no_fork is None
-        entry = Entry(len(wasm), size, time.time(), loaded.abi, forks, compile_ms)
+        entry = Entry(
+            size=len(wasm),
+            compiled=size,
+            uploaded=time.time(),
+            abi=loaded.abi,
+            forks=loaded.why_no_fork is None,
+            why_no_fork=loaded.why_no_fork or "",
+            compile_ms=compile_ms,
+        )
         tags = [tag] if tag is not None else []
 
         def add(table: Table) -> str:

@@ -7,6 +7,7 @@ the parts that are read are checked here; wasmtime validates the module.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +21,9 @@ from .wasm_reader import (
     encode_u32,
 )
 
-GLOBAL_EXPORT = "tokenbus:global:"
+OWN_EXPORT = "tokenbus:"
+"""The prefix of the names of exports that the worker adds."""
+GLOBAL_EXPORT = f"{OWN_EXPORT}global:"
 """The prefix of the names under which ``with_exported_globals`` exports globals."""
 FUNC, TABLE, MEMORY, GLOBAL, TAG = range(5)
 """Kinds of imports and exports."""
@@ -75,6 +78,8 @@ class Binary:
     exports: dict[str, Export] = field(default_factory=dict)
     start: int | None = None
     """The function that runs when the module is instantiated."""
+    references: set[int] = field(default_factory=set)
+    """The functions of which the module makes references besides those that are exported."""
 
     def function_type(self, index: int) -> FunctionType:
         """The type of a function; raises WasmError if the function does not exist."""
@@ -138,9 +143,9 @@ def mutable_global_exports(binary: Binary) -> list[str | None]:
     return [names.get(i) for i, kind in enumerate(binary.globals) if kind.mutable]
 
 
-def with_exported_globals(wasm: bytes) -> bytes:
+def with_exported_globals(wasm: bytes, more: Mapping[str, Export] | None = None) -> bytes:
     """The module with every mutable global exported, under ``tokenbus:global:<index>`` if it had no
-    name. Only the export section changes.
+    name, and with ``more`` exports. Only the export section changes.
 
     With this, a copy of an instance has all of its state. Raises WasmError if the module cannot be
     read, or uses such a name itself.
@@ -148,24 +153,33 @@ def with_exported_globals(wasm: bytes) -> bytes:
     binary = read(wasm)
     named = set(binary.exported(GLOBAL).values())
     missing = [i for i, g in enumerate(binary.globals) if g.mutable and i not in named]
-    if not missing:
+    globals_ = {f"{GLOBAL_EXPORT}{i}": Export(GLOBAL, i) for i in missing}
+    return _with_exports(binary, {**(more or {}), **globals_})
+
+
+def _with_exports(binary: Binary, more: Mapping[str, Export]) -> bytes:
+    """The module with more exports, whose names begin with ``OWN_EXPORT``. Raises WasmError if the
+    module uses such a name itself."""
+    wasm = binary.data
+    if not more:
         return wasm
     for name in binary.exports:
-        if name.startswith(GLOBAL_EXPORT):
+        if name.startswith(OWN_EXPORT):
             raise WasmError(f"the export {name!r} has a name that is kept for the worker")
     entries = b"".join(
-        _encoded_name(f"{GLOBAL_EXPORT}{i}") + bytes([GLOBAL]) + encode_u32(i) for i in missing
+        _encoded_name(name) + bytes([export.kind]) + encode_u32(export.number)
+        for name, export in more.items()
     )
     old = binary.section(_EXPORTS)
     if old is None:
         place = _ORDER[_EXPORTS]
         before = [s for s in binary.sections if s.number and _ORDER[s.number] < place]
         start = end = before[-1].end if before else 8
-        content = encode_u32(len(missing)) + entries
+        content = encode_u32(len(more)) + entries
     else:
         reader = Reader(wasm, old.content, old.end)
         count = reader.u32()
-        content = encode_u32(count + len(missing)) + wasm[reader.at : old.end] + entries
+        content = encode_u32(count + len(more)) + wasm[reader.at : old.end] + entries
         start, end = old.start, old.end
     section = bytes([_EXPORTS]) + encode_u32(len(content)) + content
     return wasm[:start] + section + wasm[end:]
@@ -206,12 +220,40 @@ def _read_section(binary: Binary, section: Section) -> None:
                 binary.exports[name] = Export(kind, index)
         case 8:
             binary.start = reader.u32()
+        case 9:
+            for _ in range(reader.count("element segments")):
+                _read_elements(reader)
         case _:
             return
+    binary.references |= reader.references
     if reader.at != section.end:
         raise WasmError(
             f"section {section.number} ends at byte {section.end}, its content at {reader.at}"
         )
+
+
+def _read_elements(reader: Reader) -> None:
+    """Adds the functions of an element segment to the references of the reader."""
+    form = reader.u32()
+    if form > 7:
+        raise WasmError(
+            f"the element segment at byte {reader.at - 1} is of an unknown form, {form}"
+        )
+    active, with_table, constants = not form & 1, form & 2, form & 4
+    if active and with_table:
+        reader.u32()
+    if active:
+        reader.skip_constant()
+    if not active or with_table:
+        if constants:
+            reader.value_type()
+        else:
+            reader.skip(1, "the kind of an element segment")
+    for _ in range(reader.count("elements", 10 * MAX_ENTRIES)):
+        if constants:
+            reader.skip_constant()
+        else:
+            reader.references.add(reader.u32())
 
 
 def _function_type(reader: Reader) -> FunctionType:

@@ -1,19 +1,26 @@
 """The effects of a Wasm module's functions, as far as it matters for a copy of a running instance.
 
-A copy has the memory and the globals. Tables, and the set of dropped passive segments, cannot be
-read from outside, so a module whose code changes them cannot be copied. One regular expression
-matches instructions, and scans 16 MB in 0.3 s; only functions with a suspicious byte are scanned.
-Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide memory
-arguments and relaxed SIMD from the proposals that have been merged since.
+A copy has the memory, the globals and, if the code changes them, the tables of functions. The set
+of dropped passive segments cannot be read from outside, so a module that drops some cannot be
+copied. One regular expression matches instructions, and scans 16 MB in 0.3 s; only functions with a
+suspicious byte are scanned. Source: WebAssembly core specification 2.0, section 5.4 (instructions),
+and tail calls, wide memory arguments and relaxed SIMD from the proposals that have been merged
+since.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .wasm_binary import Binary, read
 from .wasm_reader import Reader, WasmError
+
+MAX_TABLE_ELEMENTS = 4096
+"""Most elements of tables that are copied; each takes some 5 us of a fork."""
+MAX_REFERENCES = 4096
+"""Most functions that such tables may refer to."""
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:
@@ -26,11 +33,42 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
     for index, kind in enumerate(binary.globals):
         if kind.mutable and kind.is_reference:
             return f"its global {index} is mutable and holds a reference ({kind.type})"
+    first = ""
+    for number, change in _changes_of(binary):
+        if not change.is_of_tables:
+            return f"its function {number} has {change}"
+        first = first or f"its function {number} has {change}"
+    why = _why_no_tables(binary) if first else None
+    return f"{first}, and {why}" if why else None
+
+
+def changes_tables(binary: Binary) -> bool:
+    """Whether the code changes tables. For modules that can be copied."""
+    return any(True for _ in _changes_of(binary))
+
+
+def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
+    """The changes of all functions, each with the number of its function."""
     imported = len(binary.functions) - _own(binary)
     data = binary.data
     for number, (start, end) in enumerate(bodies(binary), imported):
-        if _SUSPICIOUS.search(data, start, end) and (found := first_change(data, start, end)):
-            return f"its function {number} has {found}"
+        if _SUSPICIOUS.search(data, start, end):
+            for change in changes(data, start, end):
+                yield number, change
+
+
+def _why_no_tables(binary: Binary) -> str | None:
+    """Why the tables cannot be read back; None: they can be."""
+    for index, table in enumerate(binary.tables):
+        if table.elements != "funcref":
+            return f"its table {index} is of {table.elements}, which cannot be read back"
+    elements = sum(table.minimum for table in binary.tables)
+    for count, what, most in (
+        (elements, "elements in its tables", MAX_TABLE_ELEMENTS),
+        (len(binary.references) + len(binary.exports), "references", MAX_REFERENCES),
+    ):
+        if count > most:
+            return f"{count} {what} are more than the {most} that can be read back"
     return None
 
 
@@ -48,9 +86,28 @@ def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
         raise WasmError(f"the section of functions goes on at byte {reader.at}, after the last one")
 
 
-def first_change(data: bytes, start: int, end: int) -> str | None:
-    """A description of the first instruction of a function's body that changes state which a copy
-    cannot have."""
+class Change(NamedTuple):
+    """An instruction that changes what memory and globals do not show."""
+
+    name: str
+    """Empty: the instruction is not known."""
+    at: int
+    code: int = 0
+
+    @property
+    def is_of_tables(self) -> bool:
+        """Whether only tables change, which can be read back."""
+        return self.name.startswith("table.")
+
+    def __str__(self) -> str:
+        if self.name:
+            return f"{self.name}, at byte {self.at}"
+        return f"an instruction that is not known, 0x{self.code:02x}, at byte {self.at}"
+
+
+def changes(data: bytes, start: int, end: int) -> Iterator[Change]:
+    """The changes in a function's body; the last one is an instruction that is not known, if there
+    is such a one."""
     reader = Reader(data, start, end)
     for _ in range(reader.count("groups of locals")):
         reader.u32()
@@ -59,19 +116,21 @@ def first_change(data: bytes, start: int, end: int) -> str | None:
     while True:
         at = _match(_HARMLESS, data, at, end)
         if at >= end:
-            return None
+            return
         if data[at] == 0x0E:  # br_table: it has a count, which a regular expression cannot follow
             reader.at = at + 1
             targets = reader.count("branch targets", end - at)
             at = _match(_targets(targets + 1), data, reader.at, end)
             if at == reader.at:
-                return f"a branch table that is cut off, at byte {reader.at}"
+                yield Change("", at, 0x0E)
+                return
             continue
         change = _CHANGE.match(data, at, end)
-        if change is not None:
-            number = 0x26 if data[at] == 0x26 else data[at + 1] & 0x7F
-            return f"{_CHANGES[number]}, at byte {at}"
-        return f"an instruction that is not known, 0x{data[at]:02x}, at byte {at}"
+        if change is None:
+            yield Change("", at, data[at])
+            return
+        yield Change(_CHANGES[0x26 if data[at] == 0x26 else data[at + 1] & 0x7F], at)
+        at = change.end()
 
 
 def _own(binary: Binary) -> int:
@@ -102,7 +161,12 @@ _CHANGES = {
 # An LEB128 may be longer than necessary; the low bits are in its first byte in any case.
 _LEB = rb"[\x80-\xff]*+[\x00-\x7f]"
 _MORE = rb"(?:\x80*+\x00)"
-_CHANGE = re.compile(rb"\x26|\xfc(?:[\x09\x0c-\x0f\x11]|[\x89\x8c-\x8f\x91]%b)" % _MORE, re.DOTALL)
+_CHANGE = re.compile(
+    rb"\x26%(leb)b"
+    rb"|\xfc(?:[\x09\x0d\x0f\x11]|[\x89\x8d\x8f\x91]%(more)b)%(leb)b"
+    rb"|\xfc(?:[\x0c\x0e]|[\x8c\x8e]%(more)b)%(leb)b%(leb)b" % {b"leb": _LEB, b"more": _MORE},
+    re.DOTALL,
+)
 _SUSPICIOUS = re.compile(rb"\x26|\xfc[\x09\x0c-\x0f\x11\x89\x8c-\x8f\x91]")
 
 # Bit 6 of the alignment shows that the number of a memory follows.

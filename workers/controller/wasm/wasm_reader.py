@@ -53,6 +53,8 @@ class Size(NamedTuple):
     shared: bool = False
     is_64: bool = False
     page_bytes: int = PAGE_BYTES
+    elements: str = ""
+    """The type of a table's elements."""
 
 
 def encode_u32(value: int) -> bytes:
@@ -68,12 +70,14 @@ def encode_u32(value: int) -> bytes:
 class Reader:
     """Reads ``data[at:end]``; raises WasmError at ``end``."""
 
-    __slots__ = ("at", "data", "end")
+    __slots__ = ("at", "data", "end", "references")
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self.data = data
         self.at = at
         self.end = end
+        self.references: set[int] = set()
+        """The functions that constants refer to."""
 
     def byte(self) -> int:
         """The next byte."""
@@ -175,16 +179,19 @@ class Reader:
         given = self.at < self.end and self.data[self.at] == 0x40
         if given:
             self.skip(2, "a table")
-        self.value_type()
-        size = self.limits()
+        elements = self.value_type()
+        size = self.limits()._replace(elements=elements)
         if given:
             self.skip_constant()
         return size
 
     def skip_constant(self) -> None:
-        """Skips a constant expression, including its end."""
+        """Skips a constant expression, including its end. Functions to which the expression refers
+        are added to ``references``."""
         while (op := self.byte()) != 0x0B:
-            if op in _CONSTANT_NUMBERS:
+            if op == _REF_FUNC:
+                self.references.add(self.u32())
+            elif op in _CONSTANT_NUMBERS:
                 self.skip_number()
             elif op in _CONSTANT_BYTES:
                 self.skip(_CONSTANT_BYTES[op], "a constant")
@@ -198,7 +205,8 @@ class Reader:
                 )
 
 
-_CONSTANT_NUMBERS = frozenset({0x41, 0x42, 0x23, 0xD0, 0xD2})
-"""i32.const, i64.const, global.get, ref.null, ref.func."""
+_REF_FUNC = 0xD2
+_CONSTANT_NUMBERS = frozenset({0x41, 0x42, 0x23, 0xD0})
+"""i32.const, i64.const, global.get, ref.null."""
 _CONSTANT_BYTES = {0x43: 4, 0x44: 8}
 _CONSTANT_ARITHMETIC = frozenset({0x6A, 0x6B, 0x6C, 0x7C, 0x7D, 0x7E})

@@ -374,11 +374,15 @@ def test_a_third_module_waits_while_two_are_compiled(modules: ModuleStore) -> No
     assert caught.value.retry_after_s == 1.0
 
 
-def test_a_module_that_changes_its_tables_may_not_fork(modules: ModuleStore) -> None:
+def test_the_answer_to_an_upload_says_why_a_module_cannot_fork(modules: ModuleStore) -> None:
     change = "(func (table.set 0 (i32.const 1) (ref.null func)))"
     stored = modules.put("anna", module(more=change))
+    assert (stored.forks, stored.why_no_fork) == (True, "")
+    stored = modules.put("anna", module(more=f'(data $d "x") (func (data.drop $d)) {change}'))
     assert not stored.forks
-    assert modules.load(stored.module).why_no_fork
+    assert "has data.drop, at byte" in stored.why_no_fork
+    assert modules.list("anna")[0].why_no_fork == stored.why_no_fork
+    assert modules.load(stored.module).why_no_fork == stored.why_no_fork
 
 
 # --- compiled forms -------------------------------------------------------------------------------

@@ -16,13 +16,19 @@ from tokenbus.protocol.errors import RequestError
 from tokenbus.workers.controller import limits
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm.abis import EXPORTS, IMPORTS, examine
+from tokenbus.workers.controller.wasm.exported_state import with_exported_state
 from tokenbus.workers.controller.wasm.wasm_binary import (
     FUNC,
     mutable_global_exports,
     read,
     with_exported_globals,
 )
-from tokenbus.workers.controller.wasm.wasm_code import bodies, first_change, why_no_copy
+from tokenbus.workers.controller.wasm.wasm_code import (
+    bodies,
+    changes,
+    changes_tables,
+    why_no_copy,
+)
 from tokenbus.workers.controller.wasm.wasm_reader import GlobalType, Reader, WasmError, encode_u32
 
 LIMITS = Limits()
@@ -322,33 +328,85 @@ def function(body: str) -> bytes:
 def test_instructions_with_every_kind_of_immediate_are_distinguished() -> None:
     wasm = function(HARMLESS)
     for start, end in bodies(read(wasm)):
-        assert first_change(wasm, start, end) is None
+        assert list(changes(wasm, start, end)) == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "(table.set 0 (i32.const 1) (ref.func 0))",
-        "(drop (table.grow 0 (ref.null func) (i32.const 1)))",
-        "(table.fill 0 (i32.const 1) (ref.null func) (i32.const 1))",
-        "(table.copy 0 0 (i32.const 1) (i32.const 2) (i32.const 1))",
-        "(table.init 0 $passive (i32.const 1) (i32.const 0) (i32.const 1))",
-        "(elem.drop $passive)",
-        "(data.drop 0)",
-    ],
-)
-def test_what_no_copy_can_have_is_found_wherever_it_stands(change: str) -> None:
-    name = change.strip("(").removeprefix("drop (").split(" ")[0]
+OF_TABLES = [
+    "(table.set 0 (i32.const 1) (ref.func 0))",
+    "(drop (table.grow 0 (ref.null func) (i32.const 1)))",
+    "(table.fill 0 (i32.const 1) (ref.null func) (i32.const 1))",
+    "(table.copy 0 0 (i32.const 1) (i32.const 2) (i32.const 1))",
+    "(table.init 0 $passive (i32.const 1) (i32.const 0) (i32.const 1))",
+]
+
+
+@pytest.mark.parametrize("change", ["(elem.drop $passive)", "(data.drop 0)"])
+@pytest.mark.parametrize("before", ["", *OF_TABLES])
+def test_what_no_copy_can_have_is_found_wherever_it_stands(change: str, before: str) -> None:
+    name = change.strip("(").split(" ")[0].strip(")")
     for body in (change, HARMLESS + change, change + HARMLESS, f"(block (loop {change}))"):
-        why = why_no_copy(function(body))
+        why = why_no_copy(function(before + body))
         assert why is not None
         assert name in why
         assert "function 1" in why
 
 
+@pytest.mark.parametrize("change", OF_TABLES)
+def test_changes_of_a_table_of_functions_are_found_and_can_be_copied(change: str) -> None:
+    for body in (change, HARMLESS + change, change + HARMLESS, f"(block (loop {change}))"):
+        wasm = function(body)
+        assert why_no_copy(wasm) is None
+        assert changes_tables(read(wasm))
+    assert not changes_tables(read(function(HARMLESS)))
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ("(table 1 funcref) (table 1 externref)", "its table 1 is of externref"),
+        ("(table 4000 funcref) (table 97 funcref)", "4097 elements in its tables are more than"),
+        (
+            "(table 1 funcref) (elem declare func $f)"
+            + "".join(f'(export "{i}" (func 0))' for i in range(4096)),
+            "4097 references are more than",
+        ),
+    ],
+)
+def test_tables_that_cannot_be_read_back_hinder(tables: str, why: str) -> None:
+    change = "(table.set 0 (i32.const 0) (ref.null func))"
+    assert why_no_copy(wat(f"(module {tables} (func $f))")) is None
+    found = why_no_copy(wat(f"(module {tables} (func $f {change}))"))
+    assert found is not None
+    assert found.startswith("its function 0 has table.set, at byte ")
+    assert why in found
+
+
+def test_tables_are_exported_if_the_code_changes_them() -> None:
+    wasm = function(OF_TABLES[0])
+    changed = with_exported_state(wasm)
+    wasmtime.Module.validate(wasmtime.Engine(), changed)
+    names = ["tokenbus:function:0", "tokenbus:global:0", "tokenbus:table:0"]
+    assert sorted(read(changed).exports) == names
+    unchanged = with_exported_state(function(HARMLESS))
+    assert list(read(unchanged).exports) == ["tokenbus:global:0"]
+
+
+def test_every_form_of_an_element_segment_is_read() -> None:
+    wasm = wat(
+        """(module (table $t 9 funcref) (table $u 9 funcref)
+          (func) (func) (func) (func) (func) (func) (func) (func) (func) (func)
+          (elem (i32.const 0) 0 1) (elem func 2) (elem (table $u) (i32.const 0) func 3)
+          (elem declare func 4) (elem (table $t) (i32.const 0) funcref (ref.func 5))
+          (elem funcref (ref.null func) (ref.func 6))
+          (elem (table $u) (i32.const 0) funcref (ref.func 7))
+          (elem declare funcref (ref.func 8)))"""
+    )
+    assert read(wasm).references == set(range(9))
+
+
 def test_a_tail_call_is_known() -> None:
     wasm = wat("(module (func $f (param i32)) (func (param i32) local.get 0 return_call $f))")
-    assert [first_change(wasm, *body) for body in bodies(read(wasm))] == [None, None]
+    assert [list(changes(wasm, *body)) for body in bodies(read(wasm))] == [[], []]
 
 
 def test_an_unknown_instruction_counts_as_one_that_hinders() -> None:
@@ -367,9 +425,9 @@ def test_a_number_that_is_longer_than_it_needs_to_be_hides_nothing() -> None:
     assert plain.count(b"\xfc\x0d\x01") == 1
     start, end = list(bodies(read(plain)))[1]
     hidden = plain[start:end].replace(b"\xfc\x0d\x01", b"\xfc\x8d\x80\x00\x01")
-    assert "elem.drop" in (first_change(hidden, 0, len(hidden)) or "")
+    assert [change.name for change in changes(hidden, 0, len(hidden))] == ["elem.drop"]
     padded = plain[start:end].replace(b"\xfc\x0d\x01", b"\xfd\x8c\x00" + b"\x26" * 16 + b"\x1a")
-    assert first_change(padded, 0, len(padded)) is None
+    assert list(changes(padded, 0, len(padded))) == []
 
 
 @pytest.mark.process
@@ -377,7 +435,7 @@ def test_what_a_compiler_makes_is_gone_through_to_the_end(compiled_c: bytes) -> 
     binary = read(compiled_c)
     found = list(bodies(binary))
     assert found
-    assert [first_change(compiled_c, *body) for body in found] == [None] * len(found)
+    assert [list(changes(compiled_c, *body)) for body in found] == [[]] * len(found)
     assert why_no_copy(compiled_c) is None
 
 

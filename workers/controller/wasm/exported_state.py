@@ -1,0 +1,26 @@
+"""A module with all of its state exported, so that an instance of it can be copied."""
+
+from __future__ import annotations
+
+from .wasm_binary import FUNC, OWN_EXPORT, TABLE, Export, read, with_exported_globals
+from .wasm_code import changes_tables, why_no_copy
+
+TABLE_EXPORT = f"{OWN_EXPORT}table:"
+FUNCTION_EXPORT = f"{OWN_EXPORT}function:"
+
+
+def with_exported_state(wasm: bytes) -> bytes:
+    """The module with its mutable globals exported. If its code changes tables that can be read
+    back, the tables and all functions that may be in one are exported too.
+
+    Raises WasmError if the module cannot be read, or uses a name of ``OWN_EXPORT`` itself.
+    """
+    binary = read(wasm)
+    more: dict[str, Export] = {}
+    if why_no_copy(binary) is None and changes_tables(binary):
+        named = set(binary.exported(FUNC).values())
+        for index in range(len(binary.tables)):
+            more[f"{TABLE_EXPORT}{index}"] = Export(TABLE, index)
+        for index in sorted(binary.references - named):
+            more[f"{FUNCTION_EXPORT}{index}"] = Export(FUNC, index)
+    return with_exported_globals(wasm, more)

@@ -1,0 +1,94 @@
+"""Tables of functions, copied from a guest to its fork.
+
+A reference to a function belongs to one store. So each element is looked up among the exported
+functions of the guest, and the fork gets its own function of the same name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from wasmtime import _ffi as ffi
+
+from ....protocol.errors import Code, ControllerError
+from .wasm_code import MAX_TABLE_ELEMENTS
+
+if TYPE_CHECKING:
+    from .instance import Guest
+
+_held = ctypes.PyDLL(str(ffi.filename))
+"""The library of wasmtime, for calls so short that letting other threads run costs more."""
+_to_raw = _held.wasmtime_func_to_raw
+_to_raw.restype = ctypes.c_size_t
+_size = _held.wasmtime_table_size
+_size.restype = ctypes.c_uint64
+_get = _held.wasmtime_table_get
+_get.restype = ctypes.c_bool
+
+
+def copy_tables(source: Guest, target: Guest) -> None:
+    """Gives ``target``, a fresh instance of the same module, the elements of the tables of
+    ``source``. Raises ControllerError if the tables have grown too large."""
+    tables = [(source.table(name), target.table(name)) for name in source.template.tables]
+    sizes = [_size(source.context, ctypes.byref(of)) for of, _ in tables]
+    if sum(sizes) > MAX_TABLE_ELEMENTS:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"it forks with {sum(sizes)} elements in its tables, which it changes; at most "
+            f"{MAX_TABLE_ELEMENTS} can be copied",
+        )
+    names = {
+        _to_raw(source.context, source.function(name)): name for name in source.template.functions
+    }
+    functions: dict[int, ffi.wasmtime_val_t] = {}
+    for (of, to), size in zip(tables, sizes, strict=True):
+        _grow(target, to, size)
+        for at in range(size):
+            _set(target, to, at, _value(source, target, of, at, names, functions))
+
+
+def _value(
+    source: Guest,
+    target: Guest,
+    table: Any,
+    at: int,
+    names: dict[int, str],
+    functions: dict[int, ffi.wasmtime_val_t],
+) -> ffi.wasmtime_val_t:
+    """The element of the target that stands for an element of the source."""
+    value = ffi.wasmtime_val_t()
+    _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
+    if not value.of.funcref.store_id:
+        return value
+    raw = _to_raw(source.context, ctypes.byref(value.of.funcref))
+    found = functions.get(raw)
+    if found is None:
+        if raw not in names:
+            raise ControllerError(Code.INTERNAL, f"the element {at} of a table is not exported")
+        found = functions[raw] = ffi.wasmtime_val_t()
+        found.kind = value.kind
+        own = target.function(names[raw])
+        ctypes.pointer(found.of.funcref)[0] = own._obj
+    return found
+
+
+def _grow(target: Guest, table: Any, size: int) -> None:
+    """Makes a table so large, with elements that are null."""
+    missing = size - _size(target.context, ctypes.byref(table))
+    if missing <= 0:
+        return
+    null = ffi.wasmtime_val_t()
+    null.kind = ffi.WASMTIME_FUNCREF
+    before = ctypes.c_uint64()
+    error = ffi.wasmtime_table_grow(
+        target.context, ctypes.byref(table), missing, ctypes.byref(null), ctypes.byref(before)
+    )
+    if error:
+        raise ControllerError(Code.CONTROLLER_FAILED, f"a table of {size} elements is refused")
+
+
+def _set(target: Guest, table: Any, at: int, value: ffi.wasmtime_val_t) -> None:
+    error = ffi.wasmtime_table_set(target.context, ctypes.byref(table), at, ctypes.byref(value))
+    if error:
+        raise ControllerError(Code.INTERNAL, f"the element {at} of a table cannot be copied")
