@@ -68,7 +68,7 @@ class Adoption:
         self._attaches = attaches
         self._out = out
         self._recovery = recovery
-        self._over = False
+        self._ended = False
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
         """Adopted requests, until their clients have attached or the time for it is over."""
@@ -84,7 +84,7 @@ class Adoption:
 
     def open(self, now: float) -> bool:
         """Whether workers may still report requests for adoption."""
-        return not self._over and not self._recovery.over(now)
+        return not self._ended and not self._recovery.has_ended(now)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -397,13 +397,13 @@ class Adoption:
         """Ends held ATTACHes and requests without a client when their time is over, and then the
         variables of unknown requests."""
         self._begin_claims(now)
-        if self._variables and self._over and not self._may_adopt(now):
+        if self._variables and self._ended and not self._may_adopt(now):
             self._drop_variables()
-        if self._over:
+        if self._ended:
             self._end_unclaimed(now)
-        if self._over or not self._recovery.over(now):
+        if self._ended or not self._recovery.has_ended(now):
             return
-        self._over = True
+        self._ended = True
         for session in self._claims.answered():
             self._claims.finish(session, forget=True)
         self._attaches.refuse_held(self._sessions.by_id, self._claims.sessions)

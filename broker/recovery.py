@@ -42,7 +42,7 @@ class Recovery:
         """A client or worker was connected to an earlier run of this broker."""
         self._follows = True
 
-    def over(self, now: float) -> bool:
+    def has_ended(self, now: float) -> bool:
         """Whether the broker has stopped waiting for the workers and clients of an earlier run."""
         return now >= self.until
 

@@ -110,7 +110,7 @@ class Call:
     sent: bool = False
     attaching: bool = False
     """Between ATTACH and its answer: entries that arrive are discarded, as they are sent again."""
-    over: bool = False
+    ended: bool = False
     failed_at: float | None = None
     tries: int = 0
     resend_at: float | None = None

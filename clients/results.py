@@ -224,7 +224,7 @@ def check_text(call: Call) -> None:
         raise ValueError("this stream has no text, as its prompt was token ids; pass text=True")
 
 
-def describe(over: bool, sequences: list[GeneratedSequence]) -> str:
+def describe(ended: bool, sequences: list[GeneratedSequence]) -> str:
     """A short description of a stream."""
     count = sum(len(s.tokens) for s in sequences)
-    return f"{len(sequences)} sequences, {count} tokens, {'ended' if over else 'running'}"
+    return f"{len(sequences)} sequences, {count} tokens, {'ended' if ended else 'running'}"

@@ -173,8 +173,8 @@ class ClientSession:
 
     def cancel(self, call: Call) -> None:
         """Ends a call whose events are not needed any more."""
-        if not call.over:
-            call.over = True
+        if not call.ended:
+            call.ended = True
             self._forget(call, "cancelled")
 
     def end_all(self, error: TokenbusError) -> None:
@@ -261,8 +261,8 @@ class ClientSession:
             self._send(b"CANCEL", Cancel(stream_id=call.number, reason=reason))
 
     def _end(self, call: Call, error: TokenbusError | None, *events: Event) -> None:
-        if not call.over:
-            call.over = True
+        if not call.ended:
+            call.ended = True
             self._forget(call, None)
             self.ready.append((call, [*events, Ended(error)]))
 
@@ -361,7 +361,7 @@ class ClientSession:
             if call.is_new(entry):
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(entry)
             if ended:
-                call.over = True
+                call.ended = True
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(Ended(None))
                 self._forget(call, None)
         self.ready += per_call.values()

@@ -41,7 +41,7 @@ class _Reader:
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
         self.answer: Msg | None = None
-        self._over = False
+        self._finished = False
         """Read to the end, or closed."""
         self._closed = False
         self._error: TokenbusError | None = None
@@ -55,24 +55,24 @@ class _Reader:
 
     def close(self) -> None:
         """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
-        if not self._over:
-            self._over = self._closed = True
+        if not self._finished:
+            self._finished = self._closed = True
             self._connection.cancel(self._call)
             self._ended(None, complete=False)
 
     def __del__(self) -> None:
-        if not getattr(self, "_over", True):
+        if not getattr(self, "_finished", True):
             self._connection.cancel(self._call)
             self._ended(None, complete=False)
 
     def __repr__(self) -> str:
         kind = type(self).__name__
-        return f"<{kind} {self._call.number}: {describe(self._over, self.sequences)}>"
+        return f"<{kind} {self._call.number}: {describe(self._finished, self.sequences)}>"
 
     def _next_entry(self) -> Token | None:
         """The next entry that has arrived. None where there is none yet, or after the last one."""
         unread = self._unread
-        while unread and not self._over:
+        while unread and not self._finished:
             event = unread.popleft()
             if isinstance(event, tuple):
                 self._add_row(event)
@@ -85,7 +85,7 @@ class _Reader:
 
     def read_arrived(self) -> None:
         """Reads all that has arrived, and makes no entries of rows."""
-        while not self._over and (event := self._collect(pop_other=True)) is not None:
+        while not self._finished and (event := self._collect(pop_other=True)) is not None:
             self._read(event)
 
     def _collect(self, pop_other: bool = False) -> Event | None:
@@ -116,7 +116,7 @@ class _Reader:
             case Msg() as answer:
                 self.answer = answer
             case Ended(error):
-                self._over = True
+                self._finished = True
                 self._error = error
                 self._ended(error, complete=True)
 
@@ -189,7 +189,7 @@ class Stream(_Reader):
         self._to_end, self._unread.watched = True, False
         try:
             self.read_arrived()
-            while not self._over:
+            while not self._finished:
                 self._wakes.get()
                 self.read_arrived()
             self._wakes.put(None)  # For another thread that waits for an entry.
@@ -209,7 +209,7 @@ class Stream(_Reader):
 
     def __next__(self) -> Token:
         while (entry := self._next_entry()) is None:
-            if self._over:
+            if self._finished:
                 self._wakes.put(None)  # For another thread that waits for an entry.
                 self._raise_failure()
                 raise StopIteration
@@ -343,7 +343,7 @@ class AsyncStream(_Reader):
         For programs that pass entries on, one write for all of them.
         """
         while not (entries := list(iter(self._next_entry, None))):
-            if self._over:
+            if self._finished:
                 self._raise_failure()
                 break
             await self._arrival()
@@ -355,7 +355,7 @@ class AsyncStream(_Reader):
         self._unread.watched = self._max_unread is not None
         try:
             self.read_arrived()
-            while not self._over:
+            while not self._finished:
                 await self._arrival()
                 self.read_arrived()
             self._raise_failure()
@@ -374,7 +374,7 @@ class AsyncStream(_Reader):
 
     async def __anext__(self) -> Token:
         while (entry := self._next_entry()) is None:
-            if self._over:
+            if self._finished:
                 self._raise_failure()
                 raise StopAsyncIteration
             await self._arrival()

@@ -86,7 +86,7 @@ class Member:
             log.info("%s is process %d on node %s", self.name, report.pid, report.node[:12])
         if report.retiring and self.retired_at is None:
             self.retired_at = now  # By a predecessor of this process.
-        if report.over and self.retired_at is None and (before is None or not before.over):
+        if report.ended and self.retired_at is None and (before is None or not before.ended):
             log.error("%s is not started again: its exit code is %s", self.name, report.exit_code)
         self.report = report
 
@@ -99,7 +99,7 @@ class Member:
         """Whether a worker that retires has ended, or has had its time."""
         if self.retired_at is None:
             return False
-        ended = self.report is not None and self.report.over
+        ended = self.report is not None and self.report.ended
         return ended or now - self.retired_at > drain_s + ENDING_MARGIN_S
 
 

@@ -37,7 +37,7 @@ class Report(NamedTuple):
     """The exit code of the last process that ended."""
     retiring: bool
     """It is to end: whoever keeps the workers has said so."""
-    over: bool
+    ended: bool
     """None runs, and none will be started."""
 
 
@@ -63,7 +63,7 @@ class Owner:
         self._starts = 0
         self._exit_code: int | None = None
         self._retiring = threading.Event()
-        self._over = threading.Event()
+        self._ended = threading.Event()
         # One thread starts all processes, and it lives as long as the actor: when it ends, the
         # kernel kills what it has started.
         threading.Thread(target=self._run, name="owner", daemon=True).start()
@@ -79,7 +79,7 @@ class Owner:
             starts=self._starts,
             exit_code=self._exit_code,
             retiring=self._retiring.is_set(),
-            over=self._over.is_set(),
+            ended=self._ended.is_set(),
         )
 
     def retire(self) -> None:
@@ -107,7 +107,7 @@ class Owner:
         finally:
             if self._key_folder is not None:
                 shutil.rmtree(self._key_folder, ignore_errors=True)
-            self._over.set()
+            self._ended.set()
 
     def _run_once(self) -> int:
         """Runs a process to its end; its exit code."""

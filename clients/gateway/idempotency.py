@@ -224,8 +224,8 @@ class NamedStream(AsyncStream):
     def close(self) -> None:
         """Cancels the request, or leaves it to the next gateway."""
         client = self._client
-        if isinstance(client, NamedClient) and client.leaves() and not self._over:
-            self._over = self._closed = True
+        if isinstance(client, NamedClient) and client.leaves() and not self._finished:
+            self._finished = self._closed = True
             self._wake()
         else:
             super().close()

@@ -190,7 +190,7 @@ def test_trying_again_ends_when_its_time_is_over(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=2.0))
     for _ in range(40):
         number = call.number
-        if call.over:
+        if call.ended:
             break
         body = {"code": "no_worker", "message": "none", "stream_id": number}
         bench.hear("ERROR", body)

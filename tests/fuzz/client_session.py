@@ -62,7 +62,7 @@ class Play:
         self.session.bye()
         self._settle()
         for reader in self.readers:
-            assert reader.ends == 1 or reader.call.over
+            assert reader.ends == 1 or reader.call.ended
 
     # --- events ---------------------------------------------------------------------------------
 
