@@ -232,19 +232,10 @@ def _attend_decodes(
     For one row of queries, two products and a softmax take a third of the time of SDPA, whose
     blocks are made for many.
     """
-    batch, heads, dim = q.shape
+    batch, heads, _ = q.shape
     first = max(0, group.length - window) if group.level and window else 0
     k, v = k[:, first : group.length], v[:, first : group.length]
-    scale = dim**-0.5 if scaling is None else scaling
-    scores = torch.baddbmm(
-        _NOTHING,
-        q.reshape(len(k), -1, dim),
-        k.transpose(1, 2),
-        beta=0,
-        alpha=scale if softcap is None else scale / softcap,
-    )
-    if softcap is not None:
-        scores = scores.tanh_().mul_(softcap)
+    scores = _scores(q, k, scaling, softcap)
     if not group.level:
         scores.view(batch, -1, *scores.shape[1:]).add_(group.mask(window, q.dtype))
     return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, -1)
@@ -265,20 +256,28 @@ def _attend_drafts(
     batch, width = group.positions.shape
     _, heads, dim = q.shape
     k, v = k[:, : group.length], v[:, : group.length]
-    scale = dim**-0.5 if scaling is None else scaling
     rectangle = q[group.rows - group.start].transpose(1, 2)
+    scores = _scores(rectangle, k, scaling, softcap)
+    scores.view(batch, heads, width, -1).add_(group.mask(window, q.dtype))
+    found = torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, width, dim)
+    return found.transpose(1, 2).flatten(0, 1)[group.places]
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
+    """The scores ``[batch * kv_heads, queries, length]`` of queries, in the order of the mirror's
+    rows, for keys ``[batch * kv_heads, length, dim]``. Not masked."""
+    dim = q.shape[-1]
+    scale = dim**-0.5 if scaling is None else scaling
     scores = torch.baddbmm(
         _NOTHING,
-        rectangle.reshape(len(k), -1, dim),
+        q.reshape(len(k), -1, dim),
         k.transpose(1, 2),
         beta=0,
         alpha=scale if softcap is None else scale / softcap,
     )
-    if softcap is not None:
-        scores = scores.tanh_().mul_(softcap)
-    scores.view(batch, heads, width, -1).add_(group.mask(window, q.dtype))
-    found = torch.bmm(torch.softmax(scores, -1), v).view(batch, heads, width, dim)
-    return found.transpose(1, 2).flatten(0, 1)[group.places]
+    return scores if softcap is None else scores.tanh_().mul_(softcap)
 
 
 def dot_product(
