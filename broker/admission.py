@@ -17,6 +17,7 @@ from ..protocol.messages import (
     Timeout,
     TraceParent,
     UserName,
+    controller_of,
     module_too_large,
 )
 from .buffers import Buffers
@@ -43,14 +44,10 @@ class RoutingFields(Struct, kw_only=True):
     request_id: RequestId = ""
 
     def steered_by(self, message_type: bytes) -> str:
-        """The name of the controller that a request runs; empty if it has none.
-
-        A prompt that is healed needs a controller: the one that allows any text, if the request
-        names no other.
-        """
+        """The name of the controller of a request; empty if the request has none."""
         if message_type != b"GENERATE":
             return ""
-        return self.controller or ("structural" if self.heal_prompt else "")
+        return controller_of(self.controller, self.heal_prompt)
 
 
 ROLES = {

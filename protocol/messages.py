@@ -129,6 +129,14 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """The name of the request in log lines of all processes; default: its trace, if it has one."""
 
 
+def controller_of(controller: str | None, heal_prompt: bool) -> str:
+    """The name of the controller that a GENERATE runs under; empty if the stream has none.
+
+    A prompt that is healed needs a controller: ``structural``, if the request names none.
+    """
+    return controller or ("structural" if heal_prompt else "")
+
+
 class Score(Struct, kw_only=True, omit_defaults=True):
     """``SCORE``: the log-probability of each token of ``scored``, given all tokens before it."""
 

@@ -23,6 +23,7 @@ from ....protocol.messages import (
     Score,
     System,
     Token,
+    controller_of,
 )
 from ....protocol.structure import FREE_TEXT
 from ....protocol.transcript import decode_transcript
@@ -389,10 +390,11 @@ class Arrivals:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """A request whose prompt is healed has a controller: that of any text, if it names no other."""
-    if message.controller is not None:
+    """The request with the controller that heals its prompt: the named one, or any text."""
+    if message.controller:
         return message
-    return msgspec.structs.replace(message, controller="structural", controller_arg=FREE_TEXT)
+    name = controller_of(message.controller, message.heal_prompt)
+    return msgspec.structs.replace(message, controller=name, controller_arg=FREE_TEXT)
 
 
 def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
