@@ -21,8 +21,8 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.machine import machine_id
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripted import Scripted
-from .test_worker_loop import Loop
 
 WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
 

@@ -19,7 +19,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.transcript import encode_transcript
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
-from .test_worker_loop import Loop
+from ...worlds.gpu_worker_loop import Loop
 from .ties import Asked, first_difference, tokens_of
 
 REQUEST = 5

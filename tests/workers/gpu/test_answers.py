@@ -16,8 +16,8 @@ from tokenbus.workers.gpu.model import models
 from tokenbus.workers.gpu.model.loader import load_model
 
 from ...processes import until
+from ...worlds.gpu_in_process import InProcess, in_process
 from . import shapes
-from .in_process import InProcess, in_process
 
 pytestmark = pytest.mark.process
 

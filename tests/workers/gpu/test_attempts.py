@@ -32,7 +32,7 @@ from tokenbus.workers.gpu.engine.sequence import Sequence
 from tokenbus.workers.gpu.engine.sequences import LiveSequences
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .test_worker_loop import CONTROLLER, Loop
+from ...worlds.gpu_worker_loop import CONTROLLER, Loop
 
 MAX_TOKENS = 12
 MOVED, NEIGHBOUR = 1, 2

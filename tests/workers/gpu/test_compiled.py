@@ -16,9 +16,9 @@ from tokenbus.workers.gpu.engine.engine import EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from torch import _dynamo as dynamo
 
+from ...worlds.steered_engine import one_thread
 from . import shapes
 from .moved import Moving
-from .steered import one_thread
 from .test_overlap import loaded_with_everything, run, steered
 from .test_speculation import (
     REQUESTS,

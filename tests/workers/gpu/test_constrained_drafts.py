@@ -19,12 +19,12 @@ from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from ..controller.played import engine as wasm_engine
 from .controlled import Controllers
 from .moved import REQUEST, TURNS, finished, give, same_entries, token_messages
 from .moved import transcript as transcript_of
 from .test_speculation import accepted, eager
-from .test_worker_loop import Loop
 
 PROMPT = "rows = [['Ada', 36], ['Alan', 41], ['Ada', 36], ['Alan', 41], ['Ada', 36], "
 ROWS = r"(\['(Ada|Alan|Grace)', [0-9]{2}\], )*"

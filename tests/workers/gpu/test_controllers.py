@@ -15,9 +15,17 @@ from tokenbus.workers.controller.masks import MaskRows
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .steered import Answers, Bench, CountingEngine, counting, freely, one_thread, sample
-from .test_steering import GREEDY, LENGTH, PROMPT, SEEDED, only
-from .test_steering import alone as alone_once
+from ...worlds.engine_client import GREEDY, LENGTH, PROMPT, SEEDED, only
+from ...worlds.engine_client import alone as alone_once
+from ...worlds.steered_engine import (
+    Answers,
+    Bench,
+    CountingEngine,
+    counting,
+    freely,
+    one_thread,
+    sample,
+)
 
 SIZE = 4096
 ALL = np.full(SIZE // 32, 0xFFFF_FFFF, dtype=np.uint32)

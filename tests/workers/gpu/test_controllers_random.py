@@ -20,9 +20,9 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import wrap_model
 
 from ...counts import examples
+from ...worlds.engine_client import ClientView, only
+from ...worlds.steered_engine import Bench, one_thread
 from .shapes import TIE, tiny_model
-from .steered import Bench, one_thread
-from .test_steering import ClientView, only
 
 VOCAB = 64
 MAX_FORKS = 8

@@ -11,8 +11,8 @@ from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.machine import machine_id
 
-from .steered import TIMEOUT_S, Bench, counting, freely, one_thread, sample
-from .test_steering import GREEDY, LENGTH, PROMPT, SEEDED, alone
+from ...worlds.engine_client import GREEDY, LENGTH, PROMPT, SEEDED, alone
+from ...worlds.steered_engine import TIMEOUT_S, Bench, counting, freely, one_thread, sample
 
 LATER_S = TIMEOUT_S + 10
 

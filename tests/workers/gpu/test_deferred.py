@@ -11,7 +11,7 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.engine.scheduler import MAX_HELD
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .test_steering import alone
+from ...worlds.engine_client import alone
 
 PROMPT = list(range(5, 45))
 SEEDED = Sampling(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)

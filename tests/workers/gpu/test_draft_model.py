@@ -16,9 +16,9 @@ from tokenbus.workers.gpu.model.models import Failed, Models, Progress, Ready
 from tokenbus.workers.gpu.speculation import drafts
 
 from ...counts import rounds
+from ...worlds.engine_client import ClientView, run
 from . import shapes
 from .test_speculation import FEW, REQUESTS, ROOM, check_same, drained, drained_outputs, eager
-from .test_steering import ClientView, run
 from .ties import Outputs, RecordingEngine
 
 pytestmark = pytest.mark.long

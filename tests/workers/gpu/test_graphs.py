@@ -21,9 +21,9 @@ from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.model.models import Models, Ready
 
+from ...worlds.steered_engine import one_thread
 from . import flash, shapes
 from .cuda import Cuda
-from .steered import one_thread
 
 SIZES = (1, 2, 4, 8)
 

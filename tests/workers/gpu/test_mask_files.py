@@ -16,8 +16,8 @@ from tokenbus.workers.controller.masks import MaskRows
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from ...processes import Bus, Process, until
-from .steered import Bench, counting, freely, one_thread
-from .test_steering import GREEDY, PROMPT, only
+from ...worlds.engine_client import GREEDY, PROMPT, only
+from ...worlds.steered_engine import Bench, counting, freely, one_thread
 
 SIZE = 4096
 NAME = "memfd:tokenbus-masks"

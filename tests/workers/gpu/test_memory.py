@@ -15,10 +15,10 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, wrap_
 from tokenbus.workers.gpu.model.memory import cache_bytes, largest_step_bytes
 from tokenbus.workers.gpu.model.models import memory_part
 
+from ...worlds.steered_engine import one_thread
 from . import flash, shapes
 from .cuda import Cuda
 from .meter import Meter
-from .steered import one_thread
 
 LAYOUT = Layout(FLASH_BLOCK_SIZE, True, "")
 GATHERED = Layout(16, False, "for a test")

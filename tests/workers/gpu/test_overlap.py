@@ -14,7 +14,7 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.model.device_queue import ThreadQueue, Work
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .steered import one_thread
+from ...worlds.steered_engine import one_thread
 from .ties import Outputs, RecordingEngine
 
 WORDS = 4096 // 32

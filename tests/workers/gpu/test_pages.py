@@ -22,7 +22,7 @@ from tokenbus.workers.gpu.engine.block_manager import BlockManager, BlockTable
 from tokenbus.workers.gpu.engine.pages import PageLog
 from tokenbus.workers.gpu.model.loader import load_model
 
-from .test_worker_loop import Loop
+from ...worlds.gpu_worker_loop import Loop
 
 
 def _keys(tokens: list[int]) -> list[bytes]:

@@ -18,10 +18,10 @@ from tokenbus.workers.gpu.model.models import Models
 from tokenbus.workers.gpu.serving.resumption import resume
 
 from ...counts import examples
+from ...worlds.engine_client import ClientView, run
+from ...worlds.gpu_worker_loop import Loop
+from ...worlds.steered_engine import CountingEngine
 from .moved import REQUEST, Moving, finish, give, token_messages, transcript
-from .steered import CountingEngine
-from .test_steering import ClientView, run
-from .test_worker_loop import Loop
 
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 PROMPT = "def add(a, b):\n    "

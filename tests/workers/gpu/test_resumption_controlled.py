@@ -18,10 +18,10 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples
+from ...worlds.gpu_worker_loop import Loop
 from .controlled import Controllers, script
 from .moved import REQUEST, TURNS, check_notice, finished, give, same_entries, token_messages
 from .moved import transcript as transcript_of
-from .test_worker_loop import Loop
 
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 

@@ -24,7 +24,7 @@ from tokenbus.protocol.worker_messages import (
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .test_worker_loop import CONTROLLER, Loop
+from ...worlds.gpu_worker_loop import CONTROLLER, Loop
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.gpu.engine.sequence import TokenOutput
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
-from .steered import Bench, counting, one_thread, sample
-from .test_steering import GREEDY, PROMPT
+from ...worlds.engine_client import GREEDY, PROMPT
+from ...worlds.steered_engine import Bench, counting, one_thread, sample
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu.worker import GpuWorker
 
-from ...processes import KV_CACHE_BYTES, Bus, until
+from ..processes import KV_CACHE_BYTES, Bus, until
 
 JOIN_S = 300.0
 

@@ -26,7 +26,7 @@ from tokenbus.workers.gpu.model.runner import Forward
 from tokenbus.workers.gpu.serving.steering import Steering
 from tokenbus.workers.machine import machine_id
 
-from .test_steering import ClientView
+from .engine_client import ClientView
 
 WORKER = 7
 """The number of the controller worker."""
