@@ -107,22 +107,7 @@ DEEPSEEK_FENCED = Family(
     ),
 )
 """The form of DeepSeek V3 and R1."""
-DEEPSEEK = Family(
-    head=_CALL_BEGIN,
-    middle=_SEP,
-    tail=_CALL_END,
-    between="",
-    trigger=_CALLS_BEGIN,
-    opening=_CALLS_BEGIN,
-    closing=_CALLS_END,
-    quoted=False,
-    never=(
-        _CALL_BEGIN,
-        _CALL_END,
-        _CALLS_END,
-        _SEP,
-    ),
-)
+DEEPSEEK = replace(DEEPSEEK_FENCED, head=_CALL_BEGIN, middle=_SEP, tail=_CALL_END, between="")
 """The form of DeepSeek V3.1."""
 HARMONY = Family(
     head="<|channel|>commentary to=functions.",

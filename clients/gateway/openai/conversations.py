@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..bodies import Body
 from ..context import Gateway
 from ..errors import invalid_field
 from ..models import ServedModel
@@ -21,15 +21,20 @@ class TemplateFields(Protocol):
     continue_final_message: bool | None
 
 
-@dataclass
-class Rendering:
-    """As the model's template renders messages by default."""
+class Rendering(Body, kw_only=True):
+    """A body with the fields of ``TemplateFields``, all of them optional."""
 
     chat_template: str | None = None
+    """A Jinja template instead of the model's."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further names that the template may use."""
     documents: list[dict[str, Any]] | None = None
+    """For templates that know them."""
     add_generation_prompt: bool | None = None
+    """The prompt ends where an assistant's message begins; default: true."""
     continue_final_message: bool | None = None
+    """The prompt ends inside the last message, which the answer continues. Needs
+    ``add_generation_prompt: false``."""
 
 
 async def prompt_ids(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -13,13 +13,13 @@ from ..bodies import Body, read_body
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..json import json_response
-from .conversations import TemplateFields, prompt_ids
+from .conversations import Rendering, TemplateFields, prompt_ids
 from .messages import Message, for_template
 from .tools import Tool
 from .tools import for_template as tools_for_template
 
 
-class TokenizeRequest(Body, kw_only=True):
+class TokenizeRequest(Rendering, kw_only=True):
     """The body of ``POST /tokenize``: a text, or the messages of a conversation."""
 
     model: str = ""
@@ -29,18 +29,6 @@ class TokenizeRequest(Body, kw_only=True):
     add_special_tokens: bool | None = None
     """Those that the tokenizer adds itself; default: true for a text, false for messages."""
     return_token_strs: bool | None = None
-
-    chat_template: str | None = None
-    """A Jinja template instead of the model's."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further names that the template may use."""
-    documents: list[dict[str, Any]] | None = None
-    """For templates that know them."""
-    add_generation_prompt: bool | None = None
-    """The prompt ends where an assistant's message begins; default: true."""
-    continue_final_message: bool | None = None
-    """The prompt ends inside the last message, which the answer continues. Needs
-    ``add_generation_prompt: false``."""
 
 
 class Tokenized(Struct):
