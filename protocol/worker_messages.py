@@ -545,6 +545,21 @@ class ModuleBytes(Struct, kw_only=True, omit_defaults=True):
     module: str
 
 
+_BETWEEN_WORKERS: dict[bytes, Any] = {
+    b"START": Start,
+    b"STEP": Step,
+    b"RESULT": Result,
+    b"FETCH_TOKENIZER": FetchTokenizer,
+    b"TOKENIZER_JSON": TokenizerAnswer,
+    b"VARIABLE": Variable,
+    b"VARIABLE_ANSWER": VariableAnswer,
+    b"MODULE_TABLE": ModuleTable,
+    b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
+    b"FETCH_MODULE": FetchModule,
+    b"MODULE_BYTES": ModuleBytes,
+}
+"""The messages that the broker forwards from one worker to another."""
+
 TO_BROKER: dict[bytes, Any] = {
     b"REGISTER": Register,
     b"HEARTBEAT": Heartbeat,
@@ -560,17 +575,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"SYSTEM": System,
     b"ERROR": Error,
     b"BUFFER": Buffer,
-    b"START": Start,
-    b"STEP": Step,
-    b"RESULT": Result,
-    b"FETCH_TOKENIZER": FetchTokenizer,
-    b"TOKENIZER_JSON": TokenizerAnswer,
-    b"VARIABLE": Variable,
-    b"VARIABLE_ANSWER": VariableAnswer,
-    b"MODULE_TABLE": ModuleTable,
-    b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
-    b"FETCH_MODULE": FetchModule,
-    b"MODULE_BYTES": ModuleBytes,
+    **_BETWEEN_WORKERS,
 }
 """The messages of a worker: type to body."""
 
@@ -591,18 +596,8 @@ TO_WORKER: dict[bytes, Any] = {
     b"TAG": Tag,
     b"TAGS": Tags,
     b"DELETE": Delete,
-    b"START": Start,
-    b"STEP": Step,
-    b"RESULT": Result,
     b"LOST": Lost,
     b"END": End,
-    b"FETCH_TOKENIZER": FetchTokenizer,
-    b"TOKENIZER_JSON": TokenizerAnswer,
-    b"VARIABLE": Variable,
-    b"VARIABLE_ANSWER": VariableAnswer,
-    b"MODULE_TABLE": ModuleTable,
-    b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
-    b"FETCH_MODULE": FetchModule,
-    b"MODULE_BYTES": ModuleBytes,
+    **_BETWEEN_WORKERS,
 }
 """The messages to a worker: type to body."""
