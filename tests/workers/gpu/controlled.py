@@ -112,7 +112,15 @@ class Controllers:
             if group is None:
                 continue
             ended = one.ended is not None
-            stepped = group.step(one.seq, one.tokens, ended, rows, one.stop, one.draft)
+            stepped = group.step(
+                one.seq,
+                one.tokens,
+                ended,
+                rows,
+                one.stop,
+                one.draft,
+                distributions=one.distributions,
+            )
             if stepped is not None:
                 self._rounds.append((group, stepped[1]))
 

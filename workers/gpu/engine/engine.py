@@ -31,6 +31,7 @@ from ..model.loader import LoadedModel, ModelLoadError, OnProgress
 from ..model.memory import cache_bytes, largest_step_bytes
 from ..model.runner import Runner
 from ..sampling.biases import Bias
+from ..sampling.distributions import TokenOptions
 from ..speculation.draft_model import DraftModel, check_draft_model
 from ..speculation.drafts import Speculation
 from ..speculation.lengths import CPU, CUDA
@@ -397,9 +398,15 @@ class Engine:
         self._scheduler.reschedule(self._live.named(request, seq))
 
     def set_mask(
-        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+        self,
+        request: int,
+        seq: int,
+        mask: np.ndarray | None,
+        bias: Bias | None = None,
+        options: TokenOptions | None = None,
     ) -> None:
-        """Allows only some tokens for the next one that is sampled; adds ``bias`` to its logits.
+        """Allows only some tokens for the next one that is sampled; adds ``bias`` to its logits;
+        samples it with ``options``.
 
         ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
         """
@@ -411,6 +418,7 @@ class Engine:
             )
         sequence = self._live.named(request, seq)
         sequence.mask, sequence.bias, sequence.along = mask, bias, ()
+        sequence.options = options
 
     def take_drafts(self, request: int) -> None:
         """Lets the sequences of a request with a controller have drafts, along which the controller
@@ -448,7 +456,12 @@ class Engine:
         return list(self._live.requests.get(request, ()))
 
     def sample_under(
-        self, request: int, seq: int, mask: np.ndarray | None, bias: Bias | None = None
+        self,
+        request: int,
+        seq: int,
+        mask: np.ndarray | None,
+        bias: Bias | None = None,
+        options: TokenOptions | None = None,
     ) -> bool:
         """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
         and not suspended, and a mask of the right size. Otherwise it does nothing and returns
@@ -459,6 +472,7 @@ class Engine:
         if self._scheduler.suspended and sequence in self._scheduler.suspended:
             return False
         sequence.mask, sequence.bias, sequence.along = mask, bias, ()
+        sequence.options = options
         if self._scheduler.deferred:
             self._scheduler.reschedule(sequence)
         return True

@@ -31,7 +31,8 @@ class Results:
         sequences = batch.sequences
         self.sampled_tokens += len(sequences)
         plain_step = in_columns and batch.gives_columns
-        plain_step = plain_step and not (self._live.outputs or sampled.errors)
+        special = self._live.outputs or sampled.errors or sampled.distributions
+        plain_step = plain_step and not special
         others: set[int] = set()
         if not plain_step or batch.any_ends(rows, sampled.tokens):
             others = {s.request for s in sequences}
@@ -44,6 +45,8 @@ class Results:
             sequences[i].mask = None
         for i in rows.biases:
             sequences[i].bias = None
+        for i in rows.options:
+            sequences[i].options = None
         if not others:
             for sequence, token in zip(sequences, sampled.tokens, strict=True):
                 sequence.tokens.append(token)
@@ -107,7 +110,7 @@ class Results:
     def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
         """The requests that have more in this step than plain tokens."""
         others = {output.request for output in self._live.outputs}
-        others.update(sequences[i].request for i in sampled.errors)
+        others.update(sequences[i].request for i in (*sampled.errors, *sampled.distributions))
         others.update(
             s.request
             for s, token in zip(sequences, sampled.tokens, strict=True)
@@ -130,7 +133,15 @@ class Results:
             inspected = Inspected(
                 sampled.allowed.get(i), sampled.cut.get(i, ()), sampled.biased.get(i, {})
             )
-        self._live.append(sequence, token, logprob, top, inspected=inspected, pushed=pushed)
+        self._live.append(
+            sequence,
+            token,
+            logprob,
+            top,
+            inspected=inspected,
+            pushed=pushed,
+            distribution=sampled.distributions.get(i),
+        )
 
 
 def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ....protocol.messages import ConstraintEnd, FinishReason
-from ....protocol.sampling import Sampling
+from ....protocol.sampling import Distribution, Sampling
 from ..sampling.biases import Bias
+from ..sampling.distributions import TokenOptions
 from .block_manager import BlockTable
 from .text import TextStream
 
@@ -70,6 +71,8 @@ class TokenOutput(NamedTuple):
     stop: str | int | None = None
     """In the last output: which of the request's stops ended the sequence."""
     inspected: Inspected | None = None
+    distribution: Distribution | None = None
+    """The answer to the query of its controller."""
 
 
 @dataclass(slots=True)
@@ -143,6 +146,8 @@ class Sequence:
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
     """The bias of its controller for the next token."""
+    options: TokenOptions | None = None
+    """The other options of its controller for the next token."""
     along: Tokens[np.ndarray] = ()
     """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None
@@ -173,7 +178,8 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether the next step computes its last token, and nothing else is known of it."""
-        ready = self.row is not None or self.mask is not None or self.bias is not None
+        decided = self.mask is not None or self.bias is not None or self.options is not None
+        ready = self.row is not None or decided
         return len(self.tokens) - self.num_computed_tokens == 1 and not (ready or self.scored)
 
     @property

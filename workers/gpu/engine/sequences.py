@@ -9,6 +9,7 @@ from collections.abc import Sequence as Tokens
 from ....protocol.errors import Code, RequestError
 from ....protocol.logs import about
 from ....protocol.messages import FinishReason
+from ....protocol.sampling import Distribution
 from ..model.runner import Runner
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
@@ -231,7 +232,7 @@ class LiveSequences:
         """A sequence that was ready is not sampled: its last token will be computed again."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
-        sequence.row = sequence.mask = sequence.bias = None
+        sequence.row = sequence.mask = sequence.bias = sequence.options = None
         self._scheduler.reschedule(sequence)
         self._scheduler.changed()
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
@@ -255,6 +256,7 @@ class LiveSequences:
         backtrack: int = 0,
         inspected: Inspected | None = None,
         pushed: Text | None = None,
+        distribution: Distribution | None = None,
     ) -> bool:
         """Appends a token to its sequence, and ends the sequence where a stop or its length is
         reached; whether it is still alive. ``pushed``: its text, if that was taken already."""
@@ -291,8 +293,10 @@ class LiveSequences:
         output = TokenOutput(
             request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack, stop=stop
         )
-        if shortened or inspected is not None:
-            output = output._replace(shortened=shortened, inspected=inspected)
+        if shortened or inspected is not None or distribution is not None:
+            output = output._replace(
+                shortened=shortened, inspected=inspected, distribution=distribution
+            )
         self.outputs.append(output)
         return reason is None
 

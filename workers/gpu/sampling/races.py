@@ -238,7 +238,7 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
     """From the tokens that ``top_k``, ``top_p`` and ``min_p`` leave, in turn."""
     device, most = logits.device, int(draws.top_k.max())
-    values, ids = _likeliest(logits, most)
+    values, ids = likeliest(logits, most)
     by = on_device(draws.temperature, device).unsqueeze(-1)
     kept = ((values - values[:, :1]).double() / by).exp_()
     if (draws.top_k != most).any():
@@ -252,7 +252,7 @@ def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch
     return ids.gather(-1, place).squeeze(-1)
 
 
-def _likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The greatest ``most`` logits of each row in descending order, and their tokens; of equal ones
     the lower tokens first."""
     size = logits.shape[-1]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ....protocol.sampling import Sampling
 from .biases import Bias
+from .distributions import TokenOptions
 from .races import Draws, streams
 
 _MAX_INT64 = 2**63 - 1
@@ -33,6 +34,8 @@ class Row:
     """The controller's bias, added to the logits after the request's own."""
     inspect: bool = False
     """Report the likeliest tokens that the mask forbids."""
+    options: TokenOptions | None = None
+    """Those of the controller; only the query is used here."""
 
 
 class RowParameters:
@@ -97,6 +100,8 @@ class Rows:
     """By row, where the request has penalties: prompt, and generated tokens."""
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
+    options: dict[int, TokenOptions] = field(default_factory=dict)
+    """By row, where it has any: as ``Row.options``. Overrides are in ``parameters`` already."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Rows:
@@ -109,4 +114,5 @@ class Rows:
             {i: row.bias for i, row in enumerate(rows) if row.bias is not None},
             {i: (rows[i].prompt, rows[i].generated) for i in parameters.bent},
             [i for i, row in enumerate(rows) if row.inspect],
+            {i: row.options for i, row in enumerate(rows) if row.options is not None},
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
+from ....protocol.sampling import Override, Sampling
 from ..engine.packing import ints
 from ..engine.sequence import Sequence
+from .distributions import TokenOptions
 from .row_parameters import RowParameters, Rows
 
 
@@ -31,13 +34,27 @@ class SampledBatch:
             generated = ints(s.num_generated for s in sequences)
         else:
             generated = positions + 1 - self.num_prompt
+        options = {i: s.options for i, s in enumerate(sequences) if s.options is not None}
         return Rows(
-            self.parameters,
+            self._overridden(options) if options else self.parameters,
             generated,
             {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
             {i: s.bias for i, s in enumerate(sequences) if s.bias is not None},
             {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.bent},
             self._inspected,
+            options,
+        )
+
+    def _overridden(self, options: dict[int, TokenOptions]) -> RowParameters:
+        """The parameters of this step, with the overrides of controllers."""
+        overrides = {i: o.override for i, o in options.items() if o.override is not None}
+        if not overrides:
+            return self.parameters
+        return RowParameters(
+            [
+                _with_override(s.sampling, s.seed, s.seq, overrides.get(i))
+                for i, s in enumerate(self.sequences)
+            ]
         )
 
     def any_ends(self, rows: Rows, tokens: list[int]) -> bool:
@@ -45,3 +62,18 @@ class SampledBatch:
         if (rows.positions + 1 >= self._limits).any():
             return True
         return any(t in s.stop_ids for s, t in zip(self.sequences, tokens, strict=True))
+
+
+def _with_override(
+    sampling: Sampling, seed: int, seq: int, override: Override | None
+) -> tuple[Sampling, int, int]:
+    """Sampling parameters, seed and number of a sequence, with what its controller overrides."""
+    if override is None:
+        return sampling, seed, seq
+    temperature, top_p = override.temperature, override.top_p
+    sampling = msgspec.structs.replace(
+        sampling,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p if top_p is None else top_p,
+    )
+    return sampling, seed if override.seed is None else override.seed, seq

@@ -15,9 +15,10 @@ from math import inf, isnan
 import numpy as np
 import torch
 
-from ....protocol.sampling import Sampling
+from ....protocol.sampling import Distribution, Sampling
 from ..model.device_queue import on_device
 from .biases import Bias
+from .distributions import Answers, answer
 from .native_rows import reduce_rows
 from .races import PART, draw_tokens
 from .row_parameters import Row, Rows
@@ -48,6 +49,8 @@ class Sampled:
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
     """The numbers that a controller's bias adds to the other most likely tokens and to the chosen
     one, without zeros; of rows with ``inspect``."""
+    distributions: dict[int, Distribution] = field(default_factory=dict)
+    """The answers to the queries of controllers, by row."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Drawn:
     log-probabilities, and whether any token was allowed."""
     likely: tuple[torch.Tensor, torch.Tensor] | None = None
     """The most likely tokens ``[rows, most]`` and their log-probabilities, on the host too."""
+    answers: Answers | None = None
+    """To the queries of controllers."""
 
     def fetch(self) -> Sampled:
         """The same as Python's numbers. The device must have reached this point."""
@@ -77,6 +82,8 @@ class Drawn:
             result.errors |= dict.fromkeys(broken, NAN)
         if self.likely is not None:
             _report_likely(result, self.rows, *self.likely)
+        if self.answers is not None:
+            result.distributions = self.answers.fetch(result.tokens, result.logprobs)
         for i in self.rows.inspected:
             mask, bias = self.rows.masks.get(i), self.rows.biases.get(i)
             if mask is not None or bias is not None:
@@ -99,6 +106,16 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
     """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
     rows of ``logits`` as they are."""
     own = _rows_of(logits, which)
+    drawn = _drawn(own, rows)
+    if rows.options:
+        queries = {i: o.query for i, o in rows.options.items() if o.query is not None}
+        if queries:
+            drawn.answers = answer(own, drawn.tokens, queries)
+    return drawn
+
+
+def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
+    """``draw`` from rows of logits, without the answers to queries."""
     most = _most_likely(rows)
     reduced = None if most else reduce_rows(own)
     if reduced is None:

@@ -12,6 +12,7 @@ from ....protocol.bodies import decode_as
 from ....protocol.errors import Code, ControllerError
 from ....protocol.worker_messages import Result, StepResult
 from ..sampling.biases import Bias, read_bias
+from ..sampling.distributions import TokenOptions
 from .mask_file import MaskFile
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Under(NamedTuple):
     mask: np.ndarray | None = None
     """u32 ``[words]``; None allows every token."""
     bias: Bias | None = None
+    options: TokenOptions | None = None
 
 
 class _RawResult(msgspec.Struct):
@@ -132,6 +134,20 @@ def bias_of(
             raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
         return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
     return None
+
+
+def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
+    """The other options of a decision; None where it has none. Raises ControllerError where its
+    query names a token outside the vocabulary."""
+    if one.query is None and one.override is None:
+        return None
+    tokens = one.query.tokens if one.query is not None else ()
+    if tokens and max(tokens) >= vocab:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"its query names token {max(tokens)}; the model has {vocab} tokens",
+        )
+    return TokenOptions(one.query, one.override)
 
 
 def masks_along(

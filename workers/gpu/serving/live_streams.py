@@ -352,4 +352,6 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         entry.allowed = UNSET if inspected.allowed is None else inspected.allowed
         entry.cut, entry.round_us = list(inspected.cut), inspected.round_us
         entry.bias = dict(inspected.bias)
+    if output.distribution is not None:
+        entry.distribution = output.distribution
     return entry

@@ -73,6 +73,8 @@ class Resumed:
         self._behind.append(entry)
         if sampled:
             assert entry.token is not None
+            if entry.distribution is not None:
+                self.replay.distributions[len(self.replay.tokens)] = entry.distribution
             self.replay.tokens.append(entry.token)
             self.reach()
             self.given = Given()

@@ -23,7 +23,15 @@ from ...machine import machine_id
 from ..engine.engine import Engine, PendingStep
 from ..engine.sequence import MAX_SEQ, StepOutputs, TokenColumns, TokenOutput
 from ..sampling.sampler import NOTHING_ALLOWED
-from .decisions import Under, bias_of, decode_decisions, just_samples, mask_of, masks_along
+from .decisions import (
+    Under,
+    bias_of,
+    decode_decisions,
+    just_samples,
+    mask_of,
+    masks_along,
+    options_of,
+)
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
 from .resumption import Given
@@ -283,7 +291,7 @@ class Steering:
             return False
         if steered.inspect or steered.ends or self._behind or one.constraint is not None:
             return False
-        if one.along or one.takes_drafts or one.biased:
+        if one.along or one.takes_drafts or one.biased or one.has_options:
             return False
         key, file = (one.request, one.seq), steered.file
         if file is None or not 0 <= row < ROWS or key not in self._awaited:
@@ -337,10 +345,10 @@ class Steering:
         key = (one.request, one.seq)
         along = one.along and key in self._awaited and not self._behind and just_samples(one)
         mask = mask_of(one, steered.file, attachments)
-        bias = None
+        bias, vocab = None, steered.engine.loaded.vocab_size
         if one.biased:
-            bias = bias_of(one, steered.file, attachments, steered.engine.loaded.vocab_size)
-        self._take(steered, one, Under(mask, bias))
+            bias = bias_of(one, steered.file, attachments, vocab)
+        self._take(steered, one, Under(mask, bias, options_of(one, vocab)))
         if along:
             masks = masks_along(one, steered.file, attachments)
             steered.engine.mask_along(*key, masks)
@@ -375,7 +383,7 @@ class Steering:
             self._behind.update(((one.request, child), before) for child in one.children)
         elif key not in self._awaited:
             self._void(steered, key, one.action)
-        elif just_samples(one) and engine.sample_under(*key, *under):
+        elif just_samples(one) and engine.sample_under(*key, under.mask, under.bias, under.options):
             del self._awaited[key]
         elif not engine.alive(*key):
             self._void(steered, key, one.action)
@@ -414,7 +422,7 @@ class Steering:
         key = (one.request, one.seq)
         match one.action:
             case "sample":
-                engine.set_mask(*key, *under)
+                engine.set_mask(*key, under.mask, under.bias, under.options)
                 engine.reschedule(*key)
                 del self._awaited[key]
             case "fork":
@@ -520,7 +528,10 @@ class Steering:
                 shortened = output.shortened and not stop
                 end = output._replace(finish_reason=reason, shortened=shortened)
                 steered.ends[output.seq] = end
-        return StepSequence(output.request, output.seq, drawn, reason, stop)
+        seen = [output.distribution] if drawn and output.distribution is not None else []
+        update = StepSequence(output.request, output.seq, drawn, reason, stop)
+        update.distributions = seen
+        return update
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
         """Drafts for the sequences whose controllers give masks along them."""
@@ -551,4 +562,5 @@ def _add(updates: list[StepSequence], update: StepSequence) -> None:
         updates.append(update)
         return
     last.tokens += update.tokens
+    last.distributions += update.distributions
     last.ended, last.stop = update.ended, update.stop

@@ -135,9 +135,9 @@ class Verifier:
 
 
 def _is_verifiable(sequence: Sequence) -> bool:
-    """Whether any of a sequence's draft can be verified; shortens it to what can. The biases along
-    a draft are not known, so a sequence with one has its next token only."""
-    if sequence.bias is not None:
+    """Whether any of a sequence's draft can be verified; shortens it to what can. The biases and
+    options along a draft are not known, so a sequence with these has its next token only."""
+    if sequence.bias is not None or sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:
         return sequence.mask is None

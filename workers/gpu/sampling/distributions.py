@@ -1,0 +1,98 @@
+"""The numbers that controllers ask for about the distributions of their next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....protocol.sampling import Distribution, Override, Query
+from ..model.device_queue import on_device
+from .races import likeliest
+
+_LOWEST = float(torch.finfo(torch.float32).min)
+"""A log-probability of minus infinity is reported as this number, which JSON can represent."""
+
+
+class TokenOptions(NamedTuple):
+    """A controller's options for the next token of its sequence, besides its mask and its bias."""
+
+    query: Query | None = None
+    override: Override | None = None
+
+
+@dataclass(slots=True)
+class Answers:
+    """The answers to the queries of some rows, on their way from the device: see ``fetch``."""
+
+    queries: Mapping[int, Query]
+    """By row of the step."""
+    numbers: torch.Tensor
+    """float64 ``[2, queries]``, on the host once the device has reached this point, as are the
+    others: rank and entropy."""
+    likely: tuple[torch.Tensor, torch.Tensor] | None
+    """The most likely tokens ``[queries, most]`` and their log-probabilities."""
+    scores: torch.Tensor | None
+    """``[queries, most]``: the log-probabilities of the named tokens of each query, from the left.
+    """
+
+    def fetch(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[int, Distribution]:
+        """The answer of each row, by the sampled ``tokens`` of all rows and their ``logprobs``. The
+        device must have reached this point."""
+        ranks, entropies = self.numbers.tolist()
+        likely = [part.tolist() for part in self.likely] if self.likely is not None else None
+        scores = self.scores.tolist() if self.scores is not None else None
+        found = {}
+        for place, (row, query) in enumerate(self.queries.items()):
+            token, logprob = tokens[row], logprobs[row]
+            answer = Distribution(logprob=logprob, rank=int(ranks[place]), entropy=entropies[place])
+            if likely is not None and query.top:
+                ids, values = (part[place][: query.top] for part in likely)
+                answer.top = dict(zip(ids, values, strict=True))
+            if scores is not None and query.tokens:
+                answer.scores = dict(zip(query.tokens, scores[place], strict=False))
+            for reported in (answer.top, answer.scores):
+                if token in reported:
+                    # A reduction by other instructions may differ in the last bit.
+                    reported[token] = logprob
+            found[row] = answer
+        return found
+
+
+@torch.inference_mode()
+def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Query]) -> Answers:
+    """Answers queries about rows of ``logits`` ``[rows, vocab]``, from which the tokens ``chosen``
+    ``[rows]`` were sampled. On CUDA nothing here waits for the device."""
+    device = logits.device
+    rows = on_device(np.array(list(queries), dtype=np.int64), device)
+    own = logits[rows]
+    every = torch.log_softmax(own, -1).clamp_(min=_LOWEST)
+    sampled = own.gather(-1, chosen[rows].unsqueeze(-1))
+    ranks = (own > sampled).sum(-1) + 1
+    entropies = torch.special.entr(every.exp()).sum(-1)
+    numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)
+    most = min(max(query.top for query in queries.values()), own.shape[-1])
+    likely = None
+    if most:
+        ids = likeliest(own, most)[1]
+        values = every.gather(-1, ids)
+        likely = ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)
+    named = _named(queries)
+    scores = None
+    if named is not None:
+        scores = every.gather(-1, on_device(named, device)).to("cpu", non_blocking=True)
+    return Answers(queries, numbers, likely, scores)
+
+
+def _named(queries: Mapping[int, Query]) -> np.ndarray | None:
+    """The tokens that queries name, int64 ``[queries, most]``, filled with 0; None without any."""
+    most = max(len(query.tokens) for query in queries.values())
+    if not most:
+        return None
+    named = np.zeros((len(queries), most), dtype=np.int64)
+    for place, query in enumerate(queries.values()):
+        named[place, : len(query.tokens)] = query.tokens
+    return named
