@@ -101,8 +101,8 @@ class Host:
     memory: TenantMemory | None = None
     """The account that guests of this sequence count towards; None: they are not counted."""
     distributions: Sequence[Distribution] = ()
-    """Of each token that the last post_process got, if these were sampled and the controller had
-    asked. Set before each post_process."""
+    """The distribution of each token that the last post_process got; empty if these were appended,
+    or the controller had not asked. Set before each post_process."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

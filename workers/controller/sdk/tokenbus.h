@@ -9,9 +9,9 @@
 //
 // This file has the four calls and the exports of the ABI; tokenbus/memory.h an allocator and
 // growable buffers; tokenbus/text.h formats, the log and errors; tokenbus/host.h the actions,
-// tokenize, variables and the call block; tokenbus/bias.h biases; tokenbus/trie.h the token trie and
-// masks; tokenbus/recognizer.h the byte stack and the functional layer; tokenbus/strings.h the string
-// layer. The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
+// tokenize, variables and the call block; tokenbus/bias.h biases; tokenbus/distribution.h what tokens
+// were sampled from; tokenbus/trie.h the token trie and masks; tokenbus/recognizer.h the byte stack
+// and the functional layer; tokenbus/strings.h the string layer. The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H
 #define TOKENBUS_H
 
@@ -26,6 +26,7 @@
 #include "tokenbus/text.h"
 #include "tokenbus/host.h"
 #include "tokenbus/bias.h"
+#include "tokenbus/distribution.h"
 #include "tokenbus/trie.h"
 #include "tokenbus/recognizer.h"
 #include "tokenbus/strings.h"

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import array
 import ctypes
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.sampling import MAX_QUERY_TOKENS, Override, Query
 from ....protocol.special_tokens import SpecialToken
 from .. import biases
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
+from ..queries import checked_override, checked_query
 from .host_functions import HostFunction, linkers
 from .instance import Guest, Template
 from .wasi import WASI, start_function
@@ -66,12 +69,27 @@ class NativeProgram:
 class NativeState:
     """The state that the host functions of one guest use."""
 
-    __slots__ = ("guest", "host")
+    __slots__ = ("asks", "guest", "host", "next_query", "override", "query")
 
     guest: Guest
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, parent: NativeState | None = None) -> None:
+        """``parent``: the state of the sequence that is forked."""
         self.host = host
+        self.query = parent.query if parent is not None else None
+        """The query of init_prompt, which holds for every token."""
+        self.next_query = parent.next_query if parent is not None else None
+        self.override = parent.override if parent is not None else None
+        """Both for the next token only."""
+        self.asks = parent is not None and parent.asks
+        """Whether any of the three is set."""
+
+    def take_options(self) -> tuple[Query | None, Override | None]:
+        """The query and the override of the token that is sampled next."""
+        query, override = self.next_query or self.query, self.override
+        self.next_query = self.override = None
+        self.asks = self.query is not None
+        return query, override
 
 
 class NativeController:
@@ -80,6 +98,7 @@ class NativeController:
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
         self._guest = guest
+        self._state: NativeState = guest.host
         self._host = host
         self._block_at = block
         self._why_no_fork = why_no_fork
@@ -102,6 +121,8 @@ class NativeController:
         self._block[_ARG] = len(arg)
         guest.call(guest.function("tokenbus_init_prompt"), self._host.limits.init_s, "init_prompt")
         self._block[_ARG] = 0
+        state = self._state
+        state.query, state.next_query = state.next_query, None
         guest.count()
 
     def pre_process(self) -> Answer:
@@ -134,16 +155,11 @@ class NativeController:
         action = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
         self._guest.count()
         if action == 1:
-            address = block[_MASK]
-            bias = self._bias() if block[_BIAS] else None
-            if not address:
-                return CONTINUE if bias is None else Answer(Action.CONTINUE, bias=bias)
-            guest = self._guest
-            size = 4 * self._words
-            if address + size > guest.size:
-                guest.check(address, size)
-            mask[:] = memoryview(self._mask.from_address(guest.base + address)).cast("B")
-            return _MASKED if bias is None else _MASKED._replace(bias=bias)
+            answer = self._sampling(mask)
+            if not self._state.asks:
+                return answer
+            query, override = self._state.take_options()
+            return answer._replace(query=query, override=override)
         if action == 0:
             return STOP
         if action == 4:
@@ -173,7 +189,7 @@ class NativeController:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
             )
-        state = NativeState(host)
+        state = NativeState(host, self._state)
         state.guest = guest = self._guest.clone(state, host.limits)
         return NativeController(guest, host, self._block_at, self._why_no_fork)
 
@@ -205,6 +221,19 @@ class NativeController:
                 )
         guest.write(block[_INBOX], data)
         block[_COUNT] = len(numbers)
+
+    def _sampling(self, mask: memoryview) -> Answer:
+        """The answer of a mid_process that samples; copies its mask into ``mask``."""
+        block, guest = self._block, self._guest
+        address = block[_MASK]
+        bias = self._bias() if block[_BIAS] else None
+        if not address:
+            return CONTINUE if bias is None else Answer(Action.CONTINUE, bias=bias)
+        size = 4 * self._words
+        if address + size > guest.size:
+            guest.check(address, size)
+        mask[:] = memoryview(self._mask.from_address(guest.base + address)).cast("B")
+        return _MASKED if bias is None else _MASKED._replace(bias=bias)
 
     def _bias(self) -> biases.Bias | None:
         """The bias that mid_process has left in the guest's memory."""
@@ -364,6 +393,50 @@ def _var_write(append: bool) -> HostFunction:
     return HostFunction("iiiiii", "i", write)
 
 
+def _query(state: NativeState, top: int, tokens: int, count: int) -> None:
+    if count > MAX_QUERY_TOKENS:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"its query has {count} tokens; at most {MAX_QUERY_TOKENS} are allowed",
+        )
+    named = array.array("I", state.guest.read(tokens, 4 * count)).tolist() if count else []
+    state.next_query = checked_query(Query(top, named), state.host.vocabulary.size)
+    state.asks = True
+
+
+def _override(state: NativeState, which: int, value: int) -> None:
+    """``which`` parameter gets ``value``: the bits of a float32, or a seed."""
+    before = state.override or Override()
+    if which == 2:
+        override = Override(before.temperature, before.top_p, value)
+    else:
+        number = struct.unpack("<f", struct.pack("<I", value & 0xFFFF_FFFF))[0]
+        if which == 0:
+            override = Override(number, before.top_p, before.seed)
+        else:
+            override = Override(before.temperature, number, before.seed)
+    state.override = checked_override(override)
+    state.asks = True
+
+
+def _distribution(state: NativeState, place: int, into: int, most: int) -> int:
+    """Writes the answer about a token of post_process; its size in bytes, or -1 if there is none.
+
+    The form: log-probability (f32), rank, entropy (f32), the numbers of the two lists that follow;
+    these have pairs of a token and a log-probability (f32): the most likely, and the named tokens.
+    """
+    seen = state.host.distributions
+    if place >= len(seen):
+        return -1
+    one = seen[place]
+    pairs = [*one.top.items(), *one.scores.items()]
+    head = struct.pack("<fIfII", one.logprob, one.rank, one.entropy, len(one.top), len(one.scores))
+    data = head + b"".join(struct.pack("<If", *pair) for pair in pairs)
+    state.guest.charge(len(data))
+    state.guest.write_part(into, data, most)
+    return len(data)
+
+
 FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "log"): HostFunction("ii", "", _log),
     ("tokenbus", "fail"): HostFunction("ii", "", _fail),
@@ -375,6 +448,9 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),
     ("tokenbus", "var_set"): _var_write(append=False),
     ("tokenbus", "var_append"): _var_write(append=True),
+    ("tokenbus", "query"): HostFunction("iii", "", _query),
+    ("tokenbus", "override"): HostFunction("iI", "", _override),
+    ("tokenbus", "distribution"): HostFunction("iii", "i", _distribution),
     **WASI,
 }
 """The functions of module ``tokenbus`` for guests, and the deterministic part of WASI."""

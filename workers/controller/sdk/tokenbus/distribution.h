@@ -1,0 +1,67 @@
+// The distributions that tokens are sampled from, and the parameters of the sampling.
+#ifndef TOKENBUS_DISTRIBUTION_H
+#define TOKENBUS_DISTRIBUTION_H
+
+TB_IMPORT("query") void tb_host_query(uint32_t top, const uint32_t *tokens, uint32_t n);
+TB_IMPORT("override") void tb_host_override(uint32_t which, uint64_t value);
+TB_IMPORT("distribution") int32_t tb_host_distribution(uint32_t place, void *into, uint32_t most);
+
+typedef struct tb_scored {
+    uint32_t token;
+    float logprob;
+} tb_scored;
+
+// Numbers of the model's own distribution, before biases, penalties, mask and temperature.
+typedef struct tb_distribution {
+    float logprob;  // natural, of the sampled token
+    uint32_t rank;  // 1 plus the number of more likely tokens
+    float entropy;  // in nats
+    uint32_t num_top, num_scores;
+    const tb_scored *top;     // the most likely tokens, the most likely first
+    const tb_scored *scores;  // the tokens that the query named, in its order
+} tb_distribution;
+
+enum { TB_MAX_QUERY_TOP = 64, TB_MAX_QUERY_TOKENS = 256 };
+
+// Asks about the distribution of sampled tokens: the `top` most likely tokens, and `n` others. In
+// tb_init_prompt it holds for every token, in another call for the next one only.
+static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
+    tb_host_query(top, tokens, n);
+}
+
+// The answer about the token at `place` among those that tb_post_process got last; 0 if nothing was
+// asked, or if the tokens were appended. Valid until the next call of this function.
+static inline const tb_distribution *tb_distribution_get(uint32_t place) {
+    static struct {
+        float logprob;
+        uint32_t rank;
+        float entropy;
+        uint32_t num_top, num_scores;
+        tb_scored pairs[TB_MAX_QUERY_TOP + TB_MAX_QUERY_TOKENS];
+    } answer;
+    static tb_distribution found;
+    if (tb_host_distribution(place, &answer, sizeof answer) < 0) return 0;
+    found = (tb_distribution){answer.logprob,    answer.rank,  answer.entropy,
+                              answer.num_top,    answer.num_scores,
+                              answer.pairs,      answer.pairs + answer.num_top};
+    return &found;
+}
+
+static inline uint32_t tb_float_bits(float value) {
+    union {
+        float number;
+        uint32_t bits;
+    } both = {value};
+    return both.bits;
+}
+
+// Set a parameter of the sampling for the next token, in place of the request's.
+static inline void tb_override_temperature(float temperature) {
+    tb_host_override(0, tb_float_bits(temperature));
+}
+
+static inline void tb_override_top_p(float top_p) { tb_host_override(1, tb_float_bits(top_p)); }
+
+static inline void tb_override_seed(uint64_t seed) { tb_host_override(2, seed); }
+
+#endif
