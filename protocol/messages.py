@@ -398,6 +398,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     without those that it left as they were, and those that it forbade."""
     distribution: Distribution | None = None
     """The answer to the controller's ``Query`` about this token, for replays of the controller."""
+    wakes: int = 0
+    """How often the sequence was woken from suspension since its last sampled token, for replays of
+    the controller."""
 
 
 class ForwardPath(Struct, kw_only=True, omit_defaults=True):

@@ -106,6 +106,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
     """Number of sequences of one request at most."""
+    controller_idle_wakes: AtLeastOne = 10_000
+    """How often the sequences of a request are woken in a row if all of them are suspended, each
+    time after 10 ms; then they end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Threads that run controllers; 0: twice the number of CPUs, at least four."""
     grammar_compile_s: Positive = 1.5

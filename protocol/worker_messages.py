@@ -262,6 +262,8 @@ class Replay(Struct, array_like=True):
     only a last post_process."""
     distributions: dict[Id, Distribution] = {}
     """The distributions that its controller received, by the place of their token in ``tokens``."""
+    wakes: dict[Id, int] = {}
+    """How often it was woken before a token was sampled, by the token's place in ``tokens``."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
@@ -379,6 +381,8 @@ class StepResult(Struct, array_like=True):
     release does not answer."""
     override: Override | None = None
     """``sample``: sampling parameters for the next token, in place of the request's."""
+    wakes: int = 0
+    """How often the sequence has been woken since its last sampled token."""
 
     @property
     def biased(self) -> bool:

@@ -130,7 +130,7 @@ def steered(processes: None) -> Iterator[Bus]:
     with Bus(recover_s=0.1) as bus:
         bus.start_worker()
         bus.start_other("state")
-        bus.start_other("controller")
+        bus.start_other("controller", controller_idle_wakes=20)
         bus.wait_for_models("embedded")
         bus.wait_for_roles("controller", "state")
         yield bus

@@ -34,6 +34,8 @@ class Limits:
     """Bytes of a text that a guest may tokenize in one call; ``most_text`` may allow less."""
     forks: int = 128
     """Sequences of one request."""
+    idle_wakes: int = 10_000
+    """How often in a row the sequences of a request are woken if all of them are suspended."""
     silent_rounds: int = 256
     """Rounds that a sequence may append tokens without sampling."""
     appended_tokens: int = 65_536

@@ -125,6 +125,8 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
     sequences: list[StepResult] = []
     for group, results in parts:
         for result in results:
+            if result.action == "suspend" and group.repeats(result):
+                continue
             if result.bias_attachment is not None:
                 bias = group.bias(result.seq)
                 if bias is None:

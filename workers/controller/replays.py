@@ -28,9 +28,9 @@ from .rounds import ControlledSequence, Rounds
 TIMES = 10
 """Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
 not fail on a slower one."""
-MAX_IDLE_WAKES = 200
+MAX_IDLE_WAKES = 10_000
 """How often a sequence that was suspended before its next token is woken without receiving a
-recorded answer. The number of recorded answers is finite."""
+recorded answer, if its log does not have the number of wake-ups."""
 
 Steps = Generator[None, None, list[StepResult]]
 """A replay: it yields between rounds, so that other work can run, and returns the results to
@@ -153,7 +153,9 @@ class GroupReplay:
             return None
         if last.action == "suspend":
             past.idle_wakes = 0 if sequence.variables.repeated else past.idle_wakes + 1
-            if past.idle_wakes <= MAX_IDLE_WAKES:
+            recorded = told.wakes.get(past.tokens)
+            awake = past.idle_wakes <= MAX_IDLE_WAKES
+            if awake if recorded is None else sequence.wakes < recorded:
                 return self._rounds.again(sequence)
             past.failure = f"{_where(past)} it stays suspended, the first time it went on"
         elif last.action == "error":

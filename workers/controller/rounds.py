@@ -65,6 +65,10 @@ class ControlledSequence:
     """Whether its last round took long enough for a thread of its own."""
     seen_changes: int = 0
     """Number of changes by other sequences of its request when its last pre_process began."""
+    wakes: int = 0
+    """How often it has been woken since its last sampled token."""
+    woken: bool = False
+    """Whether its last round began with a wake-up."""
     forks: int = 0
     """Number of forks that it has made."""
     children: int = 0
@@ -121,13 +125,15 @@ class Rounds:
     ) -> list[StepResult]:
         """The round after tokens were sampled, from ``distributions`` if the controller asked for
         these; where it just samples, with the masks along a ``draft``."""
-        sequence.variables.repeated = False
+        sequence.variables.repeated = sequence.woken = False
+        sequence.wakes = 0
         sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
         """The result of a round that ran in a batch: it samples under a mask."""
-        sequence.variables.repeated = False
+        sequence.variables.repeated = sequence.woken = False
+        sequence.wakes = 0
         sequence.length += 1
         sequence.seen_changes = self._changes(sequence)
         assert sequence.batched is not None
@@ -137,6 +143,8 @@ class Rounds:
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
         sequence.variables.repeated = False
+        sequence.woken = True
+        sequence.wakes += 1
         return self._guarded(sequence, lambda: self._decide(sequence))
 
     def ended(
@@ -366,4 +374,5 @@ def _result(
         attachment=0 if masked and sequence.row is None else None,
         logs=sequence.host.log.take(),
         storage=sequence.variables.take_writes(),
+        wakes=sequence.wakes,
     )

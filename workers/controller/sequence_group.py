@@ -1,8 +1,9 @@
 """The controllers of one request: a sequence, its forks, and which of them wait.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
-another sequence of the request has written a variable or has finished since its last pre_process
-began. If all sequences are suspended and none is woken, the request ends with `deadlock`.
+another sequence of the request has written a variable, has finished or has sampled a token since
+its last pre_process began. If all sequences are suspended and none is woken, all are woken 10 ms
+later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request ends with `deadlock`.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ class SequenceGroup:
         """The numbers of all sequences so far."""
         self._changes = 0
         self._wakes = 0
+        self._idle_wakes = 0
+        """Wakes of an idle group since a token was sampled."""
+        self._idle = self._timed = False
+        """Whether all sequences are suspended; and whether ``wake_idle`` is going to be called."""
         self._written_bytes = 0
         self._closed = False
 
@@ -146,6 +151,8 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
+                # The GPU worker that gets the results has suspended none.
+                sequence.woken = False
                 if self._closed:
                     sequence.stage = Stage.WAITING
         return results
@@ -182,7 +189,9 @@ class SequenceGroup:
             if len(sequence.along) < min(len(draft), MAX_ALONG):
                 self._give_along(sequence, min(len(draft), MAX_ALONG))
             sequence.stage = Stage.RUNNING
-            self._wakes = 0
+            self._wakes = self._idle_wakes = 0
+            # A step of the request: its own pre_process comes after it.
+            self._changes += 1
         finally:
             self._lock.release()
         if ended:
@@ -210,6 +219,42 @@ class SequenceGroup:
                 self._drop_idle()
                 return [], []
             return self._wake()
+
+    def begins_idle(self) -> bool:
+        """Whether all sequences are suspended, and the caller is the one to call ``wake_idle``."""
+        with self._lock:
+            begins = self._idle and not (self._timed or self._closed)
+            self._timed |= begins
+            return begins
+
+    def wake_idle(self) -> tuple[list[Round], list[StepResult]]:
+        """All sequences have been suspended for a moment: their rounds, or the results that end
+        them, if this has been so too often."""
+        with self._lock:
+            idle, self._idle, self._timed = self._idle, False, False
+            waiting = [s for s in self._sequences.values() if s.stage is Stage.SUSPENDED]
+            if not idle or self._closed or len(waiting) != len(self._sequences):
+                return [], []
+            if self._idle_wakes >= self._limits.idle_wakes:
+                text = (
+                    "deadlock: every sequence of the request is suspended; they were woken "
+                    f"{self._idle_wakes} times in a row and none of them went on"
+                )
+                return [], [self._error_result(s, Code.DEADLOCK, text) for s in waiting]
+            self._idle_wakes += 1
+            for sequence in waiting:
+                sequence.stage = Stage.RUNNING
+            return [partial(self._rounds.again, s) for s in waiting], []
+
+    def repeats(self, result: StepResult) -> bool:
+        """Whether a result suspends a sequence that was suspended before and was woken, with
+        nothing new to report: it need not be sent."""
+        if result.action != "suspend" or self.inspect:
+            return False
+        if result.backtrack or result.ff_tokens or result.logs or result.storage:
+            return False
+        sequence = self._sequences.get(result.seq)
+        return sequence is not None and sequence.woken
 
     def running(self, seq: int) -> bool:
         """Whether a round of a sequence runs, whose result is not sent yet. Does not lock."""
@@ -269,6 +314,7 @@ class SequenceGroup:
         return sequence
 
     def _wake(self) -> tuple[list[Round], list[StepResult]]:
+        self._idle = False
         sequences = self._sequences.values()
         waiting = [s for s in sequences if s.stage is Stage.SUSPENDED]
         if not waiting:
@@ -287,12 +333,7 @@ class SequenceGroup:
             for sequence in woken:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in woken], []
-        if len(waiting) == len(self._sequences):
-            text = (
-                "deadlock: every sequence of the request is suspended, so no variable will change "
-                "and no fork will end"
-            )
-            return [], [self._error_result(s, Code.DEADLOCK, text) for s in waiting]
+        self._idle = len(waiting) == len(self._sequences)
         return [], []
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
@@ -305,6 +346,7 @@ class SequenceGroup:
             storage=sequence.variables.take_writes(),
             error=text,
             code=str(code),
+            wakes=sequence.wakes,
         )
 
     def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:

@@ -55,6 +55,7 @@ from ..machine import machine_id, machine_memory
 from ..successor import successor_comes
 from .first_rounds import FirstRounds
 from .guest_memory import GuestMemory
+from .idle_groups import IdleGroups
 from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles, MaskRows
@@ -96,6 +97,7 @@ def limits_of(settings: Settings) -> Limits:
         post_s=settings.controller_post_ms / 1000,
         memory_bytes=settings.controller_memory_bytes,
         forks=settings.controller_forks,
+        idle_wakes=settings.controller_idle_wakes,
         compile_s=settings.grammar_compile_s,
         compile_bytes=settings.grammar_compile_bytes,
     )
@@ -163,6 +165,7 @@ class ControllerWorker:
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
         self._variable_calls = VariableCalls(self._bus.post)
         self._vocabularies = Vocabularies(self._request_tokenizer)
+        self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
         self._groups: dict[tuple[int, int], SequenceGroup] = {}
         """By link and request: two brokers may have the same request for a while."""
@@ -209,6 +212,7 @@ class ControllerWorker:
         self._programs.close()
         self._store_calls.shutdown(wait=False)
         self._sends.shutdown(wait=False)
+        self._idle.close()
         self._starts.close()
         self._pool.close()
         self._flushes.close()
@@ -442,11 +446,17 @@ class ControllerWorker:
         self, group: SequenceGroup, rounds: list[Round], failed: list[StepResult]
     ) -> None:
         """Runs the rounds of woken sequences; ``failed`` are results of those in a deadlock."""
+        if group.begins_idle():
+            self._idle.add(group)
         if failed:
             self._new_result(group.gpu, 1).add(group, failed)
         if rounds:
             pending = self._new_result(group.gpu, len(rounds))
             self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
+
+    def _wake_idle(self, group: SequenceGroup) -> None:
+        """All sequences of a group have been suspended for a moment."""
+        self._after_send(group, *group.wake_idle())
 
     def _end_all(self, link: int) -> None:
         """The lease at a broker has ended, and so have the controllers of its requests."""

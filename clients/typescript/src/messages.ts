@@ -615,6 +615,11 @@ export interface Token {
   readonly bias: Readonly<Record<string, number>>;
   /** The answer to the controller's `Query` about this token, for replays of the controller. */
   readonly distribution: Distribution | null;
+  /**
+   * How often the sequence was woken from suspension since its last sampled token, for replays of
+   * the controller.
+   */
+  readonly wakes: number;
 }
 
 /** `Token` as it was sent, with the defaults of the fields that are absent. */
@@ -638,6 +643,7 @@ export function readToken(
       | "round_us"
       | "bias"
       | "distribution"
+      | "wakes"
   >,
 ): Token {
   const read: Made<Token> = {
@@ -662,6 +668,7 @@ export function readToken(
     round_us: sent.round_us ?? 0,
     bias: sent.bias ?? {},
     distribution: sent.distribution == null ? null : readDistribution(sent.distribution),
+    wakes: sent.wakes ?? 0,
   };
   if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
   if (sent.text !== undefined) read.text = sent.text;

@@ -115,9 +115,15 @@ class Run:
 
     def _play(self, results: list[StepResult]) -> None:
         rounds: deque[Round] = deque()
-        while results or rounds:
-            if not results:
+        while True:
+            if not results and rounds:
                 results = rounds.popleft()()
+            elif not results:
+                woken, results = self._group.wake_idle()
+                rounds += woken
+                if not (woken or results):
+                    break
+                continue
             sampled = [round_ for result in results for round_ in self._apply(result)]
             woken, results = self._group.record(results)
             self._group.free()

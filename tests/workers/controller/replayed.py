@@ -182,7 +182,10 @@ class Stream:
                 ready.discard(seq)
                 results = self._sample(seq)
             else:
-                return
+                woken, results = self.group.wake_idle()
+                rounds += woken
+                if not (woken or results):
+                    return
 
     def _event(self) -> None:
         if self._cut is not None:

@@ -115,7 +115,7 @@ def test_a_round_that_ends_the_sequence_asks_nothing() -> None:
     group, [result] = opened(Reads)
     group.record([result])
     [result] = answered(group, vocabulary(BYTES).eos, SEEN)
-    assert (result.then, result.query) == ("stop", None)
+    assert (result.action, result.query) == ("stop", None)
 
 
 def test_overrides_are_sent_with_their_decision_only() -> None:
@@ -144,7 +144,7 @@ def test_a_wrong_query_ends_the_sequence_with_an_error_that_names_it(
     query: Any, error: str
 ) -> None:
     _, [result] = opened(decides([], [sample(query=query)]))
-    assert result.then == "error"
+    assert result.action == "error"
     assert error in (result.error or "")
 
 
@@ -166,7 +166,7 @@ def test_a_wrong_override_ends_the_sequence_with_an_error_that_names_it(
     override: Any, error: str
 ) -> None:
     _, [result] = opened(decides([], [sample(override=override)]))
-    assert result.then == "error"
+    assert result.action == "error"
     assert error in (result.error or "")
 
 

@@ -277,15 +277,84 @@ def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
             self.log("waiting", end="")
             return suspend()
 
-    group, _ = opened(Both)
+    group, _ = opened(Both, Limits(idle_wakes=3))
     group.record(stepped(group, 5))
     rounds, failed = group.record(stepped(group, 6, seq=1))
+    # The step of the second one wakes the first once more.
+    group.record([result for round_ in rounds for result in round_()])
+    for _ in range(3):
+        assert failed == []
+        assert group.begins_idle()
+        assert not group.begins_idle(), "one caller wakes them"
+        rounds, failed = group.wake_idle()
+        assert len(rounds) == 2
+        group.record([result for round_ in rounds for result in round_()])
+    rounds, failed = group.wake_idle()
     assert rounds == []
     assert {(r.seq, r.action, r.code) for r in failed} == {
         (seq, "error", str(Code.DEADLOCK)) for seq in (0, 1)
     }
+    assert "they were woken 3 times in a row" in (failed[0].error or "")
     group.record(failed)
     assert not group._sequences
+
+
+def test_a_suspended_sequence_is_woken_after_each_step_of_its_request() -> None:
+    class Counts(Pair):
+        wakes = 0
+
+        def waits(self) -> Decision:
+            self.wakes += 1
+            return suspend() if self.wakes < 4 else go_on()
+
+    group, _ = opened(Counts)
+    group.record(stepped(group, 5))
+    assert not group.begins_idle(), "the other one runs"
+    for step in range(3):
+        [round_], [] = group.record(stepped(group, 6, seq=1))
+        [result] = round_()
+        assert (result.seq, result.action) == (0, "sample" if step == 2 else "suspend")
+        assert result.wakes == step + 1
+        # What suspends it again, and says nothing, is not sent.
+        assert group.repeats(result) == (step < 2)
+        assert group.record([result]) == ([], [])
+    group.record(stepped(group, 7))
+    assert group.record(stepped(group, 6, seq=1)) == ([], []), "it is not suspended any more"
+
+
+def test_a_lone_sequence_skips_rounds_and_goes_on() -> None:
+    group, [result] = opened(decides([suspend(), suspend()]))
+    assert result.action == "suspend"
+    for then in ("suspend", "sample"):
+        assert group.begins_idle()
+        [round_], [] = group.wake_idle()
+        [result] = round_()
+        assert result.action == then
+        assert group.record([result]) == ([], [])
+    assert result.wakes == 2
+    assert not group.begins_idle()
+    assert stepped(group, 5)[0].wakes == 0
+
+
+def test_a_sampled_token_begins_the_count_of_idle_wakes_anew() -> None:
+    kind = decides([suspend(), suspend(), go_on(), suspend(), suspend()])
+    group, _ = opened(kind, Limits(idle_wakes=2))
+    for _ in range(2):
+        for _ in range(2):
+            [round_], [] = group.wake_idle()
+            results = round_()
+            group.record(results)
+        assert results[0].action == "sample"
+        group.record(stepped(group, 5))
+    assert group.wake_idle() == ([], [])
+
+
+def test_a_group_that_has_ended_is_not_woken() -> None:
+    group, _ = opened(decides([suspend()]))
+    assert group.begins_idle()
+    group.end()
+    assert group.wake_idle() == ([], [])
+    group.close()
 
 
 def test_sequences_that_only_wake_each_other_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

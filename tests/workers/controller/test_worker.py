@@ -43,7 +43,7 @@ def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     second = tmp_path_factory.mktemp("model") / "llama"
     shapes.make("llama").save_pretrained(second)
     PreTrainedTokenizerFast(tokenizer_object=byte_level()).save_pretrained(second)
-    with Bus(heartbeat_s=0.2) as bus:
+    with Bus(heartbeat_s=0.2, controller_idle_wakes=20) as bus:
         bus.start_worker()
         bus.start_worker(model=second)
         bus.start_other("state")

@@ -24,7 +24,7 @@ from tokenbus.workers.state.variables import VariableStorage
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripted import Scripted
 
-WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
 
 
 class Controllers:
@@ -63,6 +63,11 @@ class Controllers:
                 self._send(group, run())
             else:
                 self._rounds.append((group, run))
+        for group in self._groups.values():
+            woken, ended = group.wake_idle()
+            self._rounds.extend((group, run) for run in woken)
+            if ended:
+                self._send(group, ended)
 
     def _start(self, request: int, start: Start) -> None:
         text = start.arg if isinstance(start.arg, str) else json.dumps(start.arg)

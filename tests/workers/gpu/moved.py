@@ -165,10 +165,16 @@ def _compared(
 
 
 def plain(entry: Token) -> Token:
-    """An entry without its numbers, which are compared with a tolerance, and without how many
-    sequences were live, which depends on the order of ends."""
+    """An entry without its numbers, which are compared with a tolerance, and without the numbers of
+    live sequences and of wake-ups, which depend on the order of rounds."""
     return msgspec.structs.replace(
-        entry, logprob=None, top_logprobs=UNSET, live=0, cached_tokens=0, round_us=0
+        entry,
+        logprob=None,
+        top_logprobs=UNSET,
+        live=0,
+        cached_tokens=0,
+        round_us=0,
+        wakes=0,
     )
 
 

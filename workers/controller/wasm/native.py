@@ -72,6 +72,10 @@ class NativeState:
     __slots__ = ("asks", "guest", "host", "next_query", "override", "query")
 
     guest: Guest
+    query: Query | None
+    next_query: Query | None
+    override: Override | None
+    asks: bool
 
     def __init__(self, host: Host, parent: NativeState | None = None) -> None:
         """``parent``: the state of the sequence that is forked."""

@@ -73,6 +73,8 @@ class TokenOutput(NamedTuple):
     inspected: Inspected | None = None
     distribution: Distribution | None = None
     """The answer to the query of its controller."""
+    wakes: int = 0
+    """With a sampled token: how often its controller was woken since the last one."""
 
 
 @dataclass(slots=True)

@@ -163,9 +163,8 @@ def masks_along(
 
 def just_samples(one: StepResult) -> bool:
     """Whether a decision is the usual one: nothing but a mask and a bias."""
-    return one.action == "sample" and not (
-        one.backtrack or one.ff_tokens or one.logs or one.storage
-    )
+    more = one.backtrack or one.ff_tokens or one.logs or one.storage or one.wakes
+    return one.action == "sample" and not more
 
 
 def _no_bias(what: str) -> ControllerError:

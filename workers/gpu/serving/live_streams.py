@@ -354,4 +354,5 @@ def _entry(output: TokenOutput, stream: Stream) -> Token:
         entry.bias = dict(inspected.bias)
     if output.distribution is not None:
         entry.distribution = output.distribution
+    entry.wakes = output.wakes
     return entry

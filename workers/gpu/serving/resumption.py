@@ -75,6 +75,8 @@ class Resumed:
             assert entry.token is not None
             if entry.distribution is not None:
                 self.replay.distributions[len(self.replay.tokens)] = entry.distribution
+            if entry.wakes:
+                self.replay.wakes[len(self.replay.tokens)] = entry.wakes
             self.replay.tokens.append(entry.token)
             self.reach()
             self.given = Given()

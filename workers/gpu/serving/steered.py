@@ -45,6 +45,8 @@ class Steered:
     """By sequence: how its text ends, under a built-in constraint, for its last output."""
     notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
     """By sequence: logs and writes that go with its next token."""
+    wakes: dict[int, int] = field(default_factory=dict)
+    """By sequence: how often it was woken since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
     """Of a request whose controller was started again, by sequence: what its client has already."""
 
@@ -54,7 +56,9 @@ class Steered:
         given = self.given.get(one.seq)
         if given is not None:
             logs, storage = given.take(logs, storage)
-        if logs or storage:
+        if one.wakes:
+            self.wakes[one.seq] = one.wakes
+        if logs or storage or one.wakes:
             before = self.notes.get(one.seq, ("", []))
             self.notes[one.seq] = (before[0] + logs, [*before[1], *storage])
 
@@ -83,4 +87,7 @@ class Steered:
         notes = self.notes.pop(output.seq, None) if output.parent is None else None
         if notes is None:
             return output
-        return output._replace(logs=output.logs + notes[0], storage=[*output.storage, *notes[1]])
+        output = output._replace(logs=output.logs + notes[0], storage=[*output.storage, *notes[1]])
+        if output.logprob is None:
+            return output
+        return output._replace(wakes=self.wakes.pop(output.seq, 0))

@@ -414,7 +414,7 @@ class Steering:
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
         # All this happens once, where a fork waits after it.
-        one.backtrack, one.ff_tokens, one.logs, one.storage = 0, [], "", []
+        one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:

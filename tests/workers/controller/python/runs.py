@@ -100,7 +100,10 @@ class Run:
             elif rounds:
                 results = rounds.popleft()()
             else:
-                break
+                woken, results = self._group.wake_idle()
+                rounds += woken
+                if not (woken or results):
+                    break
         assert set(self.ended) == set(self.tokens), "a sequence was left behind"
 
     def _apply(self, result: StepResult) -> list[Round]:

@@ -18,7 +18,7 @@ from .guests import guest
 
 @pytest.fixture(scope="package")
 def system(processes: None) -> Iterator[System]:
-    with Bus(controller_init_ms=INIT_MS) as bus:
+    with Bus(controller_init_ms=INIT_MS, controller_idle_wakes=20) as bus:
         bus.start_worker()
         worker = bus.start_other("controller")
         bus.start_other("state")

@@ -49,8 +49,8 @@ def test_a_deadlock_is_reported(system: System) -> None:
     assert type(error) is ControllerError
     assert error.code == "deadlock"
     assert error.message == (
-        "deadlock: every sequence of the request is suspended, so no variable will change and no "
-        "fork will end"
+        "deadlock: every sequence of the request is suspended; they were woken 20 times in a row "
+        "and none of them went on"
     )
 
 
