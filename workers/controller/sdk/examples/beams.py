@@ -1,0 +1,96 @@
+"""Beam search: of all texts that some beams may continue with, the likeliest stay.
+
+Each beam is a sequence. It samples a token to read the likeliest ones, writes these with its score
+to a variable, and is suspended until all beams have. All choose the same continuations: a beam with
+several of them forks, one with none stops. The last step leaves one sequence, the result.
+
+    tokenbus controller serve beams:Beams
+    tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'
+
+A served controller is looked for in the current folder, so copy this file there.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tokenbus.workers.controller.python import (
+    Controller,
+    Decision,
+    Query,
+    fork,
+    go_on,
+    sample,
+    splice,
+    stop,
+    suspend,
+)
+
+
+class Beams(Controller):
+    """Searches for a likely text of ``tokens`` tokens among ``width`` beams. The argument:
+    ``{"width": number, "tokens": number}``."""
+
+    def __init__(self) -> None:
+        arg = self.arg if isinstance(self.arg, dict) else {}
+        self.width = int(arg.get("width", 3))
+        self.tokens = int(arg.get("tokens", self.host.max_tokens - 1))
+        if not 0 < self.tokens < self.host.max_tokens:
+            raise ValueError(f"tokens is {self.tokens}, with max_tokens {self.host.max_tokens}")
+        self.query = Query(top=self.width)
+        self.step = self.beam = 0
+        self.beams = 1
+        """Beams of this step."""
+        self.score = 0.0
+        """The log-probability of the text of this beam."""
+        self.found: list[tuple[int, float]] = []
+        """The tokens with which this beam goes on, and the scores of the texts."""
+        self.places: list[int] = []
+        """The numbers of these as beams."""
+        self.waits = False
+
+    def pre_process(self) -> Decision | None:
+        """Chooses once all beams have written."""
+        if not self.waits:
+            return go_on()
+        written = self.vars.read(f"step {self.step}")
+        if written is None or written.version < self.beams:
+            return suspend()
+        self.choose([json.loads(line) for line in written.value.splitlines()])
+        if not self.found:
+            return stop()
+        return fork(len(self.found)) if len(self.found) > 1 else go_on()
+
+    def choose(self, written: list[tuple[int, float, dict[str, float]]]) -> None:
+        """The likeliest continuations of all beams; keeps those of this one."""
+        every = [
+            (-(score + logprob), beam, int(token))
+            for beam, score, top in written
+            for token, logprob in top.items()
+        ]
+        width = 1 if self.step + 1 == self.tokens else self.width
+        chosen = sorted(every)[:width]
+        mine = [(place, one) for place, one in enumerate(chosen) if one[1] == self.beam]
+        self.places = [place for place, _ in mine]
+        self.found = [(token, -cost) for _, (cost, _, token) in mine]
+        self.beams = len(chosen)
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        """Takes the sampled token back and appends the chosen one."""
+        if not self.waits:
+            return stop() if self.step == self.tokens else sample()
+        place = fork_group.index(self.seq)
+        token, self.score = self.found[place]
+        self.beam, self.waits = self.places[place], False
+        self.step += 1
+        if self.step == self.tokens:
+            self.log(f"score {self.score:.3f}")
+        return splice(1, [token])
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
+        """Writes the likeliest tokens after this beam."""
+        for seen in self.distributions:
+            line = json.dumps([self.beam, self.score, seen.top])
+            self.vars.append(f"step {self.step}", line + "\n")
+            self.waits = True
+        return go_on()

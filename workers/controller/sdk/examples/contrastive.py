@@ -1,0 +1,78 @@
+"""Contrastive sampling: where the model is uncertain, the token that repeats the text least.
+
+A model that hesitates between many tokens tends to fall into a loop. Where the entropy is above a
+bound, the sampled token is taken back. The next token is then the one among the likeliest with the
+greatest log-probability less a penalty: for each token of the longest end of the text, up to MAX,
+that has occurred before with this token after it. Where the model is certain, its token stays.
+Source: Su et al., "A Contrastive Framework for Neural Text Generation" (2022), whose penalty is the
+similarity of hidden states.
+
+    tokenbus controller serve contrastive:Contrastive
+    tokenbus controller run contrastive:Contrastive --arg '{"entropy": 1.0}' --prompt 'def add('
+
+A served controller is looked for in the current folder, so copy this file there.
+"""
+
+from __future__ import annotations
+
+from tokenbus.workers.controller.python import Controller, Decision, Query, sample, splice
+
+ENTROPY = 1.0
+"""The bound of the entropy, in nats."""
+PENALTY = 1.0
+"""Subtracted from the log-probability for each token of the text that would be repeated."""
+MAX = 4
+"""The most tokens before the next one that are compared with the text."""
+TOP = 8
+"""The tokens among which the next one is chosen."""
+
+
+def repeated(text: list[int], token: int) -> int:
+    """The number of tokens at the end of ``text`` that have occurred before with ``token`` after
+    them, at most ``MAX``; -1 if the token has not occurred."""
+    longest = -1
+    for place, before in enumerate(text):
+        if before == token:
+            same = 0
+            while same < min(MAX, place) and text[place - 1 - same] == text[-1 - same]:
+                same += 1
+            longest = max(longest, same)
+    return longest
+
+
+class Contrastive(Controller):
+    """The argument: ``{"entropy": number, "penalty": number}``, both optional."""
+
+    query = Query(top=TOP)
+
+    def __init__(self) -> None:
+        arg = self.arg if isinstance(self.arg, dict) else {}
+        self.entropy = float(arg.get("entropy", ENTROPY))
+        self.penalty = float(arg.get("penalty", PENALTY))
+        self.text_so_far: list[int] = []
+        self.chosen: int | None = None
+        """The token that replaces the last one."""
+
+    def init_prompt(self, prompt: list[int]) -> None:
+        """The prompt is repeated as little as the text."""
+        self.text_so_far = list(prompt)
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        """Replaces the last token, or samples the next one."""
+        chosen, self.chosen = self.chosen, None
+        return sample() if chosen is None else splice(1, [chosen])
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
+        """Chooses again if the model was uncertain."""
+        del self.text_so_far[len(self.text_so_far) - backtrack :]
+        for seen in self.distributions:
+            if seen.entropy > self.entropy:
+                best = max(seen.top, key=lambda token: seen.top[token] - self.cost(token))
+                if [best] != tokens:
+                    self.chosen = best
+        self.text_so_far += tokens
+        return None if self.chosen is not None else super().post_process(tokens, backtrack)
+
+    def cost(self, token: int) -> float:
+        """The penalty of a token after the text."""
+        return self.penalty * (1 + repeated(self.text_so_far, token))

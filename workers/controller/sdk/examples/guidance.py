@@ -1,0 +1,102 @@
+"""Classifier-free guidance: the text follows its prompt more than a second, negative prompt.
+
+Sequence 0 is the text. Its fork, the guide, has the second prompt after the first and then follows
+the text. With log-probabilities c in the text and u in the guide, tokens are sampled by
+scale * c + (1 - scale) * u. That is c with the bias (1 - scale) / scale * u, at a temperature that
+is divided by scale. The guide writes the likeliest 64 of u to a variable; all others count as the
+last of these.
+Source: Sanchez et al., "Stay on Topic with Classifier-Free Guidance" (2023).
+
+    tokenbus controller serve guidance:Guidance
+    tokenbus controller run guidance:Guidance --prompt 'def add(a, b):' \
+        --arg '{"prompt": "# untested code\\n", "scale": 1.5}'
+
+A served controller is looked for in the current folder, so copy this file there.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tokenbus.workers.controller.python import (
+    Controller,
+    Decision,
+    Override,
+    Query,
+    fork,
+    go_on,
+    sample,
+    splice,
+    stop,
+    suspend,
+)
+
+
+class Guidance(Controller):
+    """The argument: ``{"prompt": text, "scale": number, "temperature": number}``; without a
+    temperature the text is greedy."""
+
+    def __init__(self) -> None:
+        arg = self.arg if isinstance(self.arg, dict) else {}
+        self.scale, self.temperature = float(arg["scale"]), float(arg.get("temperature", 0.0))
+        self.second = self.host.vocabulary.tokenize(arg["prompt"].encode())
+        # The guide has the second prompt too.
+        self.length = self.host.max_tokens - len(self.second) - 1
+        self.role = ""
+        self.step = 0
+        self.undo = False
+        """In the text: its first token was sampled without the guide."""
+        self.seen: dict[int, float] = {}
+        """In the text: the likeliest tokens of the guide."""
+        self.waits = False
+        """In the guide: the likeliest tokens have been written."""
+        self.follows = 0
+        """In the guide: the token of the text, in place of its own."""
+
+    def pre_process(self) -> Decision | None:
+        """Waits for the other sequence."""
+        if not self.role:
+            return fork(2)
+        if self.step >= self.length:
+            return stop()
+        if self.role == "guide" and not self.waits:
+            return go_on()
+        written = self.vars.read("guide" if self.role == "text" else "text")
+        if written is None or written.version <= self.step:
+            return suspend()
+        if self.role == "text":
+            self.seen = {int(token): p for token, p in json.loads(written.value).items()}
+            return go_on()
+        self.follows = int(written.value.split()[self.step])
+        return stop() if self.follows == self.host.vocabulary.eos else go_on()
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        """The text is sampled under the guide's numbers; the guide samples to get these."""
+        if not self.role:
+            self.role = "text" if self.seq == fork_group[0] else "guide"
+            self.undo = self.role == "text"
+            # A fork begins with mid_process, which cannot suspend.
+            return sample() if self.undo else splice(0, self.second)
+        if self.role == "guide":
+            return splice(1, [self.follows]) if self.waits else sample(query=Query(top=64))
+        if self.undo:
+            return splice(1)
+        least, factor = min(self.seen.values()), (1 - self.scale) / self.scale
+        bias = {token: factor * (p - least) for token, p in self.seen.items()}
+        return sample(None, bias, override=Override(self.temperature / self.scale))
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
+        """Writes for the other sequence."""
+        if self.role == "guide":
+            for seen in self.distributions:
+                self.vars.set("guide", json.dumps(seen.top))
+            if backtrack:
+                self.step += 1
+            self.waits = bool(self.distributions)
+        elif self.undo:
+            self.undo = not backtrack
+        else:
+            self.vars.append("text", f"{tokens[0]} ")
+            self.step += 1
+            return super().post_process(tokens, backtrack)
+        return go_on()
