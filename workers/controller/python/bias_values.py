@@ -17,7 +17,9 @@ BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
 _RIGHT = "right would be {token id: value}, or a value for each token of the vocabulary"
 
 
-def bias_of(values: BiasValues, size: int) -> Bias | None:
+def bias_of(
+    values: BiasValues, size: int, call: str = "mid_process: sample(mask, bias)"
+) -> Bias | None:
     """The bias of an author's values; raises ControllerError with the value that is wrong."""
     if values is None:
         return None
@@ -30,7 +32,7 @@ def bias_of(values: BiasValues, size: int) -> Bias | None:
     except (TypeError, ValueError, OverflowError) as error:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"mid_process: sample(mask, bias) with {_short(values)}: {error}; {_RIGHT}",
+            f"{call} with {_short(values)}: {error}; {_RIGHT}",
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from ..host import Host, Stored, Variables, Written
 from . import script_constraints
 from .arguments import parsed, special_token
 from .awaitable_calls import AwaitableCall, awaitable_call
+from .bias_values import BiasValues, bias_of
 from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
@@ -79,6 +81,7 @@ class Context:
         allow: TokenSet | Iterable[int] | None = None,
         stop_at: str | Sequence[str] | None = None,
         max_tokens: int | None = None,
+        bias: BiasValues = None,
     ) -> str:
         """Has the model generate text, and returns it.
 
@@ -93,7 +96,8 @@ class Context:
         - ``max_tokens`` tokens were generated
         - the model samples an end-of-sequence token, which is only allowed if the text is complete
 
-        The request's ``max_tokens`` applies as well.
+        The request's ``max_tokens`` applies as well. ``bias`` is added to the logits of each token,
+        as that of ``sample``.
 
         Raises ControllerError if an argument is not valid.
         """
@@ -123,6 +127,8 @@ class Context:
         if len(kinds) > 1:
             raise _wrong(f"gen({', '.join(kinds)}): only one of these is allowed at a time")
 
+        added = bias_of(bias, self._host.vocabulary.size, "gen(bias=…)")
+
         def make(question: Question) -> Operation:
             return Generate(
                 question,
@@ -130,9 +136,12 @@ class Context:
                 self._constraint(kinds),
                 [stop.encode() for stop in stops],
                 max_tokens,
+                added,
             )
 
-        rest = {"stop_at": stops or None, "max_tokens": max_tokens}
+        rest: dict[str, object] = {"stop_at": stops or None, "max_tokens": max_tokens}
+        if added is not None:
+            rest["bias"] = zlib.crc32(added.encoded())
         text = await self._ask(make, "gen", **kinds, **rest)
         assert isinstance(text, bytes)
         return text.decode("utf-8", "replace")

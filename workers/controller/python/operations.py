@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....protocol.errors import Code, ControllerError
+from ..biases import Bias
 from ..host import Stored, Vocabulary
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 from .script_constraints import Constraint
 from .transcript import Question, Transcript
-
-_MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class Operation:
@@ -97,8 +96,11 @@ class Generate(Operation):
         constraint: Constraint | None,
         stops: Sequence[bytes],
         max_tokens: int | None,
+        bias: Bias | None = None,
     ) -> None:
         super().__init__(question)
+        self._free = Answer(Action.CONTINUE, bias=bias)
+        self._masked = Answer(Action.CONTINUE, masked=True, bias=bias)
         self._vocabulary = vocabulary
         self._constraint = constraint
         self._stops = stops
@@ -113,10 +115,10 @@ class Generate(Operation):
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
-            return CONTINUE
+            return self._free
         if not self._constraint.mask(mask):
             self._finish(bytes(self._text))
-        return _MASKED
+        return self._masked
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Adds the tokens one by one until the text ends."""
