@@ -101,11 +101,12 @@ lint: install
 			benchmarks/*.py)
 	$(PY) -m tests.lint.sentences
 
-# Not schemas.py, which needs an archive of MaskBench and takes long.
+# Not schemas.py, which needs an archive of MaskBench and takes long, and not gpu_check.py, which needs
+# a GPU.
 # xgrammar without what it depends on: triton is a gigabyte, and is not needed on a CPU.
 bench: install
 	$(PY) -m pip install --quiet --no-deps 'xgrammar==0.2.8' 'apache-tvm-ffi'
-	@set -e; for b in $(filter-out benchmarks/_% benchmarks/schemas.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
+	@set -e; for b in $(filter-out benchmarks/_% benchmarks/schemas.py benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
 
 # llama.cpp's server, which benchmarks/serving.py measures beside: some ten minutes, once.
 bench-peers: install

@@ -1,0 +1,102 @@
+"""The attentions over blocks that ``gpu_check.py`` compares, by one interface."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenbus.workers.gpu.engine.packing import Packed, PackedGroup
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.device_queue import on_device
+from tokenbus.workers.gpu.model.fused.decoder import Attend
+from tokenbus.workers.gpu.model.kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache
+from tokenbus.workers.gpu.model.transformers import attention
+from tokenbus.workers.gpu.model.transformers.attention import Group, PackedBatch
+
+TRITON = "tokenbus.workers.gpu.model.triton.attention"
+
+
+@dataclass(slots=True, frozen=True)
+class Backend:
+    """An attention over the blocks of a KV cache."""
+
+    name: str
+    why_not: str
+    """Why it is not available; empty if it is."""
+    attend: Attend
+    context: Callable[[Packed, KVCache], Any]
+    """The metadata of a step for ``attend``."""
+    in_place: bool
+    """It reads blocks by spans (``Packed.spans``), not by groups."""
+    block_sizes: tuple[int, ...]
+    soft_cap: bool
+    """It can cap scores."""
+    row_invariant: bool
+    """Its result for a row does not depend on the batch, to the last bit."""
+
+
+def backends(device: torch.device) -> list[Backend]:
+    """All of them."""
+    on_cpu = "" if device.type == "cuda" else f"the device is {device.type}"
+    return [
+        _triton(device),
+        Backend("sdpa", "", attention.attend, _gathered, False, (BLOCK_SIZE, 32), True, False),
+        Backend(
+            "varlen",
+            varlen.why_no_kernel() or on_cpu,
+            varlen.attend,
+            _spans,
+            True,
+            (FLASH_BLOCK_SIZE,),
+            False,
+            True,
+        ),
+    ]
+
+
+def _triton(device: torch.device) -> Backend:
+    """The kernels in Triton, on a CPU by its interpreter."""
+    why, attend = "", attention.attend
+    if importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed"
+    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        why = f"the device is {device.type}, and TRITON_INTERPRET is not 1"
+    else:
+        try:
+            attend = importlib.import_module(TRITON).attend
+        except ModuleNotFoundError as error:
+            why = str(error)
+    return Backend("triton", why, attend, _spans, True, (16, 64, 256), True, True)
+
+
+def _spans(packed: Packed, cache: KVCache) -> Any:
+    assert packed.spans is not None
+    device = cache.layers[0][0].device
+    return varlen.batch_of(packed.spans, cache, on_device(packed.slot_mapping, device))
+
+
+def _gathered(packed: Packed, cache: KVCache) -> PackedBatch:
+    device = cache.layers[0][0].device
+    groups = [_group(group, device) for group in packed.groups]
+    return PackedBatch(cache, on_device(packed.slot_mapping, device), groups)
+
+
+def _group(group: PackedGroup, device: torch.device) -> Group:
+    shape = (group.batch, group.width)
+    rows, places = group.rows, group.places
+    return Group(
+        start=group.start,
+        end=group.end,
+        width=group.width,
+        blocks=on_device(group.blocks, device),
+        length=group.length,
+        positions=on_device(group.positions, device).view(shape),
+        rows=None if rows is None else on_device(rows, device).view(shape),
+        places=None if places is None else on_device(places, device),
+        fresh=group.fresh,
+    )

@@ -1,0 +1,110 @@
+"""Stage 8 of ``gpu_check.py``: transformers' ``generate_batch``, and vLLM if it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _gpu_world import SHAPES, World, greedy, random_prompts, run_to_end
+from tokenbus.workers.gpu.model.loader import LoadedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+
+PROMPT, NEW = 128, 128
+BATCHES = (1, 64, 256)
+TARGET = 3.0
+"""Our tokens per second over those of ``generate_batch`` at the largest batch."""
+KNOWN = ("vllm", "sglang", "lmdeploy", "tensorrt_llm")
+Prompts = list[list[int]]
+
+
+def run(world: World) -> None:
+    """Each batch with each of them, one after another on the same prompts."""
+    loaded = world.shape("8b")
+    batches, new = ((2,), 4) if world.dry else (BATCHES, NEW)
+    for batch in batches:
+        prompts = random_prompts(batch, batch, 16 if world.dry else PROMPT, loaded.vocab_size)
+        ours = _rate(world, prompts, new, _ours(world, loaded, batch))
+        world.record(f"tokens_s_{batch}", ours)
+        theirs = _rate(world, prompts, new, _generate_batch(world, loaded))
+        world.record(f"generate_batch_tokens_s_{batch}", theirs)
+        more = {"target": TARGET} if batch == BATCHES[-1] else {}
+        world.record(f"over_generate_batch_{batch}", ours / theirs, **more)
+    del loaded
+    if not world.dry:
+        torch.cuda.empty_cache()
+    for name in KNOWN:
+        if importlib.util.find_spec(name) is None:
+            world.record(name, "not installed")
+        elif name != "vllm":
+            world.record(name, "installed; it is not measured")
+        elif not world.dry:
+            _vllm(world, batches)
+
+
+def _rate(
+    world: World, prompts: Prompts, new: int, generate: Callable[[Prompts, int], None]
+) -> float:
+    """Tokens per second; a short run on the device first warms up."""
+    if not world.dry:
+        generate([prompt[:8] for prompt in prompts[:2]], 2)
+    return len(prompts) * new / world.timed(lambda: generate(prompts, new))
+
+
+def _ours(world: World, loaded: LoadedModel, batch: int) -> Callable[[Prompts, int], None]:
+    size = world.cache_bytes if world.dry else 16 * 2**30
+    engine = world.engine(loaded, max_num_seqs=batch, kv_cache_bytes=size)
+
+    def generate(prompts: Prompts, new: int) -> None:
+        for number, prompt in enumerate(prompts):
+            engine.add(number, prompt, greedy(new))
+        run_to_end(engine)
+
+    return generate
+
+
+def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int], None]:
+    """Transformers' continuous batching; a wrong number of tokens is a fault."""
+    model: Any = loaded.model
+    model.set_attn_implementation("sdpa")
+    # On a CPU it would take most of the memory that is free.
+    sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64) if world.dry else None
+
+    def generate(prompts: Prompts, new: int) -> None:
+        config = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=new
+        )
+        found = model.generate_batch(
+            inputs=prompts, generation_config=config, continuous_batching_config=sizes
+        )
+        lengths = {len(one.generated_tokens) for one in found.values()}
+        world.expect(lengths == {new}, f"generate_batch gave texts of {lengths} tokens")
+
+    return generate
+
+
+def _vllm(world: World, batches: tuple[int, ...]) -> None:
+    """vLLM with the same shape, whose random weights it makes itself."""
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory(prefix="tb-") as name:
+        shape = {**SHAPES["8b"], "max_position_embeddings": 8192}
+        LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(Path(name))
+        model = LLM(
+            model=name,
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=4096,
+        )
+        params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, detokenize=False)
+        for batch in batches:
+            prompts = random_prompts(batch, batch, PROMPT, 128_256)
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            model.generate(inputs[:1], params)
+            seconds = world.timed(partial(model.generate, inputs, params))
+            world.record(f"vllm_tokens_s_{batch}", batch * NEW / seconds)

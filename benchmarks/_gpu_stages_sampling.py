@@ -1,0 +1,149 @@
+"""Stage 3 of ``gpu_check.py``: the sampler and the races on the device draw the CPU's tokens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from _gpu_world import World, no_waiting
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.sampling.biases import Bias
+from tokenbus.workers.gpu.sampling.row_parameters import Row, Rows
+from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
+
+ROWS = 64
+MAX_DIFFERENT = 1e-3
+"""The part of the draws that rounding may decide otherwise: a kernel sums in another order."""
+LOGPROB_TOLERANCE = 1e-4
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "temperature_1": {"temperature": 1.0},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k": {"temperature": 0.8, "top_k": 40},
+    "min_p": {"temperature": 0.8, "min_p": 0.1},
+    "all_cuts": {"temperature": 1.2, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+    },
+    "logit_bias": {"temperature": 0.0, "logit_bias": {1: 20.0, 7: -5.0}},
+    "top_logprobs": {"temperature": 0.8, "top_logprobs": 5},
+}
+
+
+def run(world: World) -> None:
+    """Draws in every mode from the same logits on both devices."""
+    vocabularies = (4096,) if world.dry else (4096, 32_000, 128_256)
+    for vocab in vocabularies:
+        steps = 2 if world.dry else 16
+        for mode in (*MODES, "mixed", "masks", "masks_greedy", "biases"):
+            different, total = 0, 0
+            for step in range(steps):
+                different += _different(world, mode, vocab, step)
+                total += ROWS
+            world.record(f"different_{mode}_{vocab}", different, of=total)
+            world.expect(
+                different <= MAX_DIFFERENT * total,
+                f"{mode}, {vocab} tokens: {different} of {total} tokens differ from the CPU's",
+            )
+        _check_scores(world, vocab)
+
+
+def _different(world: World, mode: str, vocab: int, step: int) -> int:
+    """The number of rows whose token on the device is not the CPU's."""
+    logits = _logits(vocab, step)
+    rows = _rows(mode, vocab, step)
+    which = [(i * 5) % ROWS for i in range(ROWS)]
+    wanted = draw(logits, which, rows).fetch()
+    ours = _on_device(world, logits)
+    with no_waiting(world):
+        drawn = draw(ours, which, rows)
+        guessed = guess(ours, which, rows)
+    world.synchronize()
+    found = drawn.fetch()
+    world.expect(found.tokens == guessed.tolist(), f"{mode}, {vocab} tokens: guess and draw differ")
+    world.expect(found.errors == wanted.errors, f"{mode}, {vocab} tokens: {found.errors}")
+    _check_logprobs(world, mode, wanted, found)
+    return sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
+
+
+def _check_logprobs(world: World, mode: str, wanted: Sampled, found: Sampled) -> None:
+    same = np.equal(wanted.tokens, found.tokens)
+    away = np.abs(np.subtract(wanted.logprobs, found.logprobs))[same].max(initial=0.0)
+    world.expect(away <= LOGPROB_TOLERANCE, f"{mode}: a log-probability differs by {away:.3g}")
+    world.expect(wanted.top.keys() == found.top.keys(), f"{mode}: rows with top_logprobs differ")
+
+
+def _check_scores(world: World, vocab: int) -> None:
+    logits, tokens = _logits(vocab, 0), [(i * 31) % vocab for i in range(ROWS)]
+    wanted, _ = score(logits, tokens, 3).fetch()
+    ours = _on_device(world, logits)
+    with no_waiting(world):
+        scores = score(ours, tokens, 3)
+    world.synchronize()
+    found, _ = scores.fetch()
+    away = max(abs(a - b) for a, b in zip(wanted, found, strict=True))
+    world.record(f"score_difference_{vocab}", away)
+    world.expect(away <= LOGPROB_TOLERANCE, f"scores of {vocab} tokens differ by {away:.3g}")
+
+
+def _logits(vocab: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, vocab, generator=generator) * 3
+
+
+def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
+    """The same logits for the other path: on the device; in a dry run with gaps between the rows,
+    which torch's operations take and native code does not."""
+    if not world.dry:
+        return logits.to(world.device)
+    wide = torch.zeros(len(logits), logits.shape[1] + 1)
+    wide[:, :-1] = logits
+    return wide[:, :-1]
+
+
+def _rows(mode: str, vocab: int, step: int) -> Rows:
+    """How the tokens of each row are chosen."""
+    rng = random.Random(f"{mode} {step}")
+    rows = []
+    for i in range(ROWS):
+        own = mode
+        if mode == "mixed":
+            own = rng.choice(list(MODES))
+        fallback = {"temperature": 0.0 if mode == "masks_greedy" else 0.7}
+        rows.append(
+            Row(
+                Sampling(**MODES.get(own, fallback)),
+                seed=rng.randrange(2**63),
+                seq=i % 3,
+                position=step,
+                prompt=[rng.randrange(vocab) for _ in range(20)],
+                generated=[rng.randrange(vocab) for _ in range(20)],
+                mask=_mask(rng, vocab) if own.startswith("masks") else None,
+                bias=_bias(rng, vocab, dense=i % 2 == 0) if own == "biases" else None,
+            )
+        )
+    return Rows.of(rows)
+
+
+def _mask(rng: random.Random, vocab: int) -> np.ndarray | None:
+    """Some tokens in u32 words; some rows have no mask."""
+    if rng.random() < 0.2:
+        return None
+    generator = np.random.default_rng(rng.randrange(2**31))
+    words = generator.integers(0, 2**32, size=-(-vocab // 32), dtype=np.uint32)
+    words[rng.randrange(len(words) - 1)] = 2**32 - 1
+    return words
+
+
+def _bias(rng: random.Random, vocab: int, dense: bool) -> Bias:
+    generator = np.random.default_rng(rng.randrange(2**31))
+    if dense:
+        return Bias(generator.normal(size=vocab).astype(np.float32))
+    tokens = np.sort(generator.choice(vocab, size=100, replace=False)).astype(np.int64)
+    return Bias(generator.normal(size=100).astype(np.float32), tokens)

@@ -1,0 +1,167 @@
+"""Proves the engine on a GPU, and measures it: ``gpu_check.md`` has the commands.
+
+Each stage runs in a process of its own with a time limit. Its figures go to ``results.jsonl`` as
+soon as they are known, one JSON object in a line. ``--dry`` runs all stages on a CPU with small
+models; if Triton is installed, its interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LINKS = ROOT / "build" / "gpu_check"
+"""The folder on PYTHONPATH: ``tokenbus`` in it links to the packages of this checkout."""
+PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
+DRY_LIMIT_S = 300.0
+"""The time limit of each stage of a dry run: the machine may be busy."""
+DRY_JOBS = 2
+"""Stages of a dry run at a time."""
+
+
+class Stage(NamedTuple):
+    """A stage: ``run`` of its module."""
+
+    title: str
+    module: str
+    limit_s: float
+
+
+STAGES = {
+    1: Stage("versions, attention, graphs", "_gpu_stages_path", 60),
+    2: Stage("attention against float32", "_gpu_stages_attention", 120),
+    3: Stage("sampler and races against the CPU", "_gpu_stages_sampling", 90),
+    4: Stage("tokens against generate, without waiting", "_gpu_stages_engine", 120),
+    5: Stage("graphs, loads and evictions", "_gpu_stages_graphs", 90),
+    6: Stage("decode against the memory bandwidth", "_gpu_stages_speed", 540),
+    7: Stage("profile, first tokens, the bus", "_gpu_stages_serving", 540),
+    8: Stage("peers side by side", "_gpu_stages_peers", 540),
+}
+
+
+def environment(dry: bool) -> dict[str, str]:
+    """The environment of a stage: ``tokenbus`` is this checkout."""
+    package = LINKS / "tokenbus"
+    package.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        link = package / name
+        if not link.is_symlink() or link.resolve() != ROOT / name:
+            link.unlink(missing_ok=True)
+            link.symlink_to(ROOT / name)
+    _write_metadata()
+    paths = [str(LINKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
+    own |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    if dry:
+        # One thread each: stages of a dry run share the cores.
+        own |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return own
+
+
+def _write_metadata() -> None:
+    """The package's version, which the controller worker reads as that of an installed package."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    folder = LINKS / f"tokenbus-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    lines = ("Metadata-Version: 2.1", "Name: tokenbus", f"Version: {version}", "")
+    (folder / "METADATA").write_text("\n".join(lines))
+
+
+def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> bool:
+    """Runs one stage in a process; whether it passed."""
+    limit = DRY_LIMIT_S if dry else STAGES[number].limit_s
+    command = [sys.executable, __file__, "--inside", str(number), "--results", str(results)]
+    began, error = time.monotonic(), ""
+    process = subprocess.Popen(
+        command + ["--dry"] * dry, env=dict(own), cwd=ROOT, start_new_session=True
+    )
+    try:
+        status = process.wait(limit)
+        if status:
+            error = f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        error = f"not done after {limit:.0f} s"
+    finally:
+        # The stage's own processes are in its session.
+        _end(process)
+    seconds = round(time.monotonic() - began, 1)
+    line = {"stage": number, "name": "stage", "value": error or "passed", "seconds": seconds}
+    with results.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"stage {number} ({STAGES[number].title}): {line['value']}, {seconds} s", flush=True)
+    return not error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a stage's processes."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def inside(number: int, dry: bool, results: Path) -> None:
+    """In the process of a stage: runs it."""
+    import logging
+
+    from _gpu_world import World
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    stage = STAGES[number]
+    world = World(number, dry, results, DRY_LIMIT_S if dry else stage.limit_s)
+    try:
+        importlib.import_module(stage.module).run(world)
+        world.finish()
+    except (Exception, SystemExit) as error:
+        world.record("error", f"{type(error).__name__}: {error}")
+        raise
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--stage", type=int, action="append", choices=STAGES, help="run this stage only"
+    )
+    parser.add_argument("--dry", action="store_true", help="on a CPU, with small models")
+    parser.add_argument("--results", type=Path, default=Path("results.jsonl"), metavar="FILE")
+    parser.add_argument("--inside", type=int, choices=STAGES, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Runs the stages; the exit code is 0 if all of them passed."""
+    options = parse()
+    results = options.results.resolve()
+    if options.inside:
+        inside(options.inside, options.dry, results)
+        return 0
+    own = environment(options.dry)
+    numbers = options.stage or list(STAGES)
+
+    def run(number: int) -> bool:
+        return run_stage(number, options.dry, results, own)
+
+    if options.dry:
+        with ThreadPoolExecutor(DRY_JOBS) as jobs:
+            passed = list(jobs.map(run, numbers))
+    else:
+        passed = [run(number) for number in numbers]
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

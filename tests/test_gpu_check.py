@@ -1,0 +1,43 @@
+"""``benchmarks/gpu_check.py``: its stages run on a CPU, and it reports those that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
+STAGES = range(1, 9)
+pytestmark = pytest.mark.process
+
+
+def check(results: Path, *arguments: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code of a run, and the lines of its results."""
+    command = [sys.executable, str(SCRIPT), "--results", str(results), *arguments]
+    done = subprocess.run(command, env={**os.environ, **environment}, timeout=500)
+    return done.returncode, [json.loads(line) for line in results.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_passes_on_a_cpu_and_writes_its_figures(stage: int, tmp_path: Path) -> None:
+    status, lines = check(tmp_path / "results.jsonl", "--dry", "--stage", str(stage))
+    assert status == 0, lines
+    *figures, last = lines
+    assert (last["name"], last["value"]) == ("stage", "passed")
+    assert {line["stage"] for line in lines} == {stage}
+    assert len(figures) > 1
+
+
+def test_without_a_gpu_the_first_stage_fails_and_says_why(tmp_path: Path) -> None:
+    status, lines = check(
+        tmp_path / "results.jsonl", "--stage", "1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"
+    )
+    assert status == 1
+    found = {line["name"]: line["value"] for line in lines}
+    assert "torch finds no CUDA device" in found["error"]
+    assert found["stage"] == "exit status 1"
