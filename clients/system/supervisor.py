@@ -141,8 +141,8 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._read = 0
 
-    def start(self) -> None:
-        """Starts supervisord and waits until it answers; raises SystemFault where it does not."""
+    def check_run_dir(self) -> None:
+        """Makes the run directory; raises SystemFault if processes of a system run in it."""
         self.run_dir.make()
         other = self.control.pid()
         if other is not None:
@@ -156,6 +156,10 @@ class Supervisor:
                 f"processes of a system whose supervisord is gone still run in {self.run_dir.path} "
                 f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
             )
+
+    def start(self) -> None:
+        """Starts supervisord and waits until it answers; raises SystemFault if it does not."""
+        self.check_run_dir()
         _raise_descriptor_limit()
         with self.run_dir.conf.open("w", encoding="utf-8") as conf:
             configuration(self._settings, sys.executable).write(conf)

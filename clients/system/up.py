@@ -34,12 +34,13 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
     Raises SystemFault if the system cannot start or a process fails; no process is left then.
     """
+    supervisor = Supervisor(settings)
+    supervisor.check_run_dir()
     if not settings.join:
         check_keys(settings)
         for front in separate(settings.front_endpoint):
             check_address(front, _has_keys(settings))
         check_http(settings)
-    supervisor = Supervisor(settings)
     with StopSignals() as signals:
         supervisor.start()
         watcher = Watcher(supervisor.control, settings)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients.system import supervisor
+from tokenbus.clients.system.faults import SystemFault
 from tokenbus.clients.system.run_dir import RunDir
 from tokenbus.clients.system.supervisor import Control
+from tokenbus.clients.system.up import run_system
+from tokenbus.protocol.settings import Settings
 
 from .foreground import short_folder
 
@@ -38,3 +41,16 @@ def test_a_supervisord_that_stands_still_is_not_waited_for(
     thread.start()
     thread.join(300.0)
     assert answers == [None, None]
+
+
+def test_a_second_system_in_a_run_directory_is_refused_by_its_folder_and_not_by_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Control, "pid", lambda self: 71)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        front = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        settings = Settings(run_dir=str(tmp_path), front=front)
+        with pytest.raises(SystemFault, match=r"already runs in .*; stop it with 'tokenbus down'"):
+            run_system(settings, [], lambda client: [])
