@@ -82,7 +82,9 @@ def _add_run(actions: Any) -> None:
         "The module of a file is deleted after the run, unless it was stored before.",
     )
     parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or a known name")
-    parser.add_argument("--arg", metavar="A|@FILE", help="the argument of the controller")
+    parser.add_argument(
+        "--arg", "--controller-arg", metavar="A|@FILE", help="the argument of the controller"
+    )
     parser.add_argument(
         "--prompt", metavar="P", default=DEFAULT_PROMPT, help="the prompt (default: a line break)"
     )

@@ -32,7 +32,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--controller", metavar="NAME|FILE", help="a name, or a .wasm or .c file, which goes along"
     )
-    parser.add_argument("--arg", metavar="TEXT|@FILE", help="the argument of the controller")
+    parser.add_argument(
+        "--arg", "--controller-arg", metavar="TEXT|@FILE", help="the argument of the controller"
+    )
     parser.set_defaults(run=run)
 
 

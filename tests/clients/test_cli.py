@@ -232,6 +232,8 @@ def test_parameters_are_split_from_a_line(
         (["generate", "x", "--set", "temprature=1"], 4, "did you mean 'temperature'?"),
         (["generate", "x", "--record", "/nowhere/x.json"], 2, "folder /nowhere does not exist"),
         (["record", "/nowhere/x.json", "x"], 2, "folder /nowhere does not exist"),
+        (["record", "/nowhere/x.json", "x", "--controller", "regex", "--controller-arg", "a"], 2,
+         "folder /nowhere does not exist"),
         (["record", "/tmp", "x"], 2, "cannot write /tmp: it is a folder"),
         (["replay", "x", "--until", "y"], 2, "--until: expected a whole number, not 'y'"),
         (["status", "all"], 2, "unexpected argument 'all'"),
