@@ -124,7 +124,7 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
     quoted = what.split("`")
     if what.startswith("Object contains unknown field"):
         path = f"{path}.{quoted[1]}"
-        return f"unknown field {field_name(path)!r}; docs/http.md lists the fields", path
+        return f"unknown field {field_name(path)!r}; GET /openapi.json lists the fields", path
     if what.startswith("Object missing required field"):
         path = f"{path}.{quoted[1]}"
         return f"the field {field_name(path)!r} is missing", path
