@@ -215,9 +215,8 @@ class _Handshakes:
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
-                f"{broker} refuses {shown}: it was never allowed or is revoked, or it is a "
-                "client's at the workers' address or a worker's at that of clients; "
-                "'tokenbus keys list' there lists those that are allowed"
+                f"{broker} refuses {shown}: it was never allowed or is revoked, or its role is not "
+                "that of the address; 'tokenbus keys list' there lists the allowed keys"
             )
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return (

@@ -175,7 +175,7 @@ def test_a_key_of_a_client_cannot_register_a_worker(broker: KeyedBroker) -> None
     key = admitted(broker, broker.new_key("climber"))
     revoked = broker.stranger("nobody", "worker")
     for given, what in (
-        (key, "a client's at the workers' address"),
+        (key, "its role is not that of the address"),
         (revoked, "never allowed or is revoked"),
         (None, "only connections with a key"),
     ):
@@ -191,7 +191,7 @@ def test_a_key_of_a_client_cannot_register_a_worker(broker: KeyedBroker) -> None
 
 def test_a_key_of_a_worker_cannot_be_a_clients(broker: KeyedBroker) -> None:
     key = admitted(broker, broker.new_key("descender", "worker"))
-    assert "a worker's at that of clients" in refusal(broker.client(key))
+    assert "its role is not that of the address" in refusal(broker.client(key))
 
 
 def test_a_revocation_ends_live_streams_with_one_error_each(broker: KeyedBroker) -> None:

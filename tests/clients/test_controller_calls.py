@@ -56,7 +56,7 @@ def test_modules_are_uploaded_tagged_listed_and_deleted(client: Client, tmp_path
     assert {m.module for m in client.controllers()} == before | {stored.module}
     client.delete_controller(stored.module)
     assert {m.module for m in client.controllers()} == before
-    with pytest.raises(RequestError, match="no controller 'nops'") as caught:
+    with pytest.raises(RequestError, match="unknown controller 'nops'") as caught:
         client.generate(PROMPT, controller="nops").wait()
     assert caught.value.code == "unknown_controller"
 

@@ -188,7 +188,7 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["run", "no-such-tag"], 4, "no controller 'no-such-tag'"),
+        (["run", "no-such-tag"], 4, "unknown controller 'no-such-tag'"),
         (["run", "/nowhere/x.wasm"], 2, "/nowhere/x.wasm"),
         (["upload", "/nowhere/x.wasm"], 2, "No such file"),
         (["upload", "/etc/passwd"], 4, "not Wasm"),
@@ -208,7 +208,7 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         (["run", "x", "--set", "colour=red"], 4, "'colour'"),
         (["run", "x", "--set", "controller=y"], 4, "--set controller"),
         (["run", "chioce"], 4, "built in: choice"),
-        (["run", "my:Class"], 4, "served by `tokenbus controller serve`, and none of that name"),
+        (["run", "my:Class"], 4, "a Python controller needs a worker: tokenbus controller serve"),
         (["run", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["run", "./nowhere"], 2, "nowhere"),
@@ -252,7 +252,7 @@ def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path:
         )
 
     assert run("./named").returncode == run("named.wasm").returncode == 0
-    assert "no controller 'named'" in run("named").stderr
+    assert "unknown controller 'named'" in run("named").stderr
 
 
 @pytest.mark.process

@@ -71,7 +71,7 @@ def test_a_tenant_has_no_module_and_no_tag_of_another(machines: Machines) -> Non
     assert [[m.module for m in client.controllers()] for client in (ann, ben)] == [[hers], [his]]
     ben.delete_controller("mine")
     assert machines.tokens(ann, "mine") == 2
-    with pytest.raises(RequestError, match=r"no controller 'mine'; .*modules without tags: 1"):
+    with pytest.raises(RequestError, match=r"unknown controller 'mine'; .*modules without tags: 1"):
         machines.tokens(ben, "mine")
 
 
@@ -95,7 +95,7 @@ def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Mac
     five = ann.upload_controller(five_tokens).module
     ann.tag_controller(five, "four")
     assert machines.tokens(ann, "four") == 5
-    with pytest.raises(RequestError, match=r"no controller 'four'"):
+    with pytest.raises(RequestError, match=r"unknown controller 'four'"):
         machines.tokens(machines.ben, "four")
     assert five in machines.files(machines.second)
     busy.close()

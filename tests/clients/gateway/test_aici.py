@@ -402,13 +402,13 @@ def test_a_failure_of_a_controller_is_a_choice_where_nothing_is_streamed(aici: A
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("run", {"controller": "nobody"}, 404, "no controller 'nobody'"),
+        ("run", {"controller": "nobody"}, 404, "unknown controller 'nobody'"),
         ("run", {"controller": "puppet", "model": "nobody"}, 404, "nobody"),
         ("run", {"controller": "puppet", "promt": ""}, 400, "unknown field 'promt'"),
         ("run", {"controller_arg": ""}, 400, "'controller' is missing"),
         ("run", {"controller": "puppet", "max_tokens": 0}, 400, "max_tokens"),
         ("run", {"controller": "puppet", "temperature": -1}, 400, "temperature"),
-        ("completions", {**EARLIER, "aici_module": "nobody"}, 404, "no controller 'nobody'"),
+        ("completions", {**EARLIER, "aici_module": "nobody"}, 404, "unknown controller 'nobody'"),
         ("completions", {**EARLIER, "aici_module": "puppet", "echo": True}, 400, "'echo'"),
         ("completions", {**EARLIER, "aici_module": "puppet", "prompt": [1, "a"]}, 400, "prompt"),
         ("controllers/tags", {"module_id": "nobody", "tags": ["a"]}, 404, "no module 'nobody'"),

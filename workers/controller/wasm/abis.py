@@ -116,7 +116,7 @@ def _abi(binary: Binary) -> Abi:
                 f"worker speaks version {VERSION}: compile it with this worker's SDK"
             )
     raise _refusal(
-        f"the module is no controller: it exports neither {START} (native, docs/controllers.md) "
+        f"the module is not a controller: it exports neither {START} (native, docs/controllers.md) "
         f"nor {', '.join(EXPORTS['aici'])} (AICI); {_exported(functions)}"
     )
 

@@ -144,12 +144,9 @@ def decode_table(content: bytes) -> Table:
 def _why_unknown(table: Table, name: str, path: str) -> str:
     """The error for an unknown name; it lists the existing names, similar ones first."""
     runs = path == "$.controller"
-    parts = [f"there is no {'controller' if runs else 'module'} {name!r}"]
+    parts = [f"unknown {'controller' if runs else 'module'} {name!r}"]
     if runs and _PYTHON.fullmatch(name):
-        parts[0] += (
-            ": Python controllers are served by `tokenbus controller serve`, and none of that "
-            "name is"
-        )
+        parts[0] += "; a Python controller needs a worker: tokenbus controller serve MODULE:NAME"
     if runs:
         parts.append(f"built in: {', '.join(BUILT_IN)}")
     if table.tags:

@@ -91,7 +91,7 @@ def test_a_module_is_read_in_another_process_only(
     monkeypatch.setattr(wasm_reader.Reader, "byte", None)
     stored = modules.put("anna", module(1))
     assert modules.load(stored.module).abi == "native"
-    with pytest.raises(RequestError, match="the module is no controller") as caught:
+    with pytest.raises(RequestError, match="the module is not a controller") as caught:
         modules.put("anna", UNKNOWN)
     assert caught.value.path == "$.data"
 
@@ -191,14 +191,14 @@ def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) ->
     first, *_ = [modules.put("anna", module(n)).module for n in range(3)]
     modules.tag("anna", first, tags)
     says = (
-        r"^there is no controller 'x'; built in: choice, combination, .*, yacc; "
+        r"^unknown controller 'x'; built in: choice, combination, .*, yacc; "
         r"tags: tag00, .*, tag19 and 5 more; "
         "modules without tags: 2"
     )
     with pytest.raises(RequestError, match=says) as caught:
         modules.resolve("anna", "x")
     assert (caught.value.code, caught.value.path) == ("unknown_controller", "$.controller")
-    with pytest.raises(RequestError, match="there is no module 'x'; tags: tag00") as caught:
+    with pytest.raises(RequestError, match="unknown module 'x'; tags: tag00") as caught:
         modules.delete("anna", "x")
     assert caught.value.path == "$.module"
 
@@ -223,7 +223,9 @@ def test_the_answer_to_an_unknown_name_is_short_whatever_tags_there_are(
 def test_the_name_of_a_python_controller_is_answered_with_how_to_serve_it(
     modules: ModuleStore,
 ) -> None:
-    says = "'my.mod:Name': Python controllers are served by `tokenbus controller serve`, and none"
+    says = (
+        "unknown controller 'my.mod:Name'; a Python controller needs a worker: tokenbus controller"
+    )
     with pytest.raises(RequestError, match=says):
         modules.resolve("anna", "my.mod:Name")
 
@@ -233,9 +235,9 @@ def test_an_id_may_be_named_by_its_first_8_characters(modules: ModuleStore) -> N
     modules.tag("anna", one[:8], ["x"])
     assert modules.resolve("anna", "x") == modules.resolve("anna", one[:63]) == one
     for short in (one[:7], one[:8].upper(), one[1:20]):
-        with pytest.raises(RequestError, match="no controller"):
+        with pytest.raises(RequestError, match="unknown controller"):
             modules.resolve("anna", short)
-    with pytest.raises(RequestError, match="no controller"):
+    with pytest.raises(RequestError, match="unknown controller"):
         modules.resolve("ben", one[:8])
     assert modules.delete("anna", two[:8]).module == two
     other = modules.put("anna", module(3)).module
@@ -280,7 +282,7 @@ def test_a_module_beyond_the_limit_is_refused_with_both_sizes(
     ("wasm", "says"),
     [
         (b"#!/bin/sh", "not Wasm"),
-        (b"\0asm\1\0\0\0", "no controller"),
+        (b"\0asm\1\0\0\0", "not a controller"),
         (module(more="(func (result i32))"), r"not valid: .*offset .*type mismatch"),
         (module(more="(func (param i64) local.get 0 drop) (memory 1)"), "2 memories"),
     ],

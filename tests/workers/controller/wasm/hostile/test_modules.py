@@ -43,7 +43,7 @@ REFUSED = {
     "not Wasm": b"#!/bin/sh\nrm -rf /\n",
     "this is not Wasm: it is empty": b"",
     "137 are there": guest()[:-20],
-    "the module is no controller: ": b"\0asm\1\0\0\0",
+    "the module is not a controller: ": b"\0asm\1\0\0\0",
 }
 """The text of the error, and the module."""
 
