@@ -97,7 +97,7 @@ class AsyncClient(BaseClient):
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
     ) -> Scores:
-        """The log-probability of each token of ``scored``, given all before it."""
+        """The log-probability of each token of ``scored``, given all tokens before it."""
         stream = self._stream(score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = await stream.wait() or [GeneratedSequence(0)]
         return Scores.of(sequence)
@@ -117,19 +117,20 @@ class AsyncClient(BaseClient):
     async def status(
         self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
     ) -> Status:
-        """Workers, sessions and queues; with ``streams``, the live streams of all clients with the
-        same key too; with ``metrics``, counters and histograms too."""
+        """Workers, sessions and queues. ``streams`` adds the live streams of all clients with the
+        same key, ``metrics`` the counters and histograms."""
         answer = await self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 
     async def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Has the worker of this name leave, which hands its streams over to others, or finishes
-        them where there are none; returns how many requests it had, when it has left."""
+        """Makes the worker of this name leave, and waits until it has left; returns how many
+        requests it had. It hands its streams over to other workers, or finishes them if there are
+        none."""
         return drained_requests(await self._ask(drain_call(name, timeout_s)))
 
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
+        """Stores a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         await self._ask(buffer_call(name, content, timeout_s))
         note_buffer(self._sent_buffers, name, content)
 

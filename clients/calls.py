@@ -52,16 +52,15 @@ class Ended:
 
 
 Event = Token | Row | Msg | System | Ended
-"""The events that a call gets. A ``Row`` is a Token that came in columns; it becomes one where it
-is read."""
+"""The events of a call. A ``Row`` is a Token from columns, and becomes a Token when it is read."""
 
 
 def _discard(events: Sequence[Event]) -> None:
-    """Takes events that are not needed."""
+    """Ignores events."""
 
 
 def _sleep_on() -> None:
-    """Wakes no reader."""
+    """Does nothing: no reader waits."""
 
 
 class Unread(deque[Event]):
@@ -70,9 +69,9 @@ class Unread(deque[Event]):
     def __init__(self) -> None:
         super().__init__()
         self.watched = False
-        """Whether ``wake`` is to be called when a row was added."""
+        """Whether ``wake`` has to be called when a row was added."""
         self.wake: Callable[[], None] = _sleep_on
-        """Must hold no reference to the stream, which cancels when it is dropped."""
+        """It must not refer to the stream, which cancels its request when it is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,20 +88,20 @@ class Call:
     retry_s: float = 0.0
     """How long to send the request again after its first retryable failure."""
     waits_for_room: bool = True
-    """Whether ``queue_full`` or ``client_limit`` is such a failure."""
+    """Whether ``queue_full`` and ``client_limit`` count as retryable."""
     span: ClientSpan | None = None
-    """Its span, where the program traces."""
+    """The span of the call, if the program uses tracing."""
     take: Callable[[Sequence[Event]], None] = _discard
-    """Takes the events, but for rows. Must hold no reference to the stream either."""
+    """Receives the events, except for rows. It must not refer to the stream either."""
     unread: Unread = field(default_factory=Unread)
-    """The entries that it takes, and the rows."""
+    """The entries and rows that the reader has not read."""
 
     base: int | None = None
     """The first ``stream_id`` of a call of a named session, whose streams another client may have
-    begun; the last 8 bits count the attempts."""
+    begun. The last 8 bits count the attempts."""
     repeated: bool = False
-    """Whether the stream was begun before, so that a worker may still report it to a broker that
-    was restarted. Set by who makes the call."""
+    """Whether the stream was begun before, so that a worker may still report it to a restarted
+    broker. The creator of the call sets it."""
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
     began: float = 0.0
@@ -115,20 +114,20 @@ class Call:
     tries: int = 0
     resend_at: float | None = None
     received: int = 0
-    """TOKEN entries of this attempt."""
+    """Number of TOKEN entries of this attempt."""
     repeats: int = 0
-    """How many of the next ones were received before: those that the answer to ATTACH says."""
+    """How many of the next entries were received before, according to the answer to ATTACH."""
     moves: int = 0
     """How often the stream of this attempt has moved, as far as is known."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Entries delivered, by sequence, over all attempts."""
+    """Number of entries delivered, by sequence, over all attempts."""
     came: dict[int, int] = field(default_factory=dict)
-    """Entries of this attempt, by sequence; the first ``seen`` of each are duplicates."""
+    """Number of entries of this attempt, by sequence; the first ``seen`` of each are duplicates."""
 
     @property
     def may_be_live(self) -> bool:
-        """Whether to wait for a worker that still has the stream, where a broker was restarted. A
-        request of which nothing has arrived is rather sent again, if it may be."""
+        """Whether to wait for a worker that may still have the stream, after a broker was
+        restarted. A request without any received entry is sent again instead, if it may be."""
         streams = isinstance(self.message, Generate | Score)
         return streams and (self.received > 0 or self.retry_s == 0)
 
@@ -151,8 +150,8 @@ class Call:
         return True
 
     def all_new(self, seq: int) -> bool:
-        """Whether every further entry of a sequence is new: this attempt has come to the end of
-        what earlier ones delivered."""
+        """Whether all further entries of a sequence are new: this attempt has passed the entries
+        that earlier ones delivered."""
         return self.came.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:

@@ -45,10 +45,11 @@ class Client(BaseClient):
 
     ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
     ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). With several addresses, separated by commas,
-    it uses one, and the next if that is gone. ``patience_s``: how long calls
-    wait for a broker that does not answer, in seconds. ``key``: its key, as ``OwnKey.read`` gives
-    it; without it, that of the setting ``key``, or this machine's where it has keys. Raises
-    KeyFault where that cannot be read.
+    the client uses one, and the next if that one fails.
+
+    ``patience_s``: how long calls wait for a broker that does not answer, in seconds. ``key``: its
+    key, as ``OwnKey.read`` returns it; without it, the key of the setting ``key``, or this
+    machine's key if it exists. Raises KeyFault if that key cannot be read.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
@@ -74,11 +75,11 @@ class Client(BaseClient):
         """Begins a stream of tokens that continue ``prompt``: text, or token ids.
 
         The options are those of ``GenerateOptions``: ``model``, ``temperature`` (0, greedy),
-        ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised where the stream
+        ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised when the stream
         is read: RequestError if the request is not valid, UnavailableError, RequestTimeoutError,
         ControllerError, SlowClientError, ServiceError.
 
-        ``record``: the file that the stream is written to when it ends, for ``tokenbus replay``.
+        ``record``: the file to which the stream is written when it ends, for ``tokenbus replay``.
         """
         call = generate_call(prompt, options)
         if record is None:
@@ -91,7 +92,7 @@ class Client(BaseClient):
         return Stream(self, self._connection, call, options.get("on_system"), recorder)
 
     def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]) -> Scores:
-        """The log-probability of each token of ``scored``, given all before it."""
+        """The log-probability of each token of ``scored``, given all tokens before it."""
         call = score_call(prompt, scored, options)
         stream = Stream(self, self._connection, call, options.get("on_system"))
         [sequence] = stream.wait() or [GeneratedSequence(0)]
@@ -106,7 +107,7 @@ class Client(BaseClient):
     def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
         """The tokenizer of a model, up to some 20 MB, with its chat template and special tokens.
 
-        Raises RequestError if the model has none that the tokenizers library reads.
+        Raises RequestError if the tokenizers library cannot read the model's tokenizer.
         """
         answer = self._ask(tokenizer_call(model, timeout_s))
         assert isinstance(answer.tokenizer, TokenizerFiles)
@@ -115,19 +116,20 @@ class Client(BaseClient):
     def status(
         self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
     ) -> Status:
-        """Workers, sessions and queues; with ``streams``, the live streams of all clients with the
-        same key too; with ``metrics``, counters and histograms too."""
+        """Workers, sessions and queues. ``streams`` adds the live streams of all clients with the
+        same key, ``metrics`` the counters and histograms."""
         answer = self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 
     def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Has the worker of this name leave, which hands its streams over to others, or finishes
-        them where there are none; returns how many requests it had, when it has left."""
+        """Makes the worker of this name leave, and waits until it has left; returns how many
+        requests it had. It hands its streams over to other workers, or finishes them if there are
+        none."""
         return drained_requests(self._ask(drain_call(name, timeout_s)))
 
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Keeps a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
+        """Stores a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
         self._ask(buffer_call(name, content, timeout_s))
         note_buffer(self._sent_buffers, name, content)
 

@@ -1,6 +1,6 @@
 """The connection of a client: its session on a socket with a thread of its own.
 
-So the session is kept alive, and tokens are taken off the network, whatever the caller does.
+The thread keeps the session alive and receives tokens, independently of the caller.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .lanes import Delivery
 from .session import ClientSession
 
 LINGER_MS = 500
-"""How long a client that is closed goes on sending what was submitted."""
+"""How long a closed client continues to send submitted messages, in milliseconds."""
 
 
 class Connection:
     """Carries the calls of one client to the broker at ``front``.
 
     ``deliver`` receives their events, on the connection's thread, and must not block. The thread
-    starts with the first call. ``key``: the client's, where the broker has keys. Raises
-    AddressError where ``front`` is not a ZeroMQ address.
+    starts with the first call. ``key``: the client's key, if the broker has keys. Raises
+    AddressError if ``front`` is not a ZeroMQ address.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class Connection:
         """``session``: the token of a named session; None: a new one."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
-        """Reentrant, as a client may be finalized, and so closed, within any allocation."""
+        """Reentrant, because a client may be finalized, and so closed, within any allocation."""
         self._closed: str | None = None
-        """Why no more calls are taken."""
+        """Why no more calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
         peer = _ClientPeer(own, self._commands, deliver, self._end)
         self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
 
     def carry_users(self) -> None:
-        """Declares that calls are of other users, before the first one: none is the operator's."""
+        """Declares, before the first call, that calls come from other users: none of them has the
+        operator's rights."""
         self._session.capabilities = (*self._session.capabilities, CARRIES_USERS)
 
     def submit(self, call: Call) -> None:
-        """Begins a call; raises RuntimeError where no call can be carried."""
+        """Begins a call; raises RuntimeError if calls cannot be carried any more."""
         if self._carrier.forked:
             raise RuntimeError(
                 "this client was made before the process forked, and serves only the parent; make "
@@ -63,7 +64,8 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # First, as it may fail: a call that was refused must not be sent by a later one.
+            # This is the first step, as it may fail: a refused call must not be sent together with
+            # a later one.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
@@ -77,12 +79,12 @@ class Connection:
 
     @property
     def broker(self) -> str:
-        """The address of the broker that it connects to at the moment."""
+        """The address of the broker to which it connects at the moment."""
         return self._carrier.address
 
     def close(self, keep: bool = False) -> None:
-        """Ends the session, and every call that has not ended; with ``keep``, the broker keeps the
-        session for another client that names it."""
+        """Ends the session, and every call that has not ended. With ``keep``, the broker keeps the
+        session for another client that has its token."""
         if self._carrier.forked:
             return
         with self._lock:
@@ -93,14 +95,14 @@ class Connection:
         self._carrier.close()
 
     def _end(self, reason: str) -> None:
-        """The last thing on the connection's thread: from here on no call is taken."""
+        """The last action on the connection's thread: no call is accepted afterwards."""
         with self._lock:
             if self._closed is None:
                 self._closed = f"this client's connection has ended: {reason}"
 
 
 class _ClientPeer:
-    """The session, and what the client's threads want of it, as the connection sees them."""
+    """The session and the requests of the client's threads, as the connection's peer."""
 
     def __init__(
         self,
@@ -119,13 +121,13 @@ class _ClientPeer:
         self.lost = session.lost
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """Lets the session see each message, and hands the events on."""
+        """Passes each message to the session, and delivers the events."""
         for frames in messages:
             self._session.on_frames(frames, now)
         self._hand_on()
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """Submitted calls, and due timers."""
+        """The messages of submitted calls and due timers."""
         session = self._session
         while self._commands:
             self._commands.popleft()(session, now)
@@ -143,7 +145,7 @@ class _ClientPeer:
         self._hand_on()
 
     def ended(self, reason: str) -> None:
-        """Ends every call with an error; without this, their readers would wait for ever."""
+        """Ends every call with an error; otherwise their readers would wait forever."""
         self._ended(reason)
         session, now = self._session, time.monotonic()
         while self._commands:

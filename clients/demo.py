@@ -1,6 +1,7 @@
-"""``make demo``: a whole system on this machine, shown in under a minute, and ended.
+"""``make demo``: starts a whole system on this machine, shows it in under a minute, and ends it.
 
-It starts ``tokenbus up`` on a port and in a folder of its own, so that it disturbs no other system.
+It starts ``tokenbus up`` on a port and in a folder of its own, so that it does not disturb other
+systems.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ Go on:
 
 
 def main() -> int:
-    """Runs the demo; the exit code."""
+    """Runs the demo; returns the exit code."""
     console = Console(highlight=False)
     started = time.monotonic()
     try:
@@ -109,7 +110,7 @@ def _system(console: Console) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the demo alone, which then ends the system.
+            start_new_session=True,  # Ctrl-C reaches only the demo, which then ends the system.
         )
     try:
         with console.status("starting: torch and the model are being loaded"):

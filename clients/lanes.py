@@ -1,4 +1,4 @@
-"""Where the rows of columns go, while they are of the same streams from message to message."""
+"""Delivers the rows of columns, as long as consecutive messages have the same streams."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .calls import Call, Event, Unread
 
 
 class Step(NamedTuple):
-    """The rows of a message, and where each of them goes."""
+    """The rows of a message, and the call of each."""
 
     unread: list[Unread]
     rows: Iterable[Row]
 
     def deliver(self) -> None:
-        """Puts each row where its reader finds it, where ``Unread.wake`` may be called."""
+        """Adds each row to the queue of its reader; may call ``Unread.wake``."""
         for unread, row in zip(self.unread, self.rows, strict=True):
             unread.append(row)
             if unread.watched:
@@ -24,11 +24,11 @@ class Step(NamedTuple):
 
 
 Delivery = list[Step | tuple[Call, Sequence[Event]]]
-"""Events on their way to the readers of their calls."""
+"""Events to be delivered to the readers of their calls."""
 
 
 def hand_out(delivery: Delivery) -> None:
-    """Gives each call its events."""
+    """Delivers the events of each call."""
     for part in delivery:
         if isinstance(part, Step):
             part.deliver()
@@ -40,8 +40,8 @@ def hand_out(delivery: Delivery) -> None:
 class Lanes:
     """The calls of the rows of columns.
 
-    Everything that is counted for each entry of a call is counted here for all of them, and passed
-    on by ``settle``, before anything reads it.
+    Counts that would be updated for each entry of a call are kept here for all of them. ``settle``
+    adds them to the calls before they are read.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
@@ -55,9 +55,9 @@ class Lanes:
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
-        """The lanes of a message; None where a row cannot simply be delivered: its call is over or
-        attaches, or this attempt repeats what an earlier one has delivered. Raises RequestError
-        where the columns do not have the same length."""
+        """The lanes of a message; None if a row needs special treatment. That is so if its call has
+        ended or attaches, or if this attempt repeats delivered entries. Raises RequestError if the
+        columns differ in length."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):
@@ -68,8 +68,8 @@ class Lanes:
         return cls(body, rows, found)
 
     def step(self, body: TokenColumns, now: float) -> Step | None:
-        """Counts the rows of a message; None where they are not of these streams. Raises
-        RequestError as ``of`` does."""
+        """Counts the rows of a message; None if they belong to other streams. Raises RequestError
+        like ``of``."""
         if body.streams != self._streams or body.seqs != self._seqs:
             return None
         rows = unpack_columns(body, self._rows)
@@ -78,7 +78,7 @@ class Lanes:
         return Step(self._unread, zip(*rows, strict=True))
 
     def settle(self) -> None:
-        """Passes on what was counted."""
+        """Adds the counts to the calls."""
         count, self._uncounted = self._uncounted, 0
         if count:
             for call, seq in zip(self._calls, self._rows.seqs, strict=True):

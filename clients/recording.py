@@ -51,7 +51,7 @@ class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Recording(Struct, kw_only=True, omit_defaults=True):
-    """A stream: what it depends on, and what became of it."""
+    """A stream: everything on which it depends, and its outcome."""
 
     format: int
     tokenbus: str
@@ -60,12 +60,12 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
     machine: str
     """Processor and system of the client that recorded it."""
     request: Generate
-    """With its seed; ``prompt`` is the text or the token ids."""
+    """The request with its seed; ``prompt`` is the text or the token ids."""
     buffers: list[RecordedBuffer] = []
     model: ModelInfo | None = None
-    """The model that served it; None where the request never got to one."""
+    """The model that served it; None if the request did not reach a model."""
     module: bytes | None = None
-    """The Wasm of its controller, if that was given as a file."""
+    """The Wasm of its controller, if it was given as a file."""
     complete: bool = False
     """Whether the stream was read to its end."""
     error: str = ""
@@ -75,15 +75,15 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def failure(self) -> str:
-        """The first error of the stream or of one of its sequences; empty: there is none."""
+        """The first error of the stream or of one of its sequences; empty if there is none."""
         return self.error or next((e.error for e in self.entries if e.error), "")
 
 
 class Recorder(Sequences):
-    """Writes a stream to a file when it ends, finished or failed or closed.
+    """Writes a stream to a file when it finishes, fails or is closed.
 
-    For ``generate(record=…)``, where the controller is a module that the recording is to carry, or
-    where only failures are to be recorded.
+    It is for ``generate(record=…)``, if the recording should contain the controller's module, or if
+    only failures should be recorded.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Recorder(Sequences):
         self._came: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """The model, for clients that do not know it before the request is sent."""
+        """Returns the model, for clients that do not know it before the request is sent."""
         rows, came = self.add_row, self._came
 
         def add_row(row: Row) -> None:
@@ -108,7 +108,8 @@ class Recorder(Sequences):
         self.add_row = add_row
 
     def begin(self, call: Call, model: ModelInfo | None, buffers: Mapping[str, Prompt]) -> None:
-        """Before the request is sent; raises RequestError where a buffer of it is not known."""
+        """Called before the request is sent; raises RequestError if one of its buffers is
+        unknown."""
         message = call.message
         assert isinstance(message, Generate)
         if message.seed is None:
@@ -152,11 +153,11 @@ class Recorder(Sequences):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two streams differ first."""
+    """The first difference between two streams."""
 
     seq: int
     at: int
-    """Which entry of the sequence, from 0."""
+    """The index of the entry in the sequence, from 0."""
     recorded: Token | None
     """None: the recorded sequence has no such entry."""
     replayed: Token | None
@@ -195,10 +196,12 @@ def again(
 ) -> Iterator[Token]:
     """The entries of the same request, run again; at most ``until`` of them.
 
-    ``module``: another controller in place of the recorded one. ``inspect``: entries say what their
-    masks did, with as many of the likeliest tokens as there may be. ``model``: the name of the
-    model here. Raises what the stream raises; RequestError where the model here has another
-    tokenizer, or gives other tokens for the same seed.
+    ``module``: another controller instead of the recorded one. ``inspect``: entries report the
+    effect of their masks, with the maximum number of likeliest tokens. ``model``: the name of the
+    model here.
+
+    Raises the errors of the stream, and RequestError if the model here has another tokenizer, or
+    gives other tokens for the same seed.
     """
     request = recording.request
     named = request.model if model is None else model
@@ -248,7 +251,7 @@ def again(
 
 
 def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> None:
-    """A client has sent a buffer, or deleted it; ``sent`` are those that it can record."""
+    """A client has sent or deleted a buffer; ``sent`` has the buffers that it can record."""
     if content is None:
         sent.pop(name, None)
     else:
@@ -258,8 +261,8 @@ def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> N
 def first_difference(
     recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
 ) -> Difference | None:
-    """Where the sequences of two streams differ first, in the order in which they were recorded;
-    None where they are the same. ``prefix``: one may be longer than the other.
+    """The first difference between the sequences of two streams, in the recorded order; None if
+    they are equal. ``prefix``: one may be longer than the other.
 
     Log-probabilities and times are not compared.
     """

@@ -1,4 +1,4 @@
-"""The arguments of a client's methods, as calls."""
+"""The arguments of a client's methods, and the calls made from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ OnSystem = Callable[[System], None]
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
 DRAIN_S = 600.0
-"""How long a client waits for a worker that is drained, which may have to finish its streams."""
+"""How long a client waits for a drained worker, which may have to finish its streams, in
+seconds."""
 ASK_S = 30.0
 """How long ``model_info``, ``tokenizer`` and ``status`` wait for their answer, in seconds."""
 UPLOAD_S = 120.0
@@ -51,11 +52,11 @@ class RequestOptions(TypedDict, total=False):
     """Options of every request for tokens. Times in seconds."""
 
     model: str
-    """The name of the model; default: the one that is served, or else the embedded one."""
+    """The name of the model; default: the only model that is served, or else the embedded one."""
     buffers: Sequence[str]
     """Names of buffers that precede the prompt."""
     priority: int
-    """Higher goes first; default: 0."""
+    """Higher priorities are served first; default: 0."""
     timeout_s: float
     """End the request, with RequestTimeoutError, this long after it began."""
     stall_s: float
@@ -67,7 +68,7 @@ class RequestOptions(TypedDict, total=False):
     trace: str
     """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
     by: str
-    """Whose request it is, where one client serves several users: they take turns in the queue."""
+    """The user whose request it is, if one client serves several: they take turns in the queue."""
     request_id: str
     """The name of the request in log lines of all processes, at most 128 characters."""
 
@@ -76,7 +77,8 @@ class ScoreOptions(RequestOptions, total=False):
     """The options of ``score``."""
 
     top_logprobs: int
-    """How many of the most likely tokens to report at each place, besides the scored one."""
+    """How many of the most likely tokens to report at each position, in addition to the scored
+    token."""
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -99,22 +101,23 @@ class GenerateOptions(RequestOptions, total=False):
     ignore_eos: bool
     n: int
     save: str
-    """Keep prompt and output as a buffer of this name."""
+    """Store the prompt and the output as a buffer of this name."""
     controller: str
     """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
     """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
     heal_prompt: bool
-    """Take the prompt's last token back and force its text: a prompt may end in the middle of a
-    word. With ``text``, what is generated begins behind the prompt; the first token has its end."""
+    """Remove the prompt's last token and force its text, so that a prompt may end in the middle of
+    a word. With ``text``, the generated text begins after the prompt; the first token has the rest
+    of its word."""
     inspect: bool
-    """Entries also say what their masks did: ``allowed``, ``cut`` and ``round_us``."""
+    """Entries also report the effect of their masks: ``allowed``, ``cut`` and ``round_us``."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
     """The call of a GENERATE; raises RequestError if it is not valid, as far as the client checks.
 
-    A request with sampling gets its seed here, so that a retry gets the same tokens.
+    A request with sampling receives its seed here, so that a retry generates the same tokens.
     """
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
@@ -172,7 +175,7 @@ def drain_call(worker: str, timeout_s: float) -> Call:
 
 
 def drained_requests(answer: Msg) -> int:
-    """How many requests a worker had that was drained."""
+    """How many requests a drained worker had."""
     return int(answer.result["requests"])
 
 

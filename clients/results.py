@@ -35,18 +35,18 @@ class GeneratedSequence:
     storage: list[Any] = field(default_factory=list)
     """The variables that the controller wrote, in order, as AICI's storage commands."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """For each token the most likely ones and itself, with their log-probabilities."""
+    """For each token, the most likely tokens and the token itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
     """Why it failed, if it did."""
     code: str | None = None
     """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
     stop: str | int | None = None
-    """Which of the request's ``stop`` ended it, if one did."""
+    """The element of the request's ``stop`` that ended it, if one did."""
     constraint: ConstraintEnd | None = None
     """How the text ended under a built-in constraint: ``complete``, ``closed`` or ``cut``."""
     prompt_tokens: int = 0
-    """The tokens of the stream's prompt, those of buffers included."""
+    """The number of tokens of the stream's prompt, including its buffers."""
     cached_tokens: int = 0
     """How many of them were in the worker's cache already."""
     _pieces: list[str] = field(default_factory=list)
@@ -109,14 +109,14 @@ class GeneratedSequence:
 class Sequences:
     """Collects the entries of one stream.
 
-    Rows are kept as they are, and become a part of their sequences where these are looked at.
+    Rows are stored unchanged, and are added to their sequences when these are read.
     """
 
     def __init__(self) -> None:
         self._by_seq: dict[int, GeneratedSequence] = {}
         self._rows: list[Row] = []
         self.add_row = self._rows.append
-        """Adds the entry that a row stands for."""
+        """Adds the entry that a row represents."""
         self._adding = threading.Lock()
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -157,7 +157,7 @@ class Sequences:
         sequence._add(entry)
 
     def _add_rows(self) -> None:
-        # Another thread may look at the sequences of a stream while one reads it.
+        # Another thread may read the sequences of a stream at the same time.
         with self._adding:
             rows = self._rows[:]
             del self._rows[: len(rows)]
@@ -193,9 +193,9 @@ class Scores:
     tokens: list[int]
     logprobs: list[float]
     texts: list[str]
-    """Each token's text, where text was scored."""
+    """Each token's text, if text was scored."""
     top_logprobs: list[dict[int, float]]
-    """As in ``GeneratedSequence``; empty ones where they were not asked for."""
+    """As in ``GeneratedSequence``; empty dicts if they were not requested."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """As in ``GeneratedSequence``."""

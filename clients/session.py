@@ -1,9 +1,9 @@
 """The client's side of the protocol: messages in, messages and events out.
 
-No sockets and no clocks, as in the broker's core: frames and times are passed in, ``outgoing`` has
-the messages to send and ``ready`` the events for the callers. The session outlives its connection
-(HELLO with its token, ATTACH for each stream), requests that were lost are sent again without
-delivering an entry twice, and no call waits without a limit.
+Like the broker's core, it has neither sockets nor clocks: frames and times are passed in,
+``outgoing`` has the messages to send and ``ready`` the events for the callers. The session outlives
+its connection (HELLO with its token, ATTACH for each stream). Lost requests are sent again without
+delivering an entry twice, and every call has a time limit.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from .lanes import Delivery, Lanes
 log = logging.getLogger(__name__)
 
 HELLO_AGAIN_S = 5.0
-"""After this long without an answer to HELLO a new connection is opened, in seconds."""
+"""Seconds without an answer to HELLO after which a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The first and the longest pause before another attempt; each is twice the one before."""
+"""The first and the longest pause before another attempt, in seconds; each is twice the previous
+one."""
 LOOK_S = 0.25
 """How often deadlines are checked, in seconds."""
 HINT_S = 3.0
-"""After this long without a broker, calls that still wait log a warning, in seconds."""
+"""Seconds without a broker after which calls that still wait log a warning."""
 GRACE_S = 1.0
-"""How much later than the broker the client itself ends a request that times out."""
+"""How much later than the broker the client itself ends a request that times out, in seconds."""
 
 STREAM_BITS, TRY_BITS = 20, 8
 """Stream ids of a named session: the last bits count its streams and their attempts."""
@@ -71,7 +72,7 @@ MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
 
 class ClientSession:
     """The session of one client with the broker at ``front``, or with one of several, whose
-    addresses are separated by commas: a new connection may be to another one.
+    addresses are separated by commas. A new connection may be to another broker.
 
     ``patience_s``: how long calls wait for a broker that does not answer.
     """
@@ -81,36 +82,36 @@ class ClientSession:
     """The capabilities that its HELLO offers."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
-        """``token``: of a named session, which this client begins or takes over from another
-        client, with its streams."""
+        """``token``: of a named session, which this client opens, or takes over from another client
+        with its streams."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """The calls of the last columns, while their calls stay as they are."""
+        """The lanes of the last columns, while their calls do not change."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
-        """Calls that are not sent yet: at the WELCOME, or at their ``resend_at``."""
+        """Calls that are not sent yet: they wait for WELCOME, or for their ``resend_at``."""
         self._barriers: dict[int, Call] = {}
         """BUFFER calls by the number of the PING that follows them."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
         self._token = token
         self._named = token is not None
-        """Whether the session is named. Unset once another client has taken it over."""
+        """Whether the session is named. Cleared when another client has taken it over."""
         self._found: frozenset[int] = frozenset()
         """Streams that a named session had before this client."""
         self._may_have_more = False
         """Whether workers may still report streams of a named session."""
         self._foreign = False
-        """Whether the streams of a named session are of another request, and are left alone."""
+        """Whether the streams of a named session belong to another request, and are left alone."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
         self._hinted = False
-        """Whether a warning says that no broker answers. Set by ``_look``, unset by a WELCOME."""
+        """Whether a warning says that no broker answers. ``_look`` sets it, a WELCOME clears it."""
         self._hello_at = now
         self._received_at = now
         self._ping_s = 2.0
@@ -123,19 +124,20 @@ class ClientSession:
     # --- the connection -------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
-        """A new connection was opened: sends HELLO; discards what was not sent on the old one."""
+        """A new connection was opened: sends HELLO; discards messages that were not sent on the old
+        one."""
         if self._welcomed:
             self._offline_since = now
         self._hello(now)
 
     def disconnected(self, now: float) -> None:
-        """There is no connection: until the next WELCOME calls wait, as long as patience lasts."""
+        """There is no connection: calls wait for the next WELCOME, for at most ``patience_s``."""
         if self._welcomed:
             self._welcomed = False
             self._offline_since = now
 
     def lost(self, now: float) -> bool:
-        """Whether to open a new connection, as the broker was silent for too long."""
+        """Whether the broker was silent for so long that a new connection is needed."""
         if not self._welcomed:
             return now - self._hello_at > HELLO_AGAIN_S
         return now - self._received_at > self._silence_s
@@ -183,7 +185,8 @@ class ClientSession:
             self._end(call, error)
 
     def bye(self, keep: bool = False) -> None:
-        """Ends the session, and the broker its streams; with ``keep``, only the connection."""
+        """Ends the session; the broker then ends its streams. With ``keep``, only the connection
+        ends."""
         keep = keep or self._foreign
         self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
         if self._welcomed:
@@ -199,7 +202,7 @@ class ClientSession:
         self._calls[call.number] = self._waiting[call.number] = call
 
     def _begin(self, call: Call, now: float) -> None:
-        """Sends a call, or attaches to its stream where the named session has it already."""
+        """Sends a call, or attaches to its stream if the named session already has it."""
         if call.base is None or call.tries:
             self._send_call(call, now)
             return
@@ -291,7 +294,7 @@ class ClientSession:
     # --- messages -------------------------------------------------------------------------------
 
     def on_frames(self, frames: Sequence[bytes], now: float) -> None:
-        """A message from the broker."""
+        """Handles a message from the broker."""
         if len(frames) > 2 and frames[0] == b"TOKEN":
             for body in frames[1:]:
                 self.on_frames([b"TOKEN", body], now)
@@ -325,8 +328,8 @@ class ClientSession:
                     self.ready.append((call, [notice]))
 
     def _columns(self, body: TokenColumns, now: float) -> None:
-        """A step in columns: each row to its call. While the rows are of the same streams from step
-        to step, what is counted for each entry is counted once for all of them."""
+        """Handles a step in columns: each row goes to its call. While consecutive steps have the
+        same streams, counts are updated once for all rows."""
         step = self._lanes.step(body, now) if self._lanes is not None else None
         if step is None:
             self._settle()
@@ -340,7 +343,7 @@ class ClientSession:
             self._tokens(entries, now)
 
     def _settle(self) -> None:
-        """Passes on to the calls what was counted for all of them. Before any of it is read."""
+        """Adds the counts of rows to the calls, before they are read."""
         if self._lanes is not None:
             self._lanes.settle()
 
@@ -435,7 +438,7 @@ class ClientSession:
             self._buffers.pop(_buffer_name(refused), None)
             self._end(refused, error)
         elif body.type == "HELLO" or (body.type == "PING" and body.code == Code.NOT_ALLOWED):
-            # With the second, the key of this client was revoked.
+            # In the second case, the key of this client was revoked.
             self.end_all(error)
         elif body.code == Code.TOO_LARGE and (sent := self._oldest(body.type)) is not None:
             self._end(sent, error)
@@ -455,7 +458,8 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # The answer to an ATTACH of an earlier connection may come on this one, before its own.
+            # The answer to an ATTACH of an earlier connection may arrive on this one, before its
+            # own.
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
@@ -465,7 +469,7 @@ class ClientSession:
     # --- time -----------------------------------------------------------------------------------
 
     def on_time(self, now: float) -> None:
-        """Sends what is due, and ends calls that have waited for too long."""
+        """Sends due messages, and ends calls that have waited for too long."""
         if self._welcomed and now >= self._ping_at:
             self._ping_at = now + self._ping_s
             self._send(b"PING", Ping(ack=self._position))
@@ -508,7 +512,7 @@ class ClientSession:
 
 
 def no_broker(front: str) -> str:
-    """The error where no broker answers at ``front``, with the remedy."""
+    """The error if no broker answers at ``front``, with the remedy."""
     if front == Settings().front:
         return f"no broker answers at {front}; start a system with: tokenbus up"
     return f"no broker answers at {front}; is that the address of a running system?"

@@ -20,7 +20,7 @@ from .results import GeneratedSequence, Sequences, check_text, describe
 
 
 class _Reader:
-    """Both kinds of stream: what they do with the events of their call, and how both end."""
+    """The common base of both streams: it processes the events of a call, and ends it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Reader:
 
     @property
     def sequences(self) -> list[GeneratedSequence]:
-        """The sequences as far as they were read: with the entry of the loop, and none after it."""
+        """The sequences as far as they were read: up to the entry of the loop."""
         if self._to_end and not self._closed:
             self._collect()
         return self._collected.listed()
@@ -70,7 +70,7 @@ class _Reader:
         return f"<{kind} {self._call.number}: {describe(self._finished, self.sequences)}>"
 
     def _next_entry(self) -> Token | None:
-        """The next entry that has arrived. None where there is none yet, or after the last one."""
+        """The next entry that has arrived; None if there is none yet, or after the last one."""
         unread = self._unread
         while unread and not self._finished:
             event = unread.popleft()
@@ -89,9 +89,9 @@ class _Reader:
             self._read(event)
 
     def _collect(self, pop_other: bool = False) -> Event | None:
-        """Reads the tokens that have arrived up to the first event of another kind; takes and
-        returns that with ``pop_other``. Safe on several threads while the stream is read to its
-        end."""
+        """Reads the tokens that have arrived up to the first event of another kind; with
+        ``pop_other``, also removes and returns that event. Safe on several threads while the stream
+        is read to its end."""
         unread, add_row = self._unread, self._add_row
         with self._collecting:
             while unread:
@@ -126,7 +126,7 @@ class _Reader:
             self._call.span.end(self.sequences, error)
 
     def _raise_failure(self) -> None:
-        """After the last entry: raises why the stream failed, or that it was closed, if so."""
+        """Called after the last entry: raises the stream's error, or that it was closed, if so."""
         if self._closed:
             raise RuntimeError(
                 "this stream was closed before its end; stream.sequences has what was read of it"
@@ -139,11 +139,13 @@ class _Reader:
 class Stream(_Reader):
     """The tokens of one request, as they arrive.
 
-    Iterate it for the ``Token`` entries. Each is read once: a loop that was left can be gone on
-    with by another one. ``text``, ``tokens`` and ``wait`` read the rest of it. ``sequences`` is
-    what was read so far. Closing the stream before its end, leaving its ``with`` block or dropping
-    the last reference to it cancels the request. Reading it to the end raises TokenbusError where
-    the stream failed; reading it after ``close`` raises RuntimeError.
+    Iterate it for the ``Token`` entries. Each is read once: a second loop continues after the first
+    one. ``text``, ``tokens`` and ``wait`` read the rest of the stream. ``sequences`` has the
+    entries that were read so far.
+
+    Closing the stream before its end, leaving its ``with`` block or dropping the last reference to
+    it cancels the request. Reading a failed stream to the end raises TokenbusError; reading after
+    ``close`` raises RuntimeError.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Stream(_Reader):
         on_system: OnSystem | None,
         collected: Sequences | None = None,
     ) -> None:
-        """``collected`` gets what is read."""
+        """``collected`` receives the entries that are read."""
         super().__init__(client, connection, call, on_system, collected)
         unread = call.unread
         wakes = self._wakes = queue.SimpleQueue[None]()
@@ -174,7 +176,7 @@ class Stream(_Reader):
     def text(self) -> str:
         """The text of the first sequence, read to its end.
 
-        Raises ValueError where the request did not ask for text.
+        Raises ValueError if the request did not ask for text.
         """
         check_text(self._call)
         return next((s.text for s in self.wait()), "")
@@ -185,14 +187,15 @@ class Stream(_Reader):
         return next((s.tokens for s in self.wait()), [])
 
     def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; all sequences. Interrupted, by Ctrl-C for one, it closes the stream."""
+        """Reads to the end; returns all sequences. If it is interrupted, for example by Ctrl-C, it
+        closes the stream."""
         self._to_end, self._unread.watched = True, False
         try:
             self.read_arrived()
             while not self._finished:
                 self._wakes.get()
                 self.read_arrived()
-            self._wakes.put(None)  # For another thread that waits for an entry.
+            self._wakes.put(None)  # Wakes another thread that waits for an entry.
             self._raise_failure()
         except BaseException:
             self.close()
@@ -202,7 +205,7 @@ class Stream(_Reader):
     def close(self) -> None:
         """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
         super().close()
-        self._wakes.put(None)  # For a thread that waits for an entry.
+        self._wakes.put(None)  # Wakes a thread that waits for an entry.
 
     def __iter__(self) -> Self:
         return self
@@ -229,10 +232,10 @@ class Stream(_Reader):
 
 
 class AsyncStream(_Reader):
-    """The tokens of one request, as they arrive; as ``Stream`` in everything else.
+    """The tokens of one request, as they arrive; otherwise like ``Stream``.
 
-    A task that is cancelled while it waits for an entry, for example by ``asyncio.timeout``, leaves
-    the stream as it is. A task that waits for the end (``wait``, ``text``, ``tokens``) closes it.
+    A task that is cancelled while it waits for an entry, for example by ``asyncio.timeout``, does
+    not affect the stream. A task that waits for the end (``wait``, ``text``, ``tokens``) closes it.
     """
 
     def __init__(
@@ -267,7 +270,8 @@ class AsyncStream(_Reader):
         connection.submit(call)
 
     def _take(self, arrived: Sequence[Event]) -> None:
-        """On the event loop: keeps what has arrived, up to a number of unread entries."""
+        """Called on the event loop: stores events that have arrived, up to a number of unread
+        entries."""
         if self._fits(len(arrived)):
             self._unread.extend(arrived)
             if self._to_end and isinstance(arrived[-1], Token):
@@ -276,7 +280,7 @@ class AsyncStream(_Reader):
                 self._wake()
 
     def _row_arrived(self) -> None:
-        """On the event loop: a row was added to what is unread."""
+        """Called on the event loop: a row was added to the unread entries."""
         row = self._unread.pop()
         if self._fits(1):
             self._unread.append(row)
@@ -284,8 +288,8 @@ class AsyncStream(_Reader):
                 self._wake()
 
     def _fits(self, count: int) -> bool:
-        """Whether this number of further events may wait to be read. The first that may not end
-        the stream in their place."""
+        """Whether this number of further events may wait to be read. If not, the first that exceeds
+        the bound ends the stream."""
         most, unread = self._max_unread, self._unread
         if self._overflowed:
             return False
@@ -303,7 +307,7 @@ class AsyncStream(_Reader):
         return False
 
     def _wake(self) -> None:
-        """Wakes the tasks that wait for something to arrive."""
+        """Wakes the tasks that wait for an event."""
         self._unread.watched = self._max_unread is not None
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -311,7 +315,7 @@ class AsyncStream(_Reader):
                 waiter.set_result(None)
 
     async def _arrival(self) -> None:
-        """Waits until something arrives, or the stream is closed."""
+        """Waits until an event arrives, or the stream is closed."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         if not self._to_end:
@@ -327,7 +331,7 @@ class AsyncStream(_Reader):
     def text(self) -> Coroutine[Any, Any, str]:
         """``await stream.text``: the text of the first sequence, read to its end.
 
-        Raises ValueError where the request did not ask for text.
+        Raises ValueError if the request did not ask for text.
         """
         check_text(self._call)
         return self._text()
@@ -340,7 +344,7 @@ class AsyncStream(_Reader):
     async def arrived(self) -> list[Token]:
         """The next entries: all that have arrived, and at least one; ``[]`` after the last one.
 
-        For programs that pass entries on, one write for all of them.
+        It is for programs that pass several entries on with one write.
         """
         while not (entries := list(iter(self._next_entry, None))):
             if self._finished:
@@ -350,7 +354,7 @@ class AsyncStream(_Reader):
         return entries
 
     async def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; all sequences. Cancelled, it closes the stream."""
+        """Reads to the end; returns all sequences. If it is cancelled, it closes the stream."""
         self._to_end = True
         self._unread.watched = self._max_unread is not None
         try:

@@ -1,7 +1,7 @@
-"""The trace and the id that a client's requests carry, and the client's own spans.
+"""The trace and the id of a client's requests, and the client's own spans.
 
-A span is made where the program has set up OpenTelemetry: this module never imports it, but finds
-it where the program has. Names are those of its semantic conventions for generative AI.
+A span is created if the program has set up OpenTelemetry: this module never imports the package,
+but uses the program's. Names follow its semantic conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """The purpose of the requests of a task, for a gateway."""
+    """The origin of the requests of a task, for a gateway."""
 
     request_id: str
     trace: str
-    """The ``traceparent`` that came with it, or ``""``."""
+    """The ``traceparent`` that the task received, or ``""``."""
 
 
 origin: ContextVar[Origin | None] = ContextVar("tokenbus_origin", default=None)
@@ -39,7 +39,7 @@ class ClientSpan:
         self._span = span
 
     def end(self, sequences: list[GeneratedSequence], error: TokenbusError | None) -> None:
-        """The stream has ended, or is not read any further."""
+        """The stream has ended, or will not be read any further."""
         span = self._span
         reasons = [s.finish_reason for s in sequences if s.finish_reason is not None]
         if reasons:
@@ -57,7 +57,8 @@ class ClientSpan:
 
 
 def identify(message: Generate | Score) -> ClientSpan | None:
-    """Gives a request the id and the trace of its origin; the span that begins with it, if any."""
+    """Gives a request the id and the trace of its origin; returns the span that begins with it, if
+    any."""
     given = origin.get()
     if given is not None and not message.request_id:
         message.request_id = given.request_id

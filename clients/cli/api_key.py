@@ -1,4 +1,4 @@
-"""``tokenbus api-key``: makes an API key for the gateways."""
+"""``tokenbus api-key``: creates an API key for the gateways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of all brokers of a system, as one: each knows its own sessions and streams, and all
+"""The combined state of all brokers of a system: each has its own sessions and streams, and all
 workers."""
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Replaces this process by the worker, which then gets its signals and has its exit code."""
+    """Replaces this process by the worker, which then receives its signals and determines its exit
+    code."""
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
     command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
@@ -199,6 +200,6 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
             flush=True,
         )
     sys.stdout.flush()
-    # Sets of strings have one order in all workers: a stream may move from one to another.
+    # Sets of strings have the same order in all workers, because a stream may move between them.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     os.execve(sys.executable, command, os.environ | same_order | environment(settings))

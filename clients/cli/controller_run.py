@@ -27,7 +27,7 @@ DEFAULT_PROMPT = "\n"
 """A prompt must not be empty."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
-"""The tag by which a run holds the module of its file."""
+"""The tag by which a run keeps the module of its file in the store."""
 
 
 def argument(given: str) -> str:
@@ -41,7 +41,7 @@ def argument(given: str) -> str:
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
-    """Runs a controller; the exit code. Raises FileFault if its file is not usable."""
+    """Runs a controller; returns the exit code. Raises FileFault if its file is not usable."""
     options = parameters(args)
     for name in ("controller", "controller_arg"):
         if name in options:
@@ -78,10 +78,11 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def _lent(client: Client, wasm: bytes) -> Iterator[str]:
-    """The id of a module that is stored for the ``with`` block, and after it only if it was before.
+    """The id of a module that is stored for the ``with`` block. Afterwards it stays only if it was
+    stored before.
 
-    A tag of its own marks the use by each run, so that the last of several runs of a file deletes
-    it; a module that got another tag meanwhile stays.
+    Each run marks its use with its own tag, so that the last of several runs of a file deletes the
+    module. A module with another tag stays.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)
@@ -98,12 +99,12 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
 
 
 def _tags(client: Client, module: str) -> list[str] | None:
-    """The tags of a module; None where it is not stored."""
+    """The tags of a module; None if it is not stored."""
     return next((m.tags for m in client.controllers() if m.module == module), None)
 
 
 class _Json:
-    """One JSON object when the stream has ended, also after an error."""
+    """Prints one JSON object when the stream has ended, also after an error."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""``tokenbus drain``: a worker leaves, and hands its streams over to others."""
+"""``tokenbus drain``: makes a worker leave, which hands its streams over to others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``tokenbus grammar``: grammars checked against inputs, without a system that runs.
-
-The implementation is imported on use: other commands need neither wasmtime nor tokenizers.
-"""
+"""``tokenbus grammar``: checks grammars against inputs, without a running system."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ CELLS = (80, 100, 140)
 """Width of the picture: minimum, default if the width of the terminal is unknown, maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Share of the space for examples that is for allowed tokens."""
+"""Share of the space for examples that allowed tokens receive."""
 
 
 class _Found(NamedTuple):
@@ -115,7 +115,7 @@ def _print(found: _Found) -> None:
 
 @dataclass(slots=True)
 class _Group:
-    """Tokens that begin alike, in the order of their ids."""
+    """Tokens with a similar beginning, in the order of their ids."""
 
     allowed: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
@@ -131,10 +131,10 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Name of the group whose tokens are those of the line before, after some white space."""
+"""Name of the group of tokens that have white space before the kind of the previous line."""
 
 _Kind = tuple[str, bool]
-"""How a token begins, and whether there is white space before that."""
+"""The kind of a token's beginning, and whether white space precedes it."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -202,8 +202,8 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """The tokens, first those that are text and begin with a new character. Otherwise the order of
-    ids is kept: in most tokenizers frequent tokens have low ids."""
+    """The tokens in the order of their ids, except that text tokens with a new first character come
+    first. In most tokenizers frequent tokens have low ids."""
     seen = set()
     later: list[int] = []
     for token in tokens:

@@ -94,7 +94,7 @@ def _read_input(name: str) -> tuple[str, bytes]:
 
 
 def _times(steps: Sequence[MaskStep]) -> dict[str, float]:
-    """Times of masks, in microseconds."""
+    """The times of masks, in microseconds."""
     each = sorted(step.seconds * 1e6 for step in steps)
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     found = {"mean": sum(each) / len(each)}

@@ -72,7 +72,7 @@ def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) 
 
 
 def disagreement(backend_does: str, wrong_at: int | None) -> ServiceError:
-    """The error of a text that the grammar backend and the reference (``Language.wrong_at``) treat
+    """The error for a text that the grammar backend and the reference (``Language.wrong_at``) treat
     differently."""
     reference = "accepts the text" if wrong_at is None else f"stops at its byte {wrong_at}"
     return ServiceError(

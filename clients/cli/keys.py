@@ -117,7 +117,7 @@ def _new(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _new_for_another(args: argparse.Namespace) -> int:
-    """Makes the key where it is used, so that its secret stays there."""
+    """Creates the key on the machine that will use it, so that its secret stays there."""
     if args.name is None:
         raise KeyFault("a key needs the name of its holder: tokenbus keys new NAME --broker PUBLIC")
     file = Path(args.file or f"{args.name}.key")

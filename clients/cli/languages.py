@@ -1,4 +1,4 @@
-"""Grammars and regular expressions by name or file, compiled: their tables, and a reference.
+"""Compiles grammars and regular expressions by name or file: their tables, and a reference.
 
 The reference interprets the tables in Python (``Recognizer`` and ``Dfa``); the masks of the grammar
 backend are compared with it.
@@ -31,7 +31,8 @@ SUFFIXES = (".y", ".rx")
 """Suffixes of files: grammars and regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""A set of characters without at most this many of ASCII is described by those that it lacks."""
+"""A set that contains all but at most this many ASCII characters is described by the missing
+ones."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -69,11 +70,11 @@ class Language(Protocol):
         None if it is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
-        """The names of what may follow a beginning."""
+        """The names of the lexemes that may follow a beginning."""
 
 
 def library_sources() -> list[Source]:
-    """All grammars and regular expressions of the library, as they are in their files."""
+    """All grammars and regular expressions of the library, as in their files."""
     found = [(name, kind) for kind in ("y", "rx") for name in library.names(kind)]
     return [_of_library(name, kind) for name, kind in found]
 
@@ -171,7 +172,7 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # The end of the text and the whole text are not in the grammar's file.
+        # The end of the text, and the whole text, have no name in the grammar's file.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,

@@ -1,4 +1,4 @@
-"""Standard input and output as a connection to the broker: lines to frames and back."""
+"""Connects standard input and output to the broker: converts lines to frames and back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ...transport.async_dealer import AsyncDealer
 from ..session import no_broker
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
-"""For one line of the input: the largest controller module fits, in base64."""
+"""Bytes of one line of the input: the largest controller module fits, in base64."""
 READ_BYTES = 65_536
 PING_S = 1.0
-"""How often the broker has to show that it is there, in seconds."""
+"""How often the broker must prove that it is alive, in seconds."""
 OWN_PING, LAST_PING = 2**62, 2**62 + 1
 """The numbers of this program's own PINGs, whose PONGs are not printed."""
 
@@ -54,8 +54,11 @@ class _Pong(Struct):
 
 class LinePipe:
     """Passes the lines of standard input to the broker at ``front``, and its messages to standard
-    output. ``timeout_s``: how long it waits for a broker that does not answer. ``key``: with which
-    it connects, if any. Raises AddressError where ``front`` is not a valid address."""
+    output.
+
+    ``timeout_s``: how long it waits for a broker that does not answer. ``key``: the key with which
+    it connects, if any. Raises AddressError if ``front`` is not a valid address.
+    """
 
     def __init__(self, front: str, timeout_s: float, key: OwnKey | None = None) -> None:
         self._front = front
@@ -64,10 +67,10 @@ class LinePipe:
         self._live: set[int] = set()
         """The streams and requests that have not ended."""
         self._sent_all = False
-        """The broker has taken all of the input."""
+        """Whether the broker has received all of the input."""
 
     async def serve(self) -> None:
-        """Until the end of the input and of every stream. Raises ConnectionLostError."""
+        """Runs until the end of the input and of every stream. Raises ConnectionLostError."""
         self._dealer = AsyncDealer(zmq.Context.instance(), self._front, self._key)
         sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
         try:
@@ -124,7 +127,7 @@ class LinePipe:
         await self._dealer.send(frames)
 
     def _is_for_the_user(self, frames: Frames) -> bool:
-        """Whether a message is to be printed; keeps account of what has ended."""
+        """Whether a message is to be printed; also records which streams have ended."""
         match frames[0]:
             case b"TOKEN":
                 for entry in decode_as(list[_Entry], frames[1], "json"):
@@ -146,9 +149,12 @@ class LinePipe:
 
 
 class _InputLines:
-    """The lines of standard input, read by a thread: a file, unlike a pipe, cannot be watched by an
-    event loop. The descriptor is read directly, as a thread that waits in ``sys.stdin`` would
-    hinder the end of the process."""
+    """The lines of standard input, read by a thread, because an event loop can watch a pipe but not
+    a file.
+
+    The descriptor is read directly: a thread that waits in ``sys.stdin`` would prevent the process
+    from ending.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -156,7 +162,7 @@ class _InputLines:
         threading.Thread(target=self._read, name="input", daemon=True).start()
 
     async def next(self) -> bytes | None:
-        """The next line; None at the end. A line beyond ``MAX_LINE_BYTES`` is cut after it."""
+        """The next line; None at the end. A line is cut after ``MAX_LINE_BYTES``."""
         return await self._queue.get()
 
     def _read(self) -> None:
@@ -170,9 +176,9 @@ class _InputLines:
 
 
 def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
-    """The lines of what ``read`` returns, until it returns nothing; without their ends.
+    """The lines of the bytes that ``read`` returns, until it returns nothing; without line ends.
 
-    If a line is longer than ``max_bytes``, one byte more is kept and the rest skipped.
+    If a line is longer than ``max_bytes``, one more byte is kept and the rest is skipped.
     """
     parts: list[bytes] = []
     size = 0
@@ -189,7 +195,7 @@ def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 async def _print(line: str) -> None:
-    """Prints a line at once. In a thread, as a reader of the output may take its time."""
+    """Prints a line at once. It runs on a thread, because the reader of the output may be slow."""
     await asyncio.to_thread(_write, line.encode() + b"\n")
 
 

@@ -1,6 +1,6 @@
 """``tokenbus lmtp --stdio``: LMTP on standard input and output, one message per line.
 
-For programs that start a process more easily than they open a socket.
+It serves programs for which it is easier to start a process than to open a socket.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Passes lines on until the end of the input and of every stream.
 
-    Raises ConnectionLostError where the broker does not answer.
+    Raises ConnectionLostError if the broker does not answer.
     """
     from .line_pipe import LinePipe
 

@@ -51,7 +51,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed o
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """The parser of the whole command line."""
     parser = Parser(
         prog="tokenbus",
         description="A message bus that serves language models.",
@@ -78,7 +78,7 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code."""
+    """Runs one command; returns its exit code."""
     args = build_parser().parse_args(argv)
     try:
         names = {field.name for field in msgspec.structs.fields(Settings)}

@@ -69,7 +69,7 @@ class Guest:
         module = GrammarModule(make_engine(Limits()))
         self._guest = GrammarInstance(module, vocabulary, tables)
         self.seconds = time.perf_counter() - started
-        """How long it took to create: code, vocabulary and tables."""
+        """How long the instance took to create: code, vocabulary and tables."""
         self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
 
     @property
@@ -78,8 +78,9 @@ class Guest:
         return self._guest.size
 
     def walk(self, tokens: Sequence[int]) -> Iterator[MaskStep]:
-        """The text of some tokens, one step for each and one for its end; the last step is the
-        first that is not allowed. Raises ServiceError if a mask and an append do not agree."""
+        """Walks through the text of some tokens: one step for each token and one for the end. The
+        last step is the first that is not allowed. Raises ServiceError if a mask and an append
+        disagree."""
         guest, place = self._guest, self._guest.start()
         at = forced_to = 0
         try:

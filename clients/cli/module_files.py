@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 SUFFIXES = (".wasm", ".c", ".py")
-"""A name with one of these suffixes, or with a "/" in it, is that of a file."""
+"""A name with one of these suffixes, or with a "/" in it, is a file name."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
 CALLS = ("tb_init_prompt", "tb_pre_process", "tb_mid_process", "tb_post_process")
-"""The functions ``tb_…`` that a controller in C defines; all others are those of the SDK."""
+"""The functions ``tb_…`` that a controller in C defines; all others belong to the SDK."""
 
 _DIAGNOSTIC = re.compile(r"^.*:\d+:\d+: (warning|error|fatal error|note|remark): ")
 _UNDECLARED = re.compile(r"no previous prototype for function '(\w+)' \[-Wmissing-prototypes\]")
@@ -28,7 +28,8 @@ class FileFault(Exception):
 
 
 def check_writable(path: str) -> None:
-    """Raises FileFault if no file can be written at ``path``, before the work for it is done."""
+    """Raises FileFault if no file can be written at ``path``. Called before the work whose result
+    goes there."""
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileFault(f"cannot write {path}: the folder {folder} does not exist")
@@ -39,7 +40,7 @@ def check_writable(path: str) -> None:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is that of a file, not a tag, an id or a built-in, by its form alone."""
+    """Whether a name is that of a file and not a tag, an id or a built-in, by its form alone."""
     return "/" in name or Path(name).suffix in SUFFIXES
 
 
@@ -61,14 +62,14 @@ def read_module(file: Path) -> bytes:
 
 
 def _compiled(source: Path) -> bytes:
-    """The module of one C file."""
+    """Compiles one C file to a module."""
     if importlib.util.find_spec("ziglang") is None:
         raise FileFault(
             f"{source} is C, and no compiler is installed; pip install ziglang, or compile it first"
         )
     workers = importlib.util.find_spec("tokenbus.workers")
     places = workers.submodule_search_locations if workers is not None else None
-    # A system's header is not warned of, only the file itself.
+    # Headers of the system do not cause warnings, only the file itself.
     include = [f"-isystem{place}/controller/sdk" for place in places or []]
     with tempfile.TemporaryDirectory(prefix="tokenbus-c-") as folder:
         out = Path(folder) / "out.wasm"
@@ -84,10 +85,10 @@ def _compiled(source: Path) -> bytes:
 
 
 def _checked(source: Path, diagnostics: str) -> str:
-    """The compiler's warnings; raises FileFault where one is about a call that does not exist.
+    """Returns the compiler's warnings; raises FileFault if one reports a call that does not exist.
 
-    The SDK declares the four calls, and clang warns of functions without a declaration: a misspelt
-    call, which would never be called. Other functions need no prototype.
+    The SDK declares the four calls, and clang warns of functions without a declaration. So a
+    misspelt call, which would never be called, is found. Other functions do not need a prototype.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

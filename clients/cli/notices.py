@@ -15,7 +15,7 @@ from ...protocol.messages import System
 class Notices:
     """Shows SYSTEM notices on stderr; ``clear`` removes the bar when the first token arrives.
 
-    Without a terminal only retries are printed, as a log needs them.
+    Without a terminal only retries are printed, because these are useful in a log.
     """
 
     def __init__(self) -> None:

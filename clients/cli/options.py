@@ -34,7 +34,7 @@ FLAGS = {
     "seed": "the same seed gives the same tokens",
     "n": "sequences to sample (1)",
 }
-"""Those that have a flag of their own, and its help."""
+"""The options with a flag of their own, and its help text."""
 
 
 _PLAIN = {
@@ -49,18 +49,18 @@ _PLAIN = {
     r" <= ": " of at most ",
     r" > ": " above ",
 }
-"""Terms of msgspec, as patterns, and plain ones."""
+"""Terms of msgspec, as patterns, and their plain equivalents."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that talks to a broker."""
+    """Adds the flags of every command that connects to a broker."""
     parser.add_argument("--front", metavar="ADDRESS", help="the broker (tcp://127.0.0.1:5555)")
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """The flags of every request."""
+    """Adds the flags of every request."""
     add_connection(parser)
-    # Not dest=model: that setting is the model of the workers.
+    # Its dest is not ``model``, because that setting is the model of the workers.
     parser.add_argument("--model", dest="request_model", metavar="M", default="", help="its name")
     parser.add_argument(
         "--timeout", type=_number("timeout_s"), metavar="S", help="give up after S seconds"
@@ -69,7 +69,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FLAGS)) -> None:
-    """The flags of a generation: those of ``FLAGS`` that are named, and ``--set`` for the rest."""
+    """Adds the flags of a generation: those of ``FLAGS`` in ``names``, and ``--set`` for the
+    rest."""
     for name in names:
         parser.add_argument(
             "--" + name.replace("_", "-"),
@@ -89,7 +90,8 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
 
 
 def parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of ``add_parameters`` and ``add_request`` as options of ``generate``.
+    """The values of the flags of ``add_parameters`` and ``add_request``, as options of
+    ``generate``.
 
     Raises RequestError for an invalid ``--set``.
     """
@@ -147,14 +149,14 @@ def _value(name: str, text: str) -> Any:
     try:
         return msgspec.convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
-        # A name may consist of digits, as the beginning of a module id.
+        # A name may consist of digits, like the beginning of a module id.
         with suppress(msgspec.ValidationError):
             return msgspec.convert(text, PARAMETERS[name].type, strict=False)
         raise
 
 
 def _expected(error: msgspec.ValidationError, text: str) -> str:
-    """The error of msgspec in words of the command line, with the text that it is about."""
+    """The error of msgspec in terms of the command line, with the faulty text."""
     wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
     wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
     for term, plain in _PLAIN.items():

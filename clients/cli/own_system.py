@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..system.watch import Watcher
 
 START_S = 120.0
-"""How long it may take to start, in seconds."""
+"""How long the system may take to start, in seconds."""
 END_S = 20.0
-"""How long it may take to stop, in seconds."""
+"""How long the system may take to stop, in seconds."""
 DRAIN_S = 3.0
 LOOK_EVERY_S = 0.1
 
@@ -54,7 +54,7 @@ def broker_answers(settings: Settings) -> bool:
 def own_system(settings: Settings, model: str) -> Iterator[Client]:
     """A client of a system with one worker of each role, in a private folder.
 
-    Ctrl-C and SIGTERM end it too. Raises UnavailableError if it does not start.
+    Ctrl-C and SIGTERM end the system too. Raises UnavailableError if it does not start.
     """
     from ..system.supervisor import Supervisor
     from ..system.watch import Watcher
@@ -103,7 +103,7 @@ def interrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Reports on stderr what the block does."""
+    """Reports on stderr the activity of the block."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(what):
@@ -127,7 +127,7 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
 
 
 def _end(supervisor: Supervisor, gently: bool) -> None:
-    """Stops the system; kills it if it never was ready, takes too long, or at Ctrl-C."""
+    """Stops the system; kills it if it was never ready, takes too long, or at Ctrl-C."""
     deadline = time.monotonic() + END_S
     try:
         if gently:

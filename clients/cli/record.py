@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Streams and records; the exit code. Raises FileFault if a file is not usable."""
+    """Streams and records; returns the exit code. Raises FileFault if a file is not usable."""
     options = parameters(args)
     check_writable(args.file)
     wasm = None

@@ -23,7 +23,7 @@ from .options import add_connection, client_for
 from .own_system import broker_answers, own_system
 
 SHOWN = 8
-"""How many tokens that a mask allowed ``--show masks`` has, and how many that it forbade."""
+"""How many allowed tokens and how many forbidden tokens of a mask ``--show masks`` prints."""
 
 _TEST = '''\
 """{what}
@@ -88,7 +88,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Replays; the exit code. Raises FileFault where a file is not usable."""
+    """Replays; returns the exit code. Raises FileFault if a file is not usable."""
     try:
         recording = read_recording(args.file)
     except OSError as error:
@@ -154,8 +154,8 @@ def _replay(
 
 
 def _texts(client: Client, model: str) -> Callable[[int], str]:
-    """The text of a token of this model; its id, where the model has no tokenizer to ask for, or
-    the package tokenizers is not installed."""
+    """A function that returns the text of a token of this model. It returns the token's id if the
+    model has no tokenizer, or the package tokenizers is not installed."""
     try:
         from tokenizers import Tokenizer
 
@@ -188,7 +188,7 @@ def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
 
 
 def _mask(entry: Token, texts: Callable[[int], str]) -> str:
-    """The mask of an entry that was sampled, and the time of the controller's round."""
+    """The mask of a sampled entry, and the time of the controller's round."""
     parts = ["every token is allowed"]
     if entry.allowed is not UNSET:
         # The entry has the likeliest tokens, and which of them the mask forbade.

@@ -7,9 +7,9 @@ from bisect import bisect_right
 from rich.cells import cell_len
 
 SHOWN = 100
-"""Most characters of a line that are shown."""
+"""Maximum characters of a line that are shown."""
 _BEFORE = 60
-"""The ones before the caret, if the line is cut."""
+"""Number of characters before the caret, if the line is cut."""
 _INDENT = "    "
 
 
@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """A line of the text and below it a caret under a column, each after a line end; nothing
-        for an empty line. Long lines are cut."""
+        """A line of the text and below it a caret under a column, each after a line end; empty for
+        an empty line. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     )
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "role", "state", "models", "requests", "tokens/s", "heartbeat"):
-        # The name of a worker is what other commands take.
+        # Other commands take the name of a worker.
         table.add_column(name, no_wrap=name == "worker")
     for worker in status.workers:
         table.add_row(

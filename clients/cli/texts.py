@@ -14,8 +14,8 @@ from .notices import Notices
 class LiveText:
     """The text of one sequence on standard output, as it arrives.
 
-    Printed text cannot be removed: after a backtrack a line says how many tokens were removed, and
-    the text is printed again from its beginning.
+    Printed text cannot be removed. After a backtrack a line states how many tokens were removed,
+    and the text is printed again from its beginning.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,8 @@ class LiveText:
 
 
 class Texts:
-    """The text of a single sequence as it arrives; of several ones when all have ended."""
+    """Prints the text of a single sequence as it arrives, or that of several sequences when all
+    have ended."""
 
     def __init__(self, stream: Stream, notices: Notices) -> None:
         self._stream = stream

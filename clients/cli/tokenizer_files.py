@@ -1,6 +1,6 @@
-"""The vocabulary of ``--tokenizer``: of a checkpoint, of a file, or of the embedded model.
+"""The vocabulary for ``--tokenizer``: of a checkpoint, of a file, or of the embedded model.
 
-It is read off files, with neither torch nor transformers.
+It is read from files, with neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WANTED = (
 def read_vocabulary(name: str) -> TokenizerVocabulary:
     """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault.
 
-    The model's size and the tokens that end a sequence are those of the folder's configuration;
-    without one, the size is the tokenizer's own.
+    The vocabulary size and the end-of-sequence tokens come from the folder's configuration; without
+    one, the size is the tokenizer's own.
     """
     path = embedded.path() if name == embedded.NAME else Path(name)
     if path.is_dir():
@@ -88,7 +88,7 @@ def _pieces(spec: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _eos(folder: Path | None, spec: dict[str, Any]) -> list[int]:
-    """The end-of-sequence tokens, as the GPU worker finds them: the first of the generation
+    """The end-of-sequence tokens, with the GPU worker's rule: the first of the generation
     configuration, the configuration and the tokenizer that has any."""
     found = _configured(folder, "eos_token_id")
     if found is not None:
@@ -129,8 +129,8 @@ def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
 
 
 def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokenizer:
-    """The tokenizer of tokens by rank, as tiktoken's are: of two neighbours those are joined first
-    whose token has the lowest rank. ``first`` is the id of rank 0."""
+    """The tokenizer of tokens by rank, as in tiktoken: the neighbours whose joined token has the
+    lowest rank are joined first. ``first`` is the id of rank 0."""
     rank = {token: number for number, token in enumerate(tokens)}
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []

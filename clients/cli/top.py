@@ -20,7 +20,7 @@ from .exits import OK
 from .options import add_connection
 
 MAX_STREAMS = 20
-"""Streams in a picture; how many more there are is said."""
+"""Streams in a picture; the number of further ones is printed."""
 
 
 def add_command(commands: Any) -> None:
@@ -37,7 +37,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Shows pictures until Ctrl-C, or one. Without a terminal, one below the other."""
+    """Shows pictures until Ctrl-C, or one picture. Without a terminal, it prints them one after
+    another."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     pictures = Pictures()
     with Brokers(settings) as brokers:
@@ -58,13 +59,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 class Pictures:
-    """Makes a picture of each status; rates are those since the one before."""
+    """Makes a picture of each status; rates are relative to the previous picture."""
 
     def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None
 
     def after(self, brokers: Brokers, interval_s: float) -> Group:
-        """The picture in a moment; what is wrong, where no broker answers."""
+        """The picture after a pause; an error message if no broker answers."""
         time.sleep(interval_s)
         try:
             status = brokers.status(streams=True)
@@ -73,7 +74,7 @@ class Pictures:
         return self.of(status, time.monotonic(), brokers.shown)
 
     def of(self, status: Status, now: float, shown: str) -> Group:
-        """The picture of a status at a time, in seconds. ``shown``: whose it is."""
+        """The picture of a status at a time, in seconds. ``shown``: the brokers that answered."""
         before, self._last = self._last, (status, now)
         counters = before[0].counters if before is not None else None
         requests = rate(status.counters, counters, "requests", before, now)
@@ -114,7 +115,7 @@ class Pictures:
 
 
 def _load(worker: WorkerStatus) -> list[str]:
-    """Running, waiting, deferred, and the part of the cache in use."""
+    """Running, waiting, deferred, and the used part of the cache."""
     load = worker.load
     cells = [f"{load[name]:.0f}" if name in load else "" for name in ("running", "waiting")]
     cells.append(f"{load['deferred']:.0f}" if "deferred" in load else "")
@@ -133,7 +134,8 @@ def _streams(status: Status) -> Table:
     table.add_column("priority", justify="right")
     table.add_column("age", justify="right", no_wrap=True)
     for stream in status.live[:MAX_STREAMS]:
-        # The lower half of a request's number counts; the upper one is the start of the broker.
+        # Only the lower half of a request's number is a counter; the upper half identifies the run
+        # of the broker.
         table.add_row(
             str(stream.request & 0xFFFF_FFFF),
             stream.type,
@@ -162,7 +164,7 @@ def rate(
     before: tuple[Status, float] | None,
     now: float,
 ) -> str:
-    """How much a count has grown each second; "-" where that is not known yet."""
+    """The growth of a count in each second; "-" if it is not known yet."""
     if earlier is None or before is None or now <= before[1]:
         return "-"
     grown = counts.get(name, 0) - earlier.get(name, 0)

@@ -19,8 +19,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole_number)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses; an argument that this command does not have is an error here, where its flags
-        are known."""
+        """Parses; an unknown argument of a command is reported by that command, whose flags are
+        known here."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(WRONG_USAGE)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises ArgumentError with the nearest choice where ``value`` is not one of them."""
+        """Raises ArgumentError with the nearest choice if ``value`` is not a choice."""
         if action.choices is not None and value not in action.choices:
             remedy = suggestion(str(value), list(action.choices))
             name = action.metavar or "/".join(action.option_strings) or action.dest
@@ -55,8 +55,8 @@ def _whole_number(text: str) -> int:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing for flags, or
-    all of a few."""
+    """The end of an error about an unknown name: the nearest known name, or all names if they are
+    few; empty for flags without a similar one."""
     near = difflib.get_close_matches(name, known, 1, 0.7)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -1,5 +1,5 @@
 """GPU and controller workers on the nodes of a Ray cluster: ``tokenbus up --ray``.
 
-Ray places processes and restarts them, and that is all: workers dial the broker, and tokens go over
+Ray only places processes and restarts them. Workers connect to the broker, and tokens travel over
 ZeroMQ.
 """

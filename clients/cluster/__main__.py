@@ -1,7 +1,7 @@
 """``python -m tokenbus.clients.cluster``: keeps as many workers in a Ray cluster as are needed.
 
-SIGTERM ends it alone, as it is what supervisord sends before a restart: its successor finds the
-workers by their names. SIGINT, and SIGTERM after SIGUSR1, drain all of them first.
+SIGTERM, which supervisord sends before a restart, ends only this process: its successor finds the
+workers by their names. SIGINT, and SIGTERM after SIGUSR1, drain all workers first.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ASK_S = 3.0
 
 
 class Cluster:
-    """The workers of a system in the Ray cluster, as many as its load needs."""
+    """The workers of a system in the Ray cluster, whose number follows the load."""
 
     def __init__(self, settings: Settings, run: str) -> None:
-        """``run`` names this run of the system: what another one has left is ended."""
+        """``run`` identifies this run of the system: workers of other runs are ended."""
         self._settings = settings
         own = KeyFolder(settings.keys_folder).own("worker")
         worker = WorkerSetup(
@@ -79,7 +79,7 @@ class Cluster:
             time.sleep(0.05)
 
     def _look(self, now: float, status: Status | None) -> None:
-        """One look at all workers, and at what they have to do."""
+        """Checks all workers and the load once."""
         for members, scaling in self._scaled:
             members.look(now)
             current = len(members.serving)
@@ -109,7 +109,7 @@ def _bounds(least: int, most: int) -> Bounds:
 
 
 def run_of_parent() -> str:
-    """Names the run of the system that this process belongs to: its supervisord."""
+    """The name of the run of the system to which this process belongs, from its supervisord."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -119,7 +119,7 @@ def run_of_parent() -> str:
 
 
 def main() -> int:
-    """Runs until SIGTERM or SIGINT; the exit code."""
+    """Runs until SIGTERM or SIGINT; returns the exit code."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
         settings = load()

@@ -1,4 +1,4 @@
-"""How a system finds its Ray cluster, and what it is called there."""
+"""How a system connects to its Ray cluster, and its name there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .members import ray_module
 
 
 def system_name(settings: Settings) -> str:
-    """The name of a system in a Ray cluster: of its machine and its run directory."""
+    """The name of a system in a Ray cluster, from its machine and its run directory."""
     place = f"{socket.gethostname()}:{settings.run_folder.resolve()}"
     return f"tokenbus-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 
 
 def connect(settings: Settings) -> None:
-    """Connects to the Ray cluster; raises SettingError where there is none."""
+    """Connects to the Ray cluster; raises SettingError if there is no cluster."""
     try:
         ray = ray_module()
     except ImportError:
@@ -56,7 +56,8 @@ def reachable(endpoint: str) -> bool:
 
 
 def variables_of_workers(settings: Settings) -> dict[str, str]:
-    """The environment of the workers: these settings, without what is of this process alone."""
+    """The environment of the workers: these settings, without those that concern only this
+    process."""
     own = msgspec.structs.replace(
         settings,
         run_dir=str(settings.run_folder.resolve()),

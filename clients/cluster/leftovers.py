@@ -1,4 +1,4 @@
-"""Ending the workers of a system that does not run any more."""
+"""Ends the workers of a system that does not run any more."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOOK_EVERY_S = 0.1
 
 
 def end_in_ray(settings: Settings) -> int:
-    """Ends all workers of the system of these settings, of whatever run; how many there were.
+    """Ends all workers of the system of these settings, from any run; returns their number.
 
-    They drain first. Raises SystemFault where there is no Ray cluster.
+    They drain first. Raises SystemFault if there is no Ray cluster.
     """
     try:
         connect(settings)
@@ -23,7 +23,7 @@ def end_in_ray(settings: Settings) -> int:
         raise SystemFault(str(error), WRONG_SETTING) from None
     nothing = WorkerSetup({}, None)
     kinds: tuple[Kind, ...] = ("gpu", "controller")
-    # No run has an empty name, so that what there is belongs to others, and retires.
+    # No run has an empty name, so all existing workers belong to other runs and retire.
     left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
     now = time.monotonic()
     found = sum(members.find(now) for members in left)

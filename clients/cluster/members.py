@@ -18,11 +18,11 @@ MODULES: Mapping[Kind, str] = {
     "controller": "tokenbus.workers.controller",
 }
 ENDING_MARGIN_S = 10.0
-"""How long after ``drain_s`` a worker that retires is ended, in seconds."""
+"""How long after ``drain_s`` a retiring worker is killed, in seconds."""
 
 
 def ray_module() -> Any:
-    """The package ``ray``, of the extra of this name."""
+    """The package ``ray``, from the extra of this name."""
     return importlib.import_module("ray")
 
 
@@ -45,10 +45,10 @@ class WorkerSetup(NamedTuple):
 
 
 class Member:
-    """One worker: its placement group, its actor, and what that reported last."""
+    """One worker: its placement group, its actor, and the last report of that."""
 
     def __init__(self, name: str, number: int, actor: Any, target: str | None = None) -> None:
-        """``target``: the node that it was placed for, if it was just now."""
+        """``target``: the node for which it was placed, if that has just happened."""
         self.name = name
         self.number = number
         self.actor = actor
@@ -59,11 +59,11 @@ class Member:
 
     @property
     def node(self) -> str | None:
-        """The node that it is on, or will be; None where that is unknown."""
+        """The node of the worker, or the planned one; None if it is unknown."""
         return self.report.node if self.report is not None else self._target
 
     def look(self, now: float) -> None:
-        """Takes the next report, if it is there, without waiting for it."""
+        """Takes the next report if it has arrived, without waiting for it."""
         ray = ray_module()
         if self._asked is None:
             self._asked = self.actor.report.remote()
@@ -74,7 +74,7 @@ class Member:
         try:
             report = Report(*ray.get(asked))
         except ray.exceptions.RayActorError:
-            # Ray starts the actor again, on another node where its node has died.
+            # Ray starts the actor again, on another node if its node has died.
             if self.report is not None:
                 log.warning("%s is lost with its actor; Ray places it elsewhere", self.name)
             self.report = self._target = None
@@ -91,12 +91,12 @@ class Member:
         self.report = report
 
     def retire(self, now: float) -> None:
-        """Drains it; ``gone`` when that is done."""
+        """Drains the worker; ``gone`` is true when that is done."""
         self.retired_at = now
         self.actor.retire.remote()
 
     def gone(self, now: float, drain_s: float) -> bool:
-        """Whether a worker that retires has ended, or has had its time."""
+        """Whether a retiring worker has ended, or its time is over."""
         if self.retired_at is None:
             return False
         ended = self.report is not None and self.report.ended
@@ -106,9 +106,9 @@ class Member:
 class Members:
     """All workers of one kind of one system.
 
-    Names are ``SYSTEM/RUN/KIND-N``, of placement groups and of actors: what an earlier run of the
-    system has left is known by them. Both are detached, so that workers outlive the process that
-    made them.
+    Placement groups and actors have names ``SYSTEM/RUN/KIND-N``, by which those of an earlier run
+    of the system are recognized. Both are detached, so that workers outlive the process that
+    created them.
     """
 
     def __init__(
@@ -123,18 +123,17 @@ class Members:
 
     @property
     def serving(self) -> list[Member]:
-        """Those that are not to end."""
+        """The workers that are not retiring."""
         return [member for member in self._members.values() if member.retired_at is None]
 
     @property
     def empty(self) -> bool:
-        """Whether none is left."""
+        """Whether no worker is left."""
         return not self._members
 
     def find(self, now: float) -> int:
-        """Takes over what is there: workers of this run go on, those of an earlier one retire.
-
-        How many there are.
+        """Takes over existing workers: those of this run continue, those of an earlier run retire.
+        Returns their number.
         """
         for name in _names(f"{self._system}/"):
             run, _, rest = name.removeprefix(f"{self._system}/").partition("/")
@@ -144,7 +143,7 @@ class Members:
             try:
                 actor = ray_module().get_actor(name)
             except ValueError:
-                _remove(name)  # A placement group whose actor never was, or is no more.
+                _remove(name)  # A placement group whose actor never existed, or has ended.
                 continue
             member = self._members[name] = Member(name, int(number), actor)
             if run != self._run:
@@ -153,11 +152,11 @@ class Members:
         return len(self._members)
 
     def place(self) -> None:
-        """One more worker. Where no node has room for it, Ray's autoscaler is to add one."""
+        """Adds a worker. If no node has room for it, Ray's autoscaler should add a node."""
         taken = {member.number for member in self.serving}
         number = next(n for n in range(len(taken) + 1) if n not in taken)
         name = f"{self._system}/{self._run}/{self._kind}-{number}"
-        if name in self._members:  # Its predecessor is retiring still.
+        if name in self._members:  # Its predecessor is still retiring.
             number = max(member.number for member in self._members.values()) + 1
             name = f"{self._system}/{self._run}/{self._kind}-{number}"
         ray = ray_module()
@@ -190,16 +189,16 @@ class Members:
         log.info("places %s: %s", name, bundle)
 
     def retire(self, now: float) -> None:
-        """Has the worker that came last leave."""
+        """Retires the worker that was added last."""
         max(self.serving, key=lambda member: member.number).retire(now)
 
     def retire_all(self, now: float) -> None:
-        """Has all of them leave."""
+        """Retires all workers."""
         for member in self.serving:
             member.retire(now)
 
     def look(self, now: float) -> None:
-        """Takes their reports, and removes those that have left."""
+        """Processes the reports, and removes workers that have left."""
         for member in list(self._members.values()):
             member.look(now)
             if member.gone(now, self._settings.drain_s):
@@ -209,7 +208,7 @@ class Members:
                 log.info("%s has left", member.name)
 
     def _emptiest(self, bundle: Mapping[str, float]) -> str | None:
-        """The node with the fewest of these workers, of those with room for one more."""
+        """The node with the fewest of these workers, among those with room for one more."""
         nodes = [node for node in ray_module().nodes() if node["Alive"]]
         on = [member.node for member in self.serving]
         room = [
@@ -221,7 +220,7 @@ class Members:
 
 
 def _names(prefix: str) -> Iterator[str]:
-    """The names, of placement groups and of actors, that begin so."""
+    """The names of placement groups and of actors that begin with ``prefix``."""
     util = importlib.import_module("ray.util")
     groups = [
         group["name"]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESTART_S = (0.5, 15.0)
-"""The pause before a process that has ended is started again, and the longest: each is twice the
-one before, until a process has run for longer than the longest."""
+"""The first and the longest pause before an ended process is started again. Each pause is twice the
+previous one, until a process has run longer than the longest pause."""
 WRONG_SETTING = 2
-"""The exit code with which starting it again would not help."""
+"""The exit code after which a restart would not help."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -29,10 +29,10 @@ class Report(NamedTuple):
 
     host: str
     pid: int
-    """0 where none runs."""
+    """The process id; 0 if no process runs."""
     node: str
     starts: int
-    """How often it was started here."""
+    """How often the process was started here."""
     exit_code: int | None
     """The exit code of the last process that ended."""
     retiring: bool
@@ -44,9 +44,9 @@ class Report(NamedTuple):
 class Owner:
     """Runs ``python -m MODULE`` until it is retired, and starts it again when it ends.
 
-    The process dies with the actor: Ray kills actors without notice, and with a node all of its
-    actors. ``key`` is the content of the worker's key file, which the node does not have: it is
-    written to a file there, which an orderly end removes.
+    The process dies with the actor, because Ray kills actors without notice, and a node with all of
+    its actors. ``key`` is the content of the worker's key file, which the node does not have. It is
+    written to a file on the node, which an orderly end removes.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -83,7 +83,7 @@ class Owner:
         )
 
     def retire(self) -> None:
-        """Drains the process: its streams go on elsewhere. It is not started again."""
+        """Drains the process: its streams continue elsewhere. It is not started again."""
         self._retiring.set()
         process = self._process
         if process is not None and process.poll() is None:
@@ -110,7 +110,7 @@ class Owner:
             self._ended.set()
 
     def _run_once(self) -> int:
-        """Runs a process to its end; its exit code."""
+        """Runs a process to its end; returns its exit code."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             env=self._environment,
@@ -125,11 +125,11 @@ class Owner:
 
 
 def _die_with_parent() -> None:
-    """In the new process: the kernel kills it when the thread ends that started it."""
+    """In the new process: makes the kernel kill it when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _node_id() -> str:
-    """The node of Ray that this actor is on."""
+    """The Ray node of this actor."""
     ray: Any = importlib.import_module("ray")
     return str(ray.get_runtime_context().get_node_id())

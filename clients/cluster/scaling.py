@@ -1,6 +1,7 @@
-"""How many workers of a kind there should be: by what they have and what waits, with hysteresis.
+"""The target number of workers of a kind, from their load and the waiting requests, with
+hysteresis.
 
-No clock and no cluster: load and times in, a number out.
+It needs neither a clock nor a cluster: load and times are passed in, and a number is returned.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from ...protocol.messages import Status
 from ...protocol.settings import Settings
 
 FULL = 0.8
-"""A worker with this part of its room in use needs another one beside it."""
+"""A worker needs another one next to it if this part of its room is in use."""
 IDLE = 0.5
-"""One worker less is enough where the others would have at most this part of their room in use.
-Between the two nothing changes."""
+"""One worker less is enough if the others would have at most this part of their room in use.
+Between the two values nothing changes."""
 
 
 class Bounds(NamedTuple):
-    """The least and the most workers of a kind."""
+    """The minimum and maximum number of workers of a kind."""
 
     least: int
     most: int
@@ -28,8 +29,8 @@ class Bounds(NamedTuple):
 class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
-    It grows to what is needed as soon as more was needed throughout ``up_after_s``, and shrinks by
-    one worker at a time, each time after less was needed throughout ``down_after_s``.
+    It grows to the needed number when more workers were needed throughout ``up_after_s``. It
+    shrinks by one worker each time fewer were needed throughout ``down_after_s``.
     """
 
     def __init__(self, bounds: Bounds, up_after_s: float, down_after_s: float) -> None:
@@ -40,8 +41,8 @@ class Scaling:
         self._less_since: float | None = None
 
     def target(self, current: int, needed: float, now: float) -> int:
-        """How many there should be, of ``current`` ones. ``needed``: how many workers would be
-        filled by all the work that there is."""
+        """The target number, for ``current`` workers. ``needed``: how many workers all present work
+        would fill."""
         more = self._bounded(math.ceil(needed / FULL))
         less = self._bounded(math.ceil(needed / IDLE))
         self._more_since = _since(self._more_since, more > current, now)
@@ -61,21 +62,21 @@ class Scaling:
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """Since when it holds; None where it does not."""
+    """Since when a condition holds; None if it does not hold."""
     if not holds:
         return None
     return now if before is None else before
 
 
 def gpu_workers_needed(status: Status, settings: Settings) -> float:
-    """How many GPU workers would be filled by the requests that they have and those that wait."""
+    """How many GPU workers the running and the waiting requests would fill."""
     having = sum(worker.requests for worker in status.workers if worker.role == "gpu")
     return (having + status.queued) / min(settings.capacity, settings.max_running)
 
 
 def controller_workers_needed(status: Status, settings: Settings) -> float:
-    """The same of controller workers; one more than there are where each has a round that waits for
-    a thread."""
+    """How many controller workers the running and waiting controllers would fill. It is one more
+    than exist if each has a round that waits for a thread."""
     workers = [worker for worker in status.workers if worker.role == "controller"]
     needed = sum(worker.requests for worker in workers) / settings.controller_capacity
     if workers and all(worker.load.get("waiting", 0.0) > 0 for worker in workers):

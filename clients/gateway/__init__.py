@@ -1,5 +1,5 @@
 """The gateway: Tokenbus for clients that speak HTTP or WebSocket.
 
-A client of the bus like any other, without state that matters: any gateway process can be ended and
-started again, and several can share one port.
+The gateway is a client of the bus, without state on which other processes depend. So any gateway
+process can be restarted, and several can share one port.
 """

@@ -1,4 +1,4 @@
-"""``python -m tokenbus.clients.gateway``: one gateway, set by the environment."""
+"""``python -m tokenbus.clients.gateway``: one gateway, configured by the environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...protocol.settings import SettingError, load
 from .lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""The flag of a gateway that leaves its place to the next one on SIGUSR2 (``lingering.py``)."""
+"""The flag of a gateway that hands its place over to the next one on SIGUSR2 (``lingering.py``)."""
 
 
 def main() -> int:
-    """Runs the gateway until SIGINT or SIGTERM; the exit code."""
+    """Runs the gateway until SIGINT or SIGTERM; returns the exit code."""
     return run(_serve) if LINGERS in sys.argv[1:] else _serve(None)
 
 
@@ -46,13 +46,14 @@ def _serve(leaving: Leaving | None) -> int:
         if fault is not None:
             raise SettingError(fault)
         keys = ApiKeys.read(Path(settings.api_keys)) if settings.api_keys else None
-        own_key(settings, "client")  # One that cannot be read is reported here.
+        own_key(settings, "client")  # An unreadable file is reported here.
         listener = listen(settings)
     except (SettingError, KeyFileError, KeyFault, BindError) as error:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
-        # With exit code 2, supervisord does not start it again; an address may become free.
+        # supervisord does not restart a process that exits with 2. Another code is returned here
+        # because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
-    # One text at a time is tokenized: threads of the tokenizer's own would only be in the way.
+    # One text is tokenized at a time, so the tokenizer's own threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")

@@ -1,7 +1,7 @@
-"""How models write thinking and calls of tools, by their chat templates, as structures.
+"""The forms in which models write thinking and tool calls, by their chat templates, as structures.
 
-Each family of models was trained on one form. Its structure constrains what an answer is, and says
-where its parts are (``protocol.structure``).
+Each family of models was trained on one form. Its structure constrains an answer, and shows where
+its parts are (``protocol.structure``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def _mark(words: str) -> str:
-    """A marker as DeepSeek writes them, with wide bars and low lines."""
+    """A marker in DeepSeek's form, with wide bars and low lines."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -30,24 +30,25 @@ _SEP = _mark("tool sep")
 
 @dataclass(frozen=True)
 class Family:
-    """How calls are written: ``opening head NAME middle ARGUMENTS tail between … closing``."""
+    """The form of calls: ``opening head NAME middle ARGUMENTS tail between … closing``."""
 
     head: str
     middle: str
     tail: str
     between: str
     trigger: str
-    """The text that begins a call; a beginning of ``opening`` and ``head``."""
+    """The text that starts a call; a prefix of ``opening`` and ``head``."""
     opening: str = ""
-    """Once, before the first call."""
+    """Text before the first call."""
     closing: str = ""
-    """Once, after the last call."""
+    """Text after the last call."""
     first_only: bool = False
-    """A call begins where the answer does, or there is none."""
+    """Whether calls may begin only at the beginning of the answer."""
     quoted: bool = True
-    """Names are JSON strings."""
+    """Whether names are JSON strings."""
     never: tuple[str, ...] = ()
-    """Texts that neither free text nor arguments have, as the family's parsers look for it."""
+    """Texts that neither free text nor arguments may contain, because the family's parsers search
+    for them."""
 
 
 HERMES = Family(
@@ -79,7 +80,7 @@ MISTRAL_LIST = Family(
 )
 """Mistral's form, before its eleventh tokenizer."""
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
-"""The same where the tokenizer is SentencePiece's, which writes a space behind special tokens."""
+"""The same form for SentencePiece tokenizers, which write a space after special tokens."""
 MISTRAL = Family(
     head="[TOOL_CALLS]",
     middle="[ARGS]",
@@ -89,7 +90,7 @@ MISTRAL = Family(
     quoted=False,
     never=("[ARGS]",),
 )
-"""Mistral's form, since then."""
+"""Mistral's form since its eleventh tokenizer."""
 DEEPSEEK_FENCED = Family(
     head=_CALL_BEGIN + "function" + _SEP,
     middle="\n```json\n",
@@ -121,7 +122,7 @@ HARMONY = Family(
 
 
 def family_of(chat_template: str) -> Family:
-    """The family whose form a template teaches; Hermes's if it is not clear."""
+    """The family whose form a template uses; Hermes's if it is not clear."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
@@ -136,11 +137,11 @@ def family_of(chat_template: str) -> Family:
 
 
 Thinking = Literal["none", "first", "inside"]
-"""Whether an answer may begin with thinking, or with the rest of it: the prompt began it."""
+"""Whether an answer may begin with thinking, or inside thinking that the prompt began."""
 
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
-    """How an answer to a prompt begins that the template has made."""
+    """How the answer to a prompt of the template begins."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -157,8 +158,8 @@ class Function(NamedTuple):
 
 @dataclass
 class Rest:
-    """The content of an answer besides thinking and calls: free text, or what a constraint
-    allows."""
+    """The content of an answer outside thinking and calls: free text, or text under a
+    constraint."""
 
     controller: str = ""
     """The built-in constraint; empty: free text."""
@@ -171,9 +172,9 @@ class Wanted:
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
-    """None: only calls."""
+    """The content outside thinking and calls; None: only calls."""
     parallel: bool = True
-    """Several calls are allowed."""
+    """Whether several calls are allowed."""
     thinking: Thinking = "none"
     max_thinking_tokens: int | None = None
 
@@ -206,7 +207,7 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # Thinking ends with an empty line, which free text brings along.
+        # Thinking ends with an empty line, which the free text contains.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None
@@ -246,8 +247,8 @@ class _Building:
         )
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
-        """A call of each function; ``whole``: it begins only with all that comes before its
-        arguments, as another text may begin as it does."""
+        """A call of each function. ``whole``: a call begins only with the whole text before its
+        arguments, as another text may have the same beginning."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:
@@ -270,7 +271,7 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """Texts that parsers take for the marks of thinking, wherever it is."""
+        """Texts that parsers interpret as marks of thinking, wherever they occur."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:

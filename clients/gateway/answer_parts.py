@@ -1,6 +1,6 @@
-"""The parts of an answer as they arrive: text, thinking, and calls of tools.
+"""The parts of an answer as they arrive: text, thinking, and tool calls.
 
-The text is followed by the automaton that its masks were made with (``protocol.structure``).
+The text is parsed by the automaton that also computed its masks (``protocol.structure``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class AnswerForm:
     """The structure of the answers to one request of a model."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
-        """``special_tokens``: the names of the vocabulary's, which are not in texts."""
+        """``special_tokens``: the names of the vocabulary's special tokens, which texts do not
+        contain."""
         self.automaton = Automaton(structure, special_tokens.values())
         self._marks = {
             number: special(name).decode("utf-8", "surrogateescape")
@@ -31,17 +32,17 @@ class AnswerForm:
 
     @classmethod
     def of(cls, model: ServedModel, structure: Structure) -> AnswerForm:
-        """That of a model's answers."""
+        """The form of a model's answers."""
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str | None = None) -> str:
-        """The text of an entry, as ``PartReader.feed`` takes it; ``text``: if it is known."""
+        """The text of an entry for ``PartReader.feed``; ``text``: the text, if it is known."""
         if text is None:
             text = "" if entry.text is UNSET else entry.text
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
-        """The text of a sequence, as ``read_answer`` takes it."""
+        """The text of a sequence for ``read_answer``."""
         if not self._marks:
             return sequence.text
         data = b"".join(
@@ -90,13 +91,14 @@ class PartReader:
         self._reader = Reader(form.automaton)
         self._number = -1
         self._space = ""
-        """White space at the end so far of a piece of text or thinking: at the ends of a part it
-        belongs to no part."""
+        """White space at the end so far of a piece of text or thinking; white space at the ends of
+        a part is dropped."""
         self._spoke = False
-        """There was text other than white space in this part."""
+        """Whether this part has text other than white space."""
         self._kind = "text"
         self._after_tag = self._structure.inside is not None
-        """White space at the beginning of the text belongs to no part."""
+        """Whether a part of another kind ended before: white space at the beginning of the text is
+        then dropped."""
 
     @property
     def called(self) -> bool:
@@ -108,7 +110,7 @@ class PartReader:
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:
-        """The rest when the answer ends: text that could have been the beginning of a tag."""
+        """The rest when the answer ends, which may be the beginning of a tag."""
         parts = self._parts(self._reader.end())
         if self._space and not self.called and self._kind == "text":
             parts.append(Text(self._space))
@@ -154,7 +156,7 @@ class ReadAnswer:
 
     @cached_property
     def text(self) -> str:
-        """Outside thinking and calls."""
+        """The text outside thinking and calls."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     @cached_property
@@ -176,6 +178,6 @@ class ReadAnswer:
 
 
 def read_answer(form: AnswerForm, text: str) -> ReadAnswer:
-    """The parts of a whole answer, whose text ``AnswerForm.text_of`` has made."""
+    """The parts of a whole answer, whose text comes from ``AnswerForm.text_of``."""
     reader = PartReader(form)
     return ReadAnswer([*reader.feed(text), *reader.end()])

@@ -1,4 +1,4 @@
-"""Which parts the answer to a prompt has: its form, from the template that made the prompt."""
+"""The parts of the answer to a prompt, which follow from the template that made the prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import invalid_field
 from .models import ServedModel
 
 PROMPT_END = 8
-"""Tokens at the end of a prompt, which show whether the template has begun thinking."""
+"""Tokens at the end of a prompt that are searched for the beginning of thinking."""
 
 
 def answer_form(
@@ -22,8 +22,9 @@ def answer_form(
 ) -> AnswerForm | None:
     """The parts of the answer to the prompt ``ids``, which ``template`` made; None: one text.
 
-    ``separate_reasoning``: thinking is a part of its own, where the template has any.
-    ``thinking_field``: the field that bounds it. Raises ApiError 400 if there is nothing to bound.
+    ``separate_reasoning``: thinking is a part of its own, if the template supports thinking.
+    ``thinking_field``: the field that bounds it. Raises ApiError 400 if the answer has no thinking
+    that could be bounded.
     """
     family = family_of(template)
     if separate_reasoning or family is HARMONY:

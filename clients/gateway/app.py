@@ -1,4 +1,4 @@
-"""The application: every door's routes, the checks before them, and errors in one form."""
+"""The application: the routes of every interface, the checks before them, and uniform errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def routes() -> list[BaseRoute]:
-    """The routes of all doors."""
+    """The routes of all interfaces."""
     doors = (lmtp, aici, anthropic, openai, console, health, metrics)
     described = [
         operation
@@ -39,7 +39,7 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application within ``Traffic``, which sees its answers to errors too."""
+    """Starlette's application within ``Traffic``, which also sees the answers to errors."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Called by Starlette, once."""
@@ -47,7 +47,8 @@ class Application(Starlette):
 
 
 def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
-    """The application of one gateway process; ``keys`` are those that it accepts, None: any."""
+    """The application of one gateway process; ``keys`` are the accepted keys, None: all requests
+    are accepted."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -95,7 +96,7 @@ async def _tokenbus_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Refusals of Starlette itself: an unknown path, a method that a path does not have."""
+    """Errors of Starlette itself: an unknown path, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path
@@ -111,7 +112,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:
-    """Nobody reads it: the status is that of nginx's log for a client that has gone."""
+    """The client has disconnected: the status is the one that nginx logs in this case."""
     return Response(status_code=499)
 
 

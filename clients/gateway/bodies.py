@@ -1,4 +1,4 @@
-"""The bodies of requests: bounded, of the right type, and without a field that nobody reads."""
+"""The bodies of requests: bounded, of the right type, and without unknown fields."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .idempotency import HEADER, LAST_EVENT, current_named
 SMALL_BODY_BYTES = 256 * 1024
 """The values of a smaller body are not counted."""
 MAX_STRINGS = 65_536
-"""Most strings of a body, names of fields included: the event loop makes objects of them."""
+"""Maximum strings of a body, including the names of fields: the event loop creates objects for
+them."""
 MAX_VALUES = 1_048_576
-"""Most values of a body, token ids for example."""
+"""Maximum values of a body, such as token ids."""
 _STRUCTURE = b",[{"
-"""The characters that may precede a value, besides the colon after a name."""
+"""The characters that may precede a value, in addition to the colon after a name."""
 IGNORED_HEADER = "x-tokenbus-ignored"
-"""Names the fields of the request that have no effect."""
+"""The header that lists the fields of the request without an effect."""
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """Declared fields without an effect, which default to UNSET: accepted and reported."""
 
     def ignored(self) -> list[str]:
-        """The fields without an effect that were given, by name: ``user``, ``messages[].name``."""
+        """The given fields without an effect, by name: ``user``, ``messages[].name``."""
         found = dict.fromkeys(self._ignored(""))
         return list(found)
 
@@ -55,7 +56,7 @@ B = TypeVar("B")
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes, and
-    UnavailableError where there is no room for it."""
+    UnavailableError if there is no room for it."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -134,16 +135,16 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that names fields without an effect; none where there are none."""
+    """The header that lists fields without an effect; empty if there are none."""
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 def _check_values(body: bytes) -> None:
-    """Raises ApiError 413 where a body has more values than the event loop may spend its time on.
+    """Raises ApiError 413 if a body has more values than the event loop can decode in time.
 
-    They are counted without a decoder, which would take as long for them.
+    They are counted without a decoder, which would take as long as decoding itself.
     """
-    # Without escaped quotes, the strings are what is between quotes.
+    # Without escaped quotes, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:

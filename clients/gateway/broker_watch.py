@@ -1,7 +1,7 @@
-"""Notices that the broker was restarted or does not answer, for connections that do not themselves.
+"""Notices that the broker was restarted or does not answer, for connections that cannot notice it.
 
-ZeroMQ connects again by itself, so that a client which sends no PING would wait for ever for the
-rest of streams that no broker knows any more.
+ZeroMQ reconnects by itself. So a client that does not send PINGs would wait forever for the rest of
+streams that the broker does not know any more.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from ...transport.dealer import Context
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-"""How often to send a PING before the broker has said how often it wants one, in seconds."""
+"""How often to send a PING before the broker has set the interval, in seconds."""
 
 
 class BrokerWatch:
-    """A session with the broker at ``front``. Calls ``lost``, with that and what has happened, each
-    time that it ends: the broker is another one, or was silent for as long as a session lasts; or
-    none has answered within ``patience_s`` seconds. ``key``: with which it connects, if any."""
+    """A session with the broker at ``front``. Calls ``lost``, with this object and the reason,
+    whenever the session ends.
+
+    The session ends if another broker answers, or if the broker was silent for the duration of a
+    session. It also ends if no broker has answered within ``patience_s`` seconds. ``key``: the key
+    with which it connects, if any.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class BrokerWatch:
         self._context = context
         self.front = front
         self.answers = True
-        """Whether it has answered, or has not been tried for long."""
+        """Whether the broker has answered, or has not been tried for long."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key
@@ -62,7 +66,7 @@ class BrokerWatch:
         await self._begun.wait()
 
     async def close(self) -> None:
-        """Ends it."""
+        """Ends the watch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -106,7 +110,7 @@ class BrokerWatch:
 
 
 async def _within(seconds: float, dealer: AsyncDealer) -> list[Frames]:
-    """Messages that arrive within a number of seconds, at their end."""
+    """Messages that arrive within a number of seconds; returns at the end of this time."""
     frames: list[Frames] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -1,9 +1,9 @@
-"""The messages of users that a tunnel carries over the gateway's own connection to the broker.
+"""The messages of users that a tunnel sends over the gateway's own connection to the broker.
 
-Such a connection may do more than its users: on the broker's machine, or with the key of that
-machine, a client is the operator. So no message of the operator passes, and each message that a
-broker answers by who asks is marked as a user's. The mark is in every such message, as a connection
-that is made again knows nothing of the messages before.
+Such a connection may have more rights than its users: on the broker's machine, or with the key of
+that machine, a client is the operator. So operator messages are refused. Messages whose answer
+depends on the sender's rights are marked as a user's. Every such message has the mark, because a
+new connection has no record of earlier messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ...protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, Status
 
 
 def carried(frames: Frames) -> Frames:
-    """A user's message as it goes to the broker; raises RequestError where it may not."""
+    """A user's message in the form for the broker; raises RequestError if the user may not send
+    it."""
     kind = frames[0]
     if kind in OPERATOR_MESSAGES:
         raise RequestError(

@@ -1,7 +1,8 @@
-"""The console: a page that shows a running system, and the files that it is made of.
+"""The console: a page that shows a running system, and its files.
 
-The page is in ``clients/console``, as it is served: no build step, nothing from elsewhere. It gets
-all that it shows over LMTP, on the WebSocket at ``/`` of the same origin.
+The files in ``clients/console`` are served unchanged: there is no build step, and nothing comes
+from other servers. The page receives its data over LMTP, on the WebSocket at ``/`` of the same
+origin.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 FOLDER = Path(__file__).parent.parent / "console"
-"""Where the files of the page are."""
+"""The folder with the files of the page."""
 PAGE = "index.html"
 TYPES = {
     ".css": "text/css",
@@ -25,7 +26,7 @@ TYPES = {
     ".wasm": "application/wasm",
 }
 HEADERS = {
-    # Nothing but the page's own files, and no HTML that a script has put together from text.
+    # Only the page's own files are allowed, and scripts may not build HTML from text.
     "content-security-policy": "; ".join(
         (
             "default-src 'none'",
@@ -43,7 +44,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    # The files have no version in their names: a browser asks whether its copy is the newest.
+    # File names have no version: a browser asks whether its copy is current.
     "cache-control": "no-cache",
 }
 
@@ -62,7 +63,7 @@ def routes() -> list[BaseRoute]:
 
 
 def _file(path: Path) -> Endpoint:
-    """Serves one file, which is read once, or the answer that a browser's copy is the same."""
+    """Serves one file, which is read once, or the answer that the browser's copy is current."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**HEADERS, "etag": etag}
@@ -77,10 +78,11 @@ def _file(path: Path) -> Endpoint:
 
 
 async def _from_root(request: Request) -> Response:
-    """Leads a person who opens the address of the gateway to the page."""
+    """Redirects a person who opens the address of the gateway to the page."""
     return RedirectResponse("console", headers=HEADERS)
 
 
 async def _to_page(request: Request) -> Response:
-    """The page's links are relative to ``/console``, without a slash at its end."""
+    """Redirects to ``/console``, without a slash at its end, to which the page's links are
+    relative."""
     return RedirectResponse("../console", headers=HEADERS)

@@ -1,5 +1,4 @@
-"""Shared by all interfaces of a gateway process: its settings, its client of the bus, its
-models."""
+"""Objects that all interfaces of a gateway process share: settings, clients of the bus, models."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from .user_shares import SharedClient, UserShares
 
 
 class Gateway:
-    """One gateway process. Made inside the event loop that serves it."""
+    """One gateway process. Created inside the event loop that serves it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.shares = UserShares(settings.max_streams)
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
-        """By public key: those of API keys that have one."""
+        """By public key: the clients of API keys that have a key of the bus."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own)
         self.traffic = Counts()
@@ -33,16 +32,16 @@ class Gateway:
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with a connection of its own."""
         self.draining = False
-        """The process was asked to end: running requests are finished."""
+        """Whether the process was asked to end: running requests are finished."""
         self.probed = False
-        """Somebody asks for readiness, as a load balancer does."""
+        """Whether a load balancer asks for readiness."""
         self.drain_seen = asyncio.Event()
-        """Such a probe was answered while draining."""
+        """Set when such a probe was answered while draining."""
 
     @property
     def client(self) -> SharedClient:
-        """The connection to the broker that all requests over HTTP of a tenant share: of the tenant
-        of the current task's API key, or else the gateway's own."""
+        """The connection to the broker that all HTTP requests of a tenant share. The tenant is that
+        of the current task's API key, or else the gateway itself."""
         key = current_tenant.get()
         if key is None:
             return self._own
@@ -54,7 +53,7 @@ class Gateway:
         return client
 
     async def close(self) -> None:
-        """Ends the session at the broker, and with it what still runs."""
+        """Ends the session at the broker, and with it all running streams."""
         await self.templates.close()
         await self.tunnels.close()
         for client in (self._own, *self._tenants.values()):

@@ -1,4 +1,4 @@
-"""Errors as answers over HTTP: the status, and what each door writes into its own form."""
+"""Errors as HTTP answers: the status, and the body in the form of each interface."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _CODES: dict[str, str] = {
     Code.UNKNOWN_MODEL: "model_not_found",
     Code.PROMPT_TOO_LONG: "context_length_exceeded",
 }
-"""Codes that OpenAI has a name of its own for."""
+"""Codes for which OpenAI has a name of its own."""
 
 
 class UserLimitError(UnavailableError):
-    """A user has too much open, and is refused with a 429; other users are not refused."""
+    """A user has too many open requests, and is refused with a 429; other users are not refused."""
 
 
 class ApiError(Exception):
@@ -85,7 +85,8 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError:
-        """The error in the form of the door at ``path``; OpenAI's where it has none of its own."""
+        """The error in the form of the interface at ``path``; OpenAI's form if it has none of its
+        own."""
         for form, doors in _FORMS:
             if any(path == door or path.startswith(f"{door}/") for door in doors):
                 return form.of(self)
@@ -118,7 +119,7 @@ class ErrorAnswer(Struct):
 
 
 class AiciError(Struct):
-    """An error as the server of AICI's time, vLLM's, has it; AICI's client reads ``message``."""
+    """An error in the form of vLLM at AICI's time; AICI's client reads ``message``."""
 
     message: str
     type: str
@@ -128,7 +129,7 @@ class AiciError(Struct):
 
     @classmethod
     def of(cls, error: ApiError) -> AiciError:
-        """The same error."""
+        """The same error in this form."""
         return cls(error.message, error.type, error.param, error.code)
 
 
@@ -161,7 +162,7 @@ class AnthropicError(Struct):
 
     @classmethod
     def of(cls, error: ApiError) -> AnthropicError:
-        """The same error."""
+        """The same error in this form."""
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
         return cls(AnthropicDetails(kind, error.message))
 
@@ -170,7 +171,7 @@ _FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (
     (AnthropicError, ("/v1/messages",)),
     (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )
-"""The doors, by path, that have a form of error of their own."""
+"""The interfaces, by path, that have their own form of errors."""
 
 
 def from_tokenbus(error: TokenbusError) -> ApiError:

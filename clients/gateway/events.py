@@ -37,7 +37,7 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
     ) -> None:
-        # A proxy must neither keep nor collect the events.
+        # A proxy must neither cache nor buffer the events.
         own = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
         super().__init__(None, 200, own)
         self._events = events
@@ -82,8 +82,8 @@ async def _disconnected(receive: Receive) -> None:
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects before.
 
-    For answers that are sent whole: nothing is generated for a client that has gone. Raises
-    ClientDisconnect then.
+    It is for answers that are sent as a whole: nothing is generated for a disconnected client.
+    Raises ClientDisconnect in that case.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Types of fields that bodies of several doors have, with their bounds."""
+"""Types of fields that bodies of several interfaces have, with their bounds."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ Priority = Annotated[int, Meta(ge=-100, le=100)]
 
 
 def seed_of(seed: int) -> int:
-    """A seed of the bus, which is not negative."""
+    """A seed for the bus, which is not negative."""
     return seed & 0x7FFF_FFFF_FFFF_FFFF

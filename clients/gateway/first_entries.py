@@ -1,4 +1,5 @@
-"""The beginning of a stream, before its answer begins: a refusal still has a status of its own."""
+"""The beginning of a stream, before its answer begins, so that a refusal can still set the
+status."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError where it failed before any token, unless the code of its error is one of
-    ``shown``, which the answer itself shows; ClientDisconnect where the client has gone. The stream
-    is closed then.
+    Raises TokenbusError if the stream failed before any token, unless the code of its error is one
+    of ``shown``, which the answer itself shows. Raises ClientDisconnect if the client has
+    disconnected. In both cases the stream is closed.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

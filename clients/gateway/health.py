@@ -1,7 +1,7 @@
 """``/live``, ``/ready`` and ``/health``: for load balancers and Kubernetes.
 
 ``/live`` is 200 while the process lives. ``/ready`` and ``/health`` are 503 while the gateway
-drains, while the broker does not answer, and where no worker serves a model.
+drains, while the broker does not answer, and while no worker serves a model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds for what a client keeps open, sends and leaves unread.
+"""uvicorn's HTTP/1.1, with bounds for a client's connections, messages and unread answers.
 
-uvicorn itself takes any number of connections, keeps headers of any size, and waits for ever for
-the rest of a request and for a client that does not read; all before anybody has looked for an API
-key.
+uvicorn itself accepts any number of connections, stores headers of any size, and waits forever for
+the rest of a request and for a client that does not read. All this happens before the API key is
+checked.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from .errors import ApiError
 from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Most bytes of a request's headers and trailers together, and about the most of its first line."""
+"""Maximum bytes of a request's headers and trailers together, and approximately of its first
+line."""
 HEAD_S = 30.0
-"""How long the headers of a request may take from their first byte to the last, in seconds, and the
-first byte of a connection."""
+"""How long the headers of a request may take from their first byte to the last, in seconds. It also
+bounds the wait for the first byte of a connection."""
 BODY_S = 30.0
-"""How long a body may take, in seconds, and the time that ``BODY_BYTES_S`` gives it."""
+"""How long a body may take, in seconds, in addition to the time that ``BODY_BYTES_S`` allows."""
 BODY_BYTES_S = 1024
-"""The bytes for each of which a body gets one more second: how slowly a long one may arrive."""
+"""A body gets one more second for this number of bytes: the minimum rate of a long body."""
 UNREAD_S = 300.0
-"""How long a client may read nothing of an answer that waits for it, in seconds."""
+"""How long a client may read nothing of a waiting answer, in seconds."""
 RESERVE = 64
-"""Connections beyond the most that there may be: probes over them are answered."""
+"""Connections above the maximum that are still accepted, so that probes are answered."""
 
 _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Beyond a bound it is closed, where possible after a 431, 408 or 503."""
+    """One connection. Above a bound it is closed, if possible after a 431, 408 or 503."""
 
     max_connections = 10_000
-    """For one process, WebSockets included."""
+    """Connections of one process, including WebSockets."""
 
     _head_bytes = 0
-    """The headers and trailers of the current request."""
+    """Bytes of the headers and trailers of the current request."""
     _unfinished_bytes = 0
-    """The bytes since then of the first line, or of one header."""
+    """Bytes since then of an incomplete first line or header."""
     _finished = False
     _late: asyncio.TimerHandle | None = None
-    """For the headers."""
+    """The timer for the headers."""
     _body_late: asyncio.TimerHandle | None = None
     _body_due = 0.0
-    """When the rest of the body has to be there, by the clock of the event loop."""
+    """When the rest of the body has to have arrived, by the clock of the event loop."""
     _in_body = False
-    """The headers of the current request are over, and its body is not."""
+    """Whether the headers of the current request are complete, and its body is not."""
     _unread: asyncio.TimerHandle | None = None
 
     # --- the connection -------------------------------------------------------------------------
@@ -72,7 +73,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """The connection becomes a WebSocket, and this object gets no event of it any more."""
+        """The connection becomes a WebSocket; this object receives no further events of it."""
         self._in_body = False
         self._in_time()
         self._body_in_time()
@@ -85,7 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
     # --- what the client sends ------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """The client has sent something."""
+        """The client has sent data."""
         self._finished = False
         super().data_received(data)
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
@@ -111,7 +112,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer behind a body in chunks."""
+        """A header, or a trailer after a chunked body."""
         self._finished = True
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -119,7 +120,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The headers are over."""
+        """The headers are complete."""
         self._in_time()
         self._in_body = True
         self._body_due = 0.0
@@ -132,7 +133,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is over."""
+        """The request is complete."""
         self._in_body = False
         self._body_in_time()
         super().on_message_complete()
@@ -150,7 +151,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _check_body(self) -> None:
         left_s = self._body_due - self.loop.time()
         if self.flow.read_paused:
-            # It waits for the application, not for the client.
+            # The connection waits for the application, and not for the client.
             left_s = BODY_S
             self._body_due = self.loop.time() + left_s
         if left_s > 0:
@@ -167,7 +168,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read nearly all."""
+        """The client has read nearly all of the answer."""
         self._read_again()
         super().resume_writing()
 
@@ -179,7 +180,7 @@ class BoundedHttp(HttpToolsProtocol):
     # --- refusals -------------------------------------------------------------------------------
 
     async def _probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application where there are too many connections."""
+        """The application for connections above the maximum."""
         if scope["path"] in PROBES:
             await self.config.loaded_app(scope, receive, send)
             return
@@ -203,5 +204,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def http_protocol(max_connections: int) -> type[BoundedHttp]:
-    """The protocol of a gateway with a bound for connections."""
+    """The protocol of a gateway with a maximum number of connections."""
     return type("GatewayHttp", (BoundedHttp,), {"max_connections": max_connections})

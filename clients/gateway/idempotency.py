@@ -1,13 +1,16 @@
-"""Requests that name themselves: a client that asks again gets the same stream from its beginning.
+"""Requests with an idempotency key: a client that repeats a request receives the same stream from
+its beginning.
 
 ``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). Such a
 request has a session of its own at the broker, whose token follows from the key, the user and a
-secret of the gateways; its stream ids follow from the path and the body. So the gateway that serves
-the repetition needs nothing of the one that served the request first: it takes the session over
-and attaches to the stream. Whoever guesses the key of another user gets another token.
+secret of the gateways. Its stream ids follow from the path and the body.
 
-If the broker has no such stream any more, the request runs again. Its seed, if it has none,
-follows from the token too, so that it draws the same tokens.
+So the gateway that serves the repetition needs no state of the one that served the request first:
+it takes the session over and attaches to the stream. A client that guesses the key of another user
+has a different token.
+
+If the broker does not have such a stream any more, the request runs again. If it has no seed, the
+seed follows from the token too, so that the tokens are the same.
 """
 
 from __future__ import annotations
@@ -41,14 +44,14 @@ log = logging.getLogger(__name__)
 
 HEADER, LAST_EVENT = "idempotency-key", "last-event-id"
 KEY = re.compile(r'"?[!#-~]{1,256}"?')
-"""A key: visible characters. The draft's form is a string of structured fields, in quotes."""
+"""A valid key: visible characters. In the draft, it is a string of structured fields, in quotes."""
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
-"""Most named requests of one gateway that have sessions of their own, each with a thread. Others
-share the session of all, and run again where they are repeated."""
+"""Maximum named requests of one gateway that have sessions of their own, each with a thread.
+Further ones use the shared session, and run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""The low bits of a stream id, after 32 bits of the body's digest: the number of the stream
-within the request, and the number of the try."""
+"""The low bits of a stream id, after 32 bits of the body's digest: the number of the stream within
+the request, and the number of the attempt."""
 
 
 class NamedRequest:
@@ -56,7 +59,8 @@ class NamedRequest:
 
     def __init__(self, key: str, last_event: int, rooms: NamedRequests) -> None:
         self.last_event = last_event
-        """The number of the last event that the client has; it gets those after that."""
+        """The number of the last event that the client has received; it receives those after
+        that."""
         self._key = key
         self._rooms = rooms
         self._user = ""
@@ -67,7 +71,7 @@ class NamedRequest:
 
     @property
     def token(self) -> str:
-        """The token of its session: nobody knows it who does not know the gateways' secret."""
+        """The token of its session: only the holder of the gateways' secret can compute it."""
         return self._derived("session").hex()[:32]
 
     @property
@@ -76,17 +80,17 @@ class NamedRequest:
         return int.from_bytes(self._digest[:4], "big") << (STREAM_BITS + TRY_BITS)
 
     def read(self, path: str, body: bytes) -> None:
-        """Its body has arrived, of the user whom the current task serves."""
+        """Its body, from the user of the current task, has arrived."""
         self._user = current_user.get()
         self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
 
     def new_id(self, prefix: str) -> str:
-        """An id for its answer or a part of it, which is the same in a repetition."""
+        """An id for its answer or a part of it; a repetition has the same id."""
         self._ids += 1
         return prefix + self._derived(f"id {self._ids}").hex()[:24]
 
     def begin(self, call: Call, seed: int | None) -> int:
-        """Names the stream of a call: returns its seed."""
+        """Sets the stream ids of a call; returns its seed."""
         call.base = self.base + (self._streams << TRY_BITS)
         call.repeated = self.last_event > 0
         self._streams += 1
@@ -95,9 +99,11 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
-        """The connection of its session, made by ``make`` with the token when it is first asked
-        for; None where this gateway has no room for another one. Raises ApiError 409 where a
-        request with the same key and another body is served here."""
+        """The connection of its session, created by ``make`` with the token at the first call; None
+        if this gateway has no room for another one.
+
+        Raises ApiError 409 if this gateway serves a request with the same key and another body.
+        """
         if self._client is None and self._rooms.enter(self.token, self.base, self._user):
             try:
                 self._client = make(self.token)
@@ -108,8 +114,8 @@ class NamedRequest:
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Its answer was sent or its client has gone; ``leave``: the streams go on at the broker
-        for a while, as the next gateway may be asked for them."""
+        """Its answer was sent or its client has disconnected. ``leave``: the streams continue at
+        the broker for a while, as the next gateway may need them."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -130,9 +136,9 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """By token: the first stream id of those that are served, and how many these are."""
+        """By token: the first stream id of the requests that are served, and their number."""
         self._users = Counter[str]()
-        """How many of these each user has."""
+        """Number of these requests by user."""
 
     @cached_property
     def secret(self) -> bytes:
@@ -167,7 +173,7 @@ class NamedRequests:
         return True
 
     def leave(self, token: str, user: str) -> None:
-        """A request that has entered is over."""
+        """A request that has entered has ended."""
         base, count = self._open.pop(token)
         if count > 1:
             self._open[token] = base, count - 1
@@ -187,7 +193,7 @@ class NamedClient(AsyncClient):
         session: str,
         leaves: Callable[[], bool],
     ) -> None:
-        """``leaves``: whether streams that are closed go on at the broker."""
+        """``leaves``: whether closed streams continue at the broker."""
         super().__init__(
             front, max_unread=max_unread, wait_for_room=False, key=key, session=session
         )
@@ -199,7 +205,7 @@ class NamedClient(AsyncClient):
         self._connection.close(keep=leave)
 
     def begin(self, call: Call) -> AsyncStream:
-        """Sends a call that has the name of a stream, or attaches to that stream."""
+        """Sends a call with the ids of its request, or attaches to the stream with these ids."""
         return self._stream(call, None)
 
     def _stream(
@@ -211,8 +217,8 @@ class NamedClient(AsyncClient):
 
 
 class NamedStream(AsyncStream):
-    """A stream whose entries are read one by one: so its answer has the same events each time,
-    however many have arrived together."""
+    """A stream whose entries are read one by one. So its answer has the same events each time,
+    however many entries have arrived together."""
 
     async def arrived(self) -> list[Token]:
         """The next entry; ``[]`` after the last one."""
@@ -232,9 +238,9 @@ class NamedStream(AsyncStream):
 
 
 class NumberedEvents:
-    """Writes ``id:`` into the events of a stream, and leaves out those that the client has.
+    """Adds ``id:`` to the events of a stream, and omits those that the client has received.
 
-    Pings and the error that ends a stream have no number: they are not the same each time.
+    Pings and the error that ends a stream have no number, because they differ each time.
     """
 
     def __init__(self, last_event: int) -> None:
@@ -243,12 +249,12 @@ class NumberedEvents:
 
     @classmethod
     def of_task(cls) -> Self | None:
-        """For the named request of the current task, if it is one."""
+        """The events of the named request of the current task; None without one."""
         named = current_named.get()
         return cls(named.last_event) if named is not None else None
 
     def write(self, part: bytes) -> bytes:
-        """Some whole events, as they are sent."""
+        """Numbers complete events, as they are sent."""
         return b"".join(map(self._event, part.split(b"\n\n")[:-1]))
 
     def _event(self, event: bytes) -> bytes:
@@ -261,7 +267,7 @@ class NumberedEvents:
 
 
 def reused() -> ApiError:
-    """The answer to a key that was used for another body."""
+    """The error for a key that was used for another body."""
     return ApiError(
         409,
         f"this {HEADER} was used for another request, whose path or body is not the same; give "
@@ -287,7 +293,7 @@ def _secret(settings: Settings) -> bytes:
     descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
-    # The first one to link its file decides, and that file is whole.
+    # The first process that links its file decides, and that file is complete.
     with suppress(FileExistsError):
         path.hardlink_to(made)
     made.unlink()

@@ -1,4 +1,4 @@
-"""API keys: a file of their hashes. Nothing here needs the packages of the gateway."""
+"""API keys: a file of their hashes. This module needs no package of the gateway."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class KeyFileError(ValueError):
 
 
 class ApiKeys:
-    """The API keys of a file: on each line a name and the SHA-256 of a key, hexadecimal; then,
-    where its holder is a tenant of the bus, the path of that tenant's key file, seen from this one.
+    """The API keys of a file. Each line has a name and the SHA-256 of a key, hexadecimal. If its
+    holder is a tenant of the bus, the path of that tenant's key file follows, relative to this
+    file.
 
     The keys themselves, 256 random bits each, are not in the file. Empty lines and those that begin
     with ``#`` are skipped.
@@ -59,11 +60,11 @@ class ApiKeys:
         return cls(names, tenants)
 
     def name_of(self, key: str) -> str | None:
-        """The name of the holder of a key; None if it is not one of these."""
+        """The name of the holder of a key; None for an unknown key."""
         return self._names.get(hash_of(key))
 
     def tenant_of(self, name: str) -> OwnKey | None:
-        """The key of the bus with which requests of a holder are sent; None: the gateway's own."""
+        """The key of the bus for the requests of a holder; None: the gateway's own."""
         return self._tenants.get(name)
 
 

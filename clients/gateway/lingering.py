@@ -1,9 +1,9 @@
-"""A gateway that can leave its place to the next one before its last stream has ended.
+"""A gateway that hands its place over to the next one before its last stream has ended.
 
-supervisord starts a process again when it has exited. So what it starts here does nothing but wait
-for another process, which serves. On SIGUSR2 the latter stops listening, finishes what it has,
-however long that takes within its bound, and goes on as a process of its own: the first one exits,
-and its successor listens on the same port. On SIGTERM both end, within ``drain_s``.
+supervisord restarts a process when it has exited. So the process that it starts only waits for a
+child process, which serves. On SIGUSR2 the child stops listening, finishes its streams within
+``linger_s``, and continues independently: the parent exits, and its successor listens on the same
+port. On SIGTERM both end, within ``drain_s``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _LEFT = b"l"
 
 
 class Leaving:
-    """How the process that serves makes the one before it exit."""
+    """Makes the parent of the serving process exit."""
 
     def __init__(self, pipe: int) -> None:
-        """``pipe``: of which the other process reads the end."""
+        """``pipe``: the parent reads its other end."""
         self._pipe = pipe
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """The other process exits now, and this one does not depend on it any more."""
+        """Makes the parent exit now; this process then does not depend on it any more."""
         self._end_with_parent(0)
-        # No signal to the group of the next one is for this process.
+        # Signals to the process group of the successor must not reach this process.
         os.setsid()
         os.write(self._pipe, _LEFT)
         os.close(self._pipe)
 
     @staticmethod
     def _end_with_parent(number: int) -> None:
-        """Which signal this process gets where its parent dies; 0: none. Linux only."""
+        """Sets the signal that this process receives when its parent dies; 0: none. Linux only."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         except (OSError, AttributeError):
@@ -46,16 +46,16 @@ class Leaving:
 
 
 def run(serve: Callable[[Leaving], int]) -> int:
-    """Runs ``serve`` in a process of its own, where it returns what that returns; and waits until
-    that process has ended or has left: its exit code, or 0. To be called before any thread was
-    made."""
+    """Runs ``serve`` in a child process, and returns its result there. In the parent, waits until
+    the child has ended or has left; returns its exit code, or 0. It must be called before any
+    thread exists."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()
     if not serving:
         os.close(reader)
         leaving = Leaving(writer)
-        # The parent may have died before that.
+        # The parent may have died before that call.
         return serve(leaving) if os.getppid() == parent else 1
     os.close(writer)
 

@@ -10,7 +10,7 @@ from .security import SUBPROTOCOL
 
 
 def routes() -> list[BaseRoute]:
-    """The one path, LMQL's."""
+    """The route of LMQL's only path."""
     return [WebSocketRoute("/", lmtp)]
 
 

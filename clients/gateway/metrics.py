@@ -1,8 +1,8 @@
-"""``/metrics`` for Prometheus: what the broker and its workers count, and this gateway's own.
+"""``/metrics`` for Prometheus: the counters of the broker, of its workers, and of this gateway.
 
-The broker is asked at each scrape, so that every gateway shows the same. Names are those of vLLM's
-dashboards where the thing is the same, with ``tokenbus:`` for ``vllm:``; docs/observability.md has
-both.
+The broker is asked at each scrape, so that every gateway reports the same values. Metrics that vLLM
+has too have the names of its dashboards, with ``tokenbus:`` for ``vllm:``; docs/observability.md
+lists both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    # As vLLM's.
+    # Metrics of vLLM.
     "num_requests_running": Family("gauge", "Sequences in the batch."),
     "num_requests_waiting": Family("gauge", "Sequences that wait for the batch of their worker."),
     "kv_cache_usage_perc": Family("gauge", "The part of the KV cache's blocks in use, 0 to 1."),
@@ -75,7 +75,7 @@ FAMILIES = {
     "spec_decode_num_drafts": Family("counter", "Drafts of sequences that were verified."),
     "spec_decode_num_draft_tokens": Family("counter", "Tokens of these drafts."),
     "spec_decode_num_accepted_tokens": Family("counter", "Tokens of drafts that were sampled."),
-    # Metrics that only a steered system has.
+    # Metrics that exist only in a steered system.
     "mask_wait_seconds": Family(
         "histogram", "How long a step waited for masks when its logits were ready."
     ),
@@ -94,7 +94,7 @@ FAMILIES = {
     "grammar_cache_hits": Family("counter", "Requests whose grammar was compiled already."),
     "num_controllers": Family("gauge", "Requests whose controllers a worker runs."),
     "num_controllers_waiting": Family("gauge", "Rounds that wait for a variable."),
-    # The bus.
+    # Metrics of the bus.
     "up": Family("gauge", "Whether the broker has answered."),
     "errors": Family("counter", "Errors that clients were sent, by code and where they arose."),
     "num_requests_queued": Family("gauge", "Requests that wait at the broker, by model."),
@@ -118,7 +118,7 @@ FAMILIES = {
     "bad_worker_messages": Family("counter", "Messages of workers that were malformed."),
     "internal_errors": Family("counter", "Defects of the broker; its log has them."),
     "uptime_seconds": Family("gauge", "Since the broker started."),
-    # This gateway.
+    # Metrics of this gateway.
     "http_requests": Family("counter", "HTTP requests that were answered, by path and status."),
     "http_request_duration_seconds": Family("histogram", "Until the end of the answer, by path."),
     "http_requests_in_progress": Family("gauge", "HTTP requests that are being answered."),
@@ -167,7 +167,7 @@ class Snapshot(Collector):
 
 
 def of_status(status: Status | None) -> Iterator[Series]:
-    """The series of the broker's answer; None without an answer."""
+    """The series of the broker's answer; empty without an answer."""
     yield Series("up", {}, float(status is not None))
     if status is None:
         return
@@ -197,7 +197,7 @@ def of_status(status: Status | None) -> Iterator[Series]:
 
 
 def _labelled(series: Iterable[Series], worker: str) -> Iterator[Series]:
-    """With the label of the process that counted."""
+    """Series with the label of the process that counted."""
     for one in series:
         yield Series(one.name, {**one.labels, "worker": worker}, one.value, one.histogram)
 
@@ -220,7 +220,7 @@ def _metric(name: str, family: Family, series: list[Series]) -> Metric:
 
 
 def _buckets(one: Series) -> list[tuple[str, float]]:
-    """Counts as Prometheus has them: each bucket includes the smaller ones."""
+    """The counts in Prometheus's form: each bucket includes the smaller ones."""
     assert one.histogram is not None
     bounds = [*map(floatToGoString, one.histogram.bounds), "+Inf"]
     total, buckets = 0, []

@@ -20,10 +20,10 @@ from .tokenization import Tokenization
 FRESH_S = 10.0
 """How long a description is used without asking again, in seconds."""
 SHORT_TEXT = 4096
-"""Most characters of a text that is tokenized in the event loop, and most tokens that are decoded
-there."""
+"""Maximum characters of a text that is tokenized in the event loop, and maximum tokens that are
+decoded there."""
 MAX_REASON = 500
-"""Most characters that say why a tokenizer cannot be read."""
+"""Maximum characters of the reason why a tokenizer cannot be read."""
 LOAD_S = 600.0
 """How long a model may take to load on demand, in seconds."""
 
@@ -38,9 +38,9 @@ class ServedModel:
     tokenization: Tokenization = field(default_factory=Tokenization)
     """Shared by all models of the gateway."""
     token_size: TokenSize = TokenSize(1_000_000)  # noqa: RUF009
-    """How much text a token can stand for."""
+    """The amount of text that a token can represent."""
     _texts: dict[int, str] = field(default_factory=dict)
-    """The texts of tokens that ``text_of`` was asked for."""
+    """Cached texts of tokens for ``text_of``."""
 
     @property
     def name(self) -> str:
@@ -60,12 +60,12 @@ class ServedModel:
         return {number: token.content for number, token in added.items() if token.special}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``; ``special``: with those that the tokenizer adds (as BOS)."""
+        """Token ids of ``text``; ``special``: including those that the tokenizer adds (as BOS)."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """As ``encode``; a long text does not keep other requests waiting. Raises RequestError if
-        it is too long for the model."""
+        """Like ``encode``, but a long text does not delay other requests. Raises RequestError if it
+        is too long for the model."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, special=special)
         bound = TextBound(self.name, self.info.context_length, self.token_size)
@@ -76,7 +76,7 @@ class ServedModel:
 
     def _encode_long(self, text: str, special: bool, bound: TextBound) -> list[int]:
         bound.check_count(text, self._count)
-        # ``encode`` keeps the interpreter's lock, and with it the event loop; a batch does not.
+        # ``encode`` keeps the interpreter's lock, and so blocks the event loop; a batch does not.
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return batch[0].ids
 
@@ -84,7 +84,7 @@ class ServedModel:
         return len(self.tokenizer.encode_batch_fast([segment], add_special_tokens=False)[0])
 
     def check_tokens(self, ids: list[int], path: str = "$.tokens") -> None:
-        """Raises RequestError where these are more tokens than the model takes."""
+        """Raises RequestError if there are more tokens than the model accepts."""
         most = self.info.context_length
         if len(ids) > most:
             raise RequestError(
@@ -94,7 +94,7 @@ class ServedModel:
             )
 
     async def detokenize(self, ids: list[int]) -> str:
-        """As ``decode``; many tokens do not keep other requests waiting."""
+        """Like ``decode``, but many tokens do not delay other requests."""
         if len(ids) <= SHORT_TEXT:
             return self.decode(ids)
         # As in ``_encode_long``.
@@ -108,7 +108,7 @@ class ServedModel:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def text_of(self, token: int) -> str:
-        """The text of one token alone; part of a character is shown as U+FFFD."""
+        """The text of one token alone; an incomplete character is shown as U+FFFD."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._text(token)
@@ -128,7 +128,8 @@ class ServedModel:
     def _text(self, token: int) -> str:
         if token in self.special_ids:
             return self.tokenizer.id_to_token(token) or ""
-        # Some decoders drop a leading space at the beginning: the token is put behind another one.
+        # Some decoders drop a leading space at the beginning, so the token is decoded after another
+        # one.
         return self._after_anchor(token)
 
     def _after_anchor(self, token: int) -> str:
@@ -146,7 +147,8 @@ class ServedModel:
 
 
 class ModelTable:
-    """Asks the bus for models and keeps the answers; the tokenizers by their fingerprints."""
+    """Requests models from the bus and caches the answers; tokenizers are cached by their
+    fingerprints."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -156,9 +158,9 @@ class ModelTable:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def info(self, name: str) -> ModelInfo:
-        """The description of the model of this name, whose tokenizer need not be readable.
+        """The description of the model of this name; its tokenizer may be unreadable.
 
-        Raises TokenbusError: ``unknown_model`` if none is served under this name.
+        Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
         kept = self._models.get(name)
         if kept is not None and time.monotonic() - kept[0] < FRESH_S:
@@ -166,9 +168,9 @@ class ModelTable:
         return await self._client.model_info(name, timeout_s=LOAD_S)
 
     async def get(self, name: str = "") -> ServedModel:
-        """The model of this name, loaded where it is served on demand; empty: the default.
+        """The model of this name, which is loaded if it is served on demand; empty: the default.
 
-        Raises TokenbusError: ``unknown_model`` if none is served under this name.
+        Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
         kept = self._models.get(name)
         if kept is not None and time.monotonic() - kept[0] < FRESH_S:
@@ -204,7 +206,7 @@ class ModelTable:
             try:
                 tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
                 size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))
-            except Exception as error:  # The package raises nothing more exact.
+            except Exception as error:  # The package raises no more specific exception.
                 what = f"the tokenizer of the model {name!r} cannot be read: {error}"
                 raise ServiceError(Code.MODEL_LOAD_FAILED, what[:MAX_REASON]) from None
             kept = self._tokenizers[fingerprint] = files, tokenizer, size

@@ -1,5 +1,4 @@
-"""Which requests of a WebSocket are not answered yet: while there are any, a gateway that is asked
-to end keeps it open."""
+"""The unanswered requests of a WebSocket: while there are any, an ending gateway keeps it open."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"BUFFER", b"PING", b"BYE"}
-"""Messages of a client after which an answer comes for their ``stream_id``."""
+"""Messages of a client that are answered with their ``stream_id``."""
 
 
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
@@ -23,7 +22,7 @@ _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
 
 
 class _Named(Struct):
-    """The stream id of a client's message. Other fields may have other types there."""
+    """The stream id of a client's message. Its other fields may have other types there."""
 
     stream_id: StreamId | None = None
 
@@ -60,7 +59,8 @@ class OpenStreams:
 
     @staticmethod
     def named(body: bytes) -> int | None:
-        """The stream that the body of a client's message names; None: none, or it is not valid."""
+        """The stream that the body of a client's message names; None if it names none, or is not
+        valid."""
         try:
             named: _Named = decode_as(_Named, body)
         except RequestError:
@@ -73,7 +73,7 @@ class OpenStreams:
             self._open.add(stream)
 
     def received(self, frames: Sequence[bytes]) -> None:
-        """A message of the broker goes to the client. Tokens are decoded only where one ends a
+        """A message of the broker goes to the client. Tokens are decoded only if one ends a
         sequence."""
         match frames[0]:
             case b"TOKEN":
@@ -87,7 +87,7 @@ class OpenStreams:
 
     def _ended(self, body: bytes) -> None:
         tokens: TokenBody = decode_as(TokenBody, body)
-        # No stream ends with a row of columns.
+        # A row of columns does not end a stream.
         entries = tokens.entries if isinstance(tokens, TokenColumns) else tokens
         ended = (e for e in entries if e.finish_reason is not None and e.live == 0)
         self._open.difference_update(entry.stream_id for entry in ended)

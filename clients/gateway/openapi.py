@@ -26,7 +26,7 @@ REFUSALS = {
     503: "No worker is available; Retry-After says when to try again.",
     504: "The request took too long.",
 }
-"""The answers that any operation may give. A 500 would be a fault of the gateway."""
+"""The errors that any operation may return. A 500 would be a defect of the gateway."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Operation:
     path: str
     summary: str
     tag: str
-    """The door that it belongs to."""
+    """The interface to which it belongs."""
     body: Any = None
-    """The type of its JSON body; ``bytes``: raw data; None: it has none."""
+    """The type of its JSON body; ``bytes``: raw data; None: no body."""
     answer: Any = None
     """The type of its JSON answer; ``str``: plain text; None: any JSON."""
     stream: bool = False
-    """It can answer with server-sent events too."""
+    """Whether it can also answer with server-sent events."""
     error: Any = ErrorAnswer
     """The type of its errors; None: they have no form of their own."""
     statuses: dict[int, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def routes(operations: Sequence[Operation]) -> list[BaseRoute]:
-    """The path of the document, which is made once, when it is first asked for."""
+    """The route of the document, which is created when it is first requested."""
     made: list[bytes] = []
 
     async def openapi(request: Request) -> Response:

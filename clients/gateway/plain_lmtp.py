@@ -1,7 +1,7 @@
-"""LMTP as LMQL has it, for a WebSocket whose client has not sent ``HELLO``.
+"""LMQL's form of LMTP, for a WebSocket whose client has not sent ``HELLO``.
 
-LMQL's client (``lmql.models.lmtp.lmtp_client``, 0.7.3) knows two messages: ``TOKEN``, a list of
-entries, of which one with ``error`` ends its stream; and ``MSG``, a list of answers.
+LMQL's client (``lmql.models.lmtp.lmtp_client``, 0.7.3) knows two messages. ``TOKEN`` is a list of
+entries; an entry with ``error`` ends its stream. ``MSG`` is a list of answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Named(Struct):
 
 
 class _FailedAnswer(Struct):
-    """An element of ``MSG`` for a request that was refused, as LMQL's own server has it."""
+    """An element of ``MSG`` for a refused request, as in LMQL's own server."""
 
     stream_id: int
     error: str
@@ -35,11 +35,11 @@ class _FailedAnswer(Struct):
 
 
 class PlainLmtp:
-    """Puts the broker's messages in that form."""
+    """Converts the broker's messages to that form."""
 
     def __init__(self) -> None:
         self._awaited: set[int] = set()
-        """The stream ids of requests that are to be answered by ``MSG``."""
+        """The stream ids of requests that ``MSG`` will answer."""
 
     def sent(self, frames: Frames) -> None:
         """A message of the client goes to the broker."""
@@ -49,9 +49,9 @@ class PlainLmtp:
                 self._awaited.add(stream_id)
 
     def line(self, frames: Sequence[bytes]) -> str | None:
-        """The line of a message from the broker; None where the client has no use for it.
+        """The line of a message from the broker; None if the client does not use it.
 
-        An ERROR about no stream stays one: LMQL's client shows it in a warning.
+        An ERROR without a stream is passed on: LMQL's client shows it in a warning.
         """
         match frames[0]:
             case b"MSG":
@@ -82,7 +82,7 @@ class PlainLmtp:
 
 
 def _stream_id(body: bytes) -> int | None:
-    """The stream that a body names; None where it names none, or is invalid."""
+    """The stream that a body names; None if it names none, or is invalid."""
     try:
         named: _Named = decode_as(_Named, body, "json")
     except RequestError:

@@ -1,7 +1,7 @@
 """The chat template of models without one of their own.
 
-``User: …``, ``Assistant: …`` and so on, one message after another. Where there are tools, the text
-begins with them and with the form in which they are called.
+It writes ``User: …``, ``Assistant: …`` and so on, one message after another. If there are tools,
+the text begins with them and with the form of calls.
 """
 
 PLAIN_TEMPLATE = """\

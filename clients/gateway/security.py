@@ -1,4 +1,4 @@
-"""Who may use the gateway: API keys, and the pages of which browsers may reach it."""
+"""Access to the gateway: API keys, and the origins of pages that browsers may use it from."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .keys import ApiKeys
 from .turns import current_tenant, current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
-"""Paths that need no key: probes of a cluster have none."""
+"""Paths that need no key, because the probes of a cluster have none."""
 SUBPROTOCOL = "tokenbus"
-"""The WebSocket subprotocol that a browser names beside its key, as ``key.<KEY>``."""
+"""The WebSocket subprotocol that a browser sends together with its key, as ``key.<KEY>``."""
 
 
 class RequireKey:
     """Refuses requests and WebSockets without a valid API key, except ``OPEN_PATHS``.
 
     A key comes as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic), ``api-key``
-    (AICI) or as the password of Basic authentication (a browser that opens a page asks for it); for
-    a WebSocket from a browser as the subprotocol ``key.<KEY>`` too.
+    (AICI) or as the password of Basic authentication (a browser prompts for it). For a WebSocket of
+    a browser, it may also be the subprotocol ``key.<KEY>``.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -57,7 +57,7 @@ class RequireKey:
 
 
 def keys_of(scope: Scope, headers: Headers) -> list[str]:
-    """Every key that a request carries."""
+    """Every key in a request."""
     found = [headers.get("x-api-key", ""), headers.get("api-key", "")]
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
@@ -73,16 +73,16 @@ def _password(value: str) -> str:
     try:
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
     except ValueError:
-        # Not base64, not ASCII to begin with, or not UTF-8 in the end.
+        # The value is not valid base64, ASCII or UTF-8.
         return ""
 
 
 class OriginCheck:
-    """Refuses what pages of other sites make a browser send.
+    """Refuses requests that pages of other sites make a browser send.
 
-    A browser names the page in ``Origin``. Pages of this gateway may use it, and those of
+    A browser sends the page's origin in ``Origin``. Pages of this gateway are allowed, and those of
     ``allowed`` origins (``*``: all). Without API keys (``any_host`` false) the ``Host`` must be a
-    loopback name too, so that no site can pretend, by its DNS entry, to be this gateway.
+    loopback name too, so that another site cannot impersonate this gateway through its DNS entry.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], any_host: bool) -> None:

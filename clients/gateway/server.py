@@ -25,18 +25,17 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
-"""For one WebSocket message: a controller module of 16 MiB in base64 fits."""
+"""Bytes of one WebSocket message: a controller module of 16 MiB in base64 fits."""
 IDLE_MARGIN_S = 0.5
-"""How much longer than uvicorn's limit a gateway that ends waits for idle connections, in
-seconds."""
+"""How much longer than uvicorn's limit an ending gateway waits for idle connections, in seconds."""
 CHECK_S = 0.05
-"""How often it looks for them, in seconds."""
+"""How often it checks for them, in seconds."""
 READY_SEEN_S = 10.0
-"""How long a gateway that is asked to end waits until a load balancer has seen that, in seconds."""
+"""How long an ending gateway waits for a load balancer to notice it, in seconds."""
 
 
 class BindError(Exception):
-    """The address cannot be listened on; ``in_use``: another process listens there."""
+    """The gateway cannot listen on the address; ``in_use``: another process listens there."""
 
     def __init__(self, message: str, in_use: bool) -> None:
         super().__init__(message)
@@ -46,8 +45,8 @@ class BindError(Exception):
 def listen(settings: Settings) -> socket.socket:
     """The listening socket of the setting ``http``; raises BindError.
 
-    Where several gateways run they share the port by SO_REUSEPORT: clients know one address, and
-    the kernel spreads connections over the processes that listen.
+    Several gateways share the port by SO_REUSEPORT: clients use one address, and the kernel
+    distributes connections over the processes that listen.
     """
     try:
         host, port = host_and_port(settings.http)
@@ -80,9 +79,10 @@ def listen(settings: Settings) -> socket.socket:
 class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, and lets running requests end.
 
-    On the first signal ``/ready`` answers 503. Where a load balancer asks for it, connections are
-    accepted until it has seen that, so that no request meets a closed port. On SIGUSR2 it is the
-    same, but the process leaves its place to another one and may take longer (``lingering.py``).
+    On the first signal ``/ready`` answers 503. If a load balancer polls it, connections are
+    accepted until the balancer has received the 503, so that no request meets a closed port.
+    SIGUSR2 has the same effect, but another process takes over and this one may take longer
+    (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
@@ -93,10 +93,10 @@ class GatewayServer(uvicorn.Server):
             http=http_protocol(settings.max_connections),
             ws="websockets-sansio",
             ws_max_size=MAX_WEBSOCKET_BYTES,
-            # A compressor for each connection takes some 300 KiB, and tokens are short.
+            # A compressor for each connection takes about 300 KiB, and tokens are short.
             ws_per_message_deflate=False,
             lifespan="on",
-            # A caller would choose with X-Forwarded-For as which user it is counted.
+            # With X-Forwarded-For, a caller could choose the user for whom it is counted.
             proxy_headers=False,
             log_config=None,
             access_log=False,
@@ -111,13 +111,13 @@ class GatewayServer(uvicorn.Server):
         self._linger_s = settings.linger_s
         self._leaving = leaving
         self._leaves = False
-        """Whether it was asked to leave."""
+        """Whether SIGUSR2 was received."""
         self._shares_port = settings.gateways > 1
-        """A probe may reach another process."""
+        """Whether several gateways share the port, so that a probe may reach another process."""
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one drains, a further one ends at once."""
+        """Handles a signal: the first one drains, a further one ends at once."""
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True
@@ -129,15 +129,15 @@ class GatewayServer(uvicorn.Server):
             gateway.draining = True
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves on these sockets until it is asked to end."""
+        """Serves on these sockets until a signal."""
         self._loop = asyncio.get_running_loop()
         if self._leaving is not None:
             self._loop.add_signal_handler(signal.SIGUSR2, self._leave)
         await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends without failing a request: connections that the kernel has accepted are served, and
-        open ones get an answer to the next request, which says that they are closed."""
+        """Ends without failing a request. Connections that the kernel has accepted are served, and
+        open ones get an answer to their next request, which announces that they are closed."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway
@@ -147,11 +147,11 @@ class GatewayServer(uvicorn.Server):
             log.info("its place is free; finishing what runs")
             self._leaving.leave()
             self._drain_s = self._linger_s
-        # Until then uvicorn closes each connection that is idle.
+        # Until then uvicorn closes each idle connection.
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # First, as uvloop tells of a connection a little after it was accepted.
+            # This comes first, because uvloop reports a connection shortly after it was accepted.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:
@@ -163,7 +163,7 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Closes the listening sockets; the kernel would reset what waits in their queues."""
+        """Closes the listening sockets; the kernel would reset the connections in their queues."""
         waiting = [connection for listener in sockets for connection in _accepted(listener)]
         for server in self.servers:
             server.close()
@@ -173,7 +173,7 @@ class GatewayServer(uvicorn.Server):
             )
 
     def _protocol(self) -> asyncio.Protocol:
-        """The object that uvicorn makes for each connection."""
+        """The protocol object that uvicorn creates for each connection."""
         kind: Any = self.config.http_protocol_class
         protocol: asyncio.Protocol = kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
@@ -210,7 +210,7 @@ def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def check_tls(settings: Settings) -> str | None:
-    """The fault of the files of TLS; None if nothing is, or if there are none."""
+    """The fault of the TLS files; None if they are valid, or if none are set."""
     if not settings.tls_cert and not settings.tls_key:
         return None
     if not settings.tls_cert or not settings.tls_key:

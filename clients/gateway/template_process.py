@@ -1,9 +1,9 @@
 """Renders chat templates: ``python -m tokenbus.clients.gateway.template_process``.
 
-A template is a program of whoever published the model, or of a client. It runs in this process of
-its own, in Jinja's sandbox, with bounded memory and CPU time. Requests come on stdin and answers go
-to stdout, each as JSON behind its length. The environment of a template (filters, globals,
-extensions, what may be stored in a namespace) is that of transformers' ``apply_chat_template``.
+A template is a program from the publisher of the model or from a client. It runs in this separate
+process, in Jinja's sandbox, with bounded memory and CPU time. Requests come on stdin and answers go
+to stdout, each as JSON after its length. The environment of a template (filters, globals,
+extensions, namespace attributes) is that of transformers' ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
 CPU_S = 2
-"""Most CPU time of a rendering, in seconds; the kernel may allow up to one second more."""
+"""Maximum CPU time of a rendering, in seconds; the kernel may allow up to one second more."""
 MEMORY_BYTES = 1024**3
-"""Most address space of the process."""
+"""Maximum address space of the process."""
 MAX_BYTES = 16 * 1024 * 1024
-"""Most bytes of a rendered text."""
+"""Maximum bytes of a rendered text."""
 MAX_FAULT = 2000
-"""Most characters that say why a template cannot be rendered: it may write them itself."""
+"""Maximum characters of the error of a template, which the template may choose itself."""
 KEPT = 32
-"""Most compiled templates that are kept."""
+"""Maximum compiled templates that are cached."""
 LENGTH = struct.Struct("<I")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue; its space shows whether the template strips."""
+"""Marks the end of the message to continue; its space shows whether the template strips white
+space."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning in templates of various models."""
 
@@ -49,7 +50,8 @@ class TemplateFault(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant has written, for training; the text stays."""
+    """``{% generation %}`` marks text that an assistant has written, for training; the text is
+    kept."""
 
     tags = {"generation"}
 
@@ -63,7 +65,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` of templates: only what makes one."""
+    """``dict`` for templates: only the constructor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -73,7 +75,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """``namespace`` of templates, without names that begin with an underscore."""
+    """``namespace`` for templates, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)
@@ -106,7 +108,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape the characters of HTML."""
+    """Jinja's own filter would escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -134,8 +136,8 @@ def render(
 ) -> str:
     """The text of a conversation.
 
-    ``variables`` are all other names that the template may use. ``continue_final_message``: the
-    text ends with the last message's content, which the model continues. Raises TemplateFault.
+    ``variables`` are all other variables of the template. ``continue_final_message``: the text ends
+    with the last message's content, which the model continues. Raises TemplateFault.
     """
     messages = [_with_reasoning(message) for message in messages]
     if continue_final_message:

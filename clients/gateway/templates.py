@@ -26,23 +26,23 @@ from .turns import Turns, current_user
 WALL_S = 30.0
 """How long a rendering may take on an overloaded machine, in seconds."""
 MAX_WAITING = 256
-"""Most renderings that wait for one process."""
+"""Maximum renderings that wait for one process."""
 MAX_OF_ONE = 32
-"""Most of them of one user."""
+"""Maximum of these for one user."""
 MAX_TEMPLATE = 256 * 1024
-"""Most characters of a template that a request brings."""
+"""Maximum characters of a template in a request."""
 
 
 class Templates:
     """Renders the conversations of all requests of a gateway.
 
-    Templates of models and those that requests bring are rendered by two processes, so that a
-    client's template delays those of other clients only, each by one turn. Both are started when
+    One process renders templates of models, another one the templates in requests. So a client's
+    template delays only those of other clients, each by one turn. Both processes are started when
     first needed.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
-        """``trust_requests``: whether requests may bring templates of their own."""
+        """``trust_requests``: whether requests may contain templates of their own."""
         self._trust_requests = trust_requests
         self._of_models = _Renderer()
         self._of_requests = _Renderer()
@@ -112,17 +112,17 @@ def template_of(model: ServedModel) -> str:
 
 
 class _Renderer:
-    """One rendering process, started again after a template has ended it."""
+    """One rendering process, restarted after a template has ended it."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turns = Turns()
         self._asked: set[asyncio.Task[dict[str, str]]] = set()
         self._users = Counter[str]()
-        """How many of these are of each user."""
+        """Number of waiting renderings by user."""
 
     async def ask(self, request: bytes) -> dict[str, str]:
-        """The answer of the process; raises ApiError if it ends or takes too long."""
+        """Sends a request to the process; raises ApiError if it ends or takes too long."""
         user = current_user.get()
         full = len(self._asked) >= MAX_WAITING
         if full or self._users[user] >= MAX_OF_ONE:
@@ -134,7 +134,7 @@ class _Renderer:
                 code=Code.QUEUE_FULL if full else Code.CLIENT_LIMIT,
                 retry_after_s=CPU_S,
             )
-        # A client that leaves ends neither the process nor a rendering that is under way.
+        # A client that disconnects ends neither the process nor a running rendering.
         asked = asyncio.ensure_future(self._in_turn(user, request))
         self._asked.add(asked)
         self._users[user] += 1
@@ -147,7 +147,7 @@ class _Renderer:
         if not self._users[user]:
             del self._users[user]
         if not asked.cancelled():
-            asked.exception()  # Whoever asked may have left.
+            asked.exception()  # The client may have disconnected.
 
     async def _in_turn(self, user: str, request: bytes) -> dict[str, str]:
         async with self._turns.of(user):
@@ -178,7 +178,7 @@ class _Renderer:
                 else f"its process ended with {ended}"
             ) from None
         except BaseException:
-            # The answer would be taken for that of the next request.
+            # The answer would be mistaken for that of the next request.
             await self.end()
             raise
         found: dict[str, str] = json.loads(answer)
@@ -194,7 +194,7 @@ class _Renderer:
 
 
 async def _start() -> Process:
-    # In its own session: a Ctrl-C in the terminal is for the gateway.
+    # The process has its own session, so that Ctrl-C in the terminal only reaches the gateway.
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

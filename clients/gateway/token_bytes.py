@@ -11,8 +11,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: those that can be printed stand for themselves, the others for
-    the letters from U+0100 on."""
+    """GPT-2's letters for bytes: printable ones represent themselves, the others have letters from
+    U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printed}
     others = [byte for byte in range(256) if byte not in set(printed)]
@@ -32,7 +32,7 @@ def decoders(tokenizer_json: str) -> frozenset[str]:
 
 
 def bytes_of(piece: str, text: str, kinds: frozenset[str]) -> bytes:
-    """The bytes of a token that the vocabulary lists as ``piece`` and that reads ``text``."""
+    """The bytes of a token whose vocabulary entry is ``piece`` and whose text is ``text``."""
     if "ByteLevel" in kinds:
         letters = byte_level_alphabet()
         if all(letter in letters for letter in piece):

@@ -1,6 +1,6 @@
 """Tokenizes long texts outside the event loop, one at a time, with users in turn.
 
-There are two lanes, so that a text of some kilobytes does not wait for one of some megabytes.
+Two lanes ensure that a text of a few kilobytes does not wait for one of several megabytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Tokenization:
         self._lanes = (Turns(), Turns())
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """The result of ``work`` on a thread, when it is the turn of the current user. ``size``: of
-        the text, in characters, or of the tokens that are decoded.
+        """Runs ``work`` on a thread when the current user has its turn; returns its result.
+        ``size``: of the text, in characters, or of the tokens to decode.
 
-        Work whose client leaves is dropped if it has not begun. Otherwise it keeps its lane to its
-        end, so that a client that leaves and comes back has one text in work too.
+        Work whose client disconnects is dropped if it has not begun. Otherwise it occupies its lane
+        to its end, so that a client that reconnects has only one text in work.
         """
         turns = self._lanes[size > SEGMENT_CHARS]
         user = current_user.get()
@@ -49,6 +49,6 @@ class Tokenization:
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """Whoever asked may have left."""
+    """The client may have disconnected."""
     if not asked.cancelled():
         asked.exception()

@@ -1,4 +1,5 @@
-"""The outermost layer of the gateway: each request gets its id, is counted, traced and logged."""
+"""The outermost layer of the gateway: each request receives an id, is counted, traced and
+logged."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Counts:
         self.websockets = 0
 
     def answered(self, method: str, path: str, status: int, duration_s: float) -> None:
-        """A request was answered; ``path`` is that of its route."""
+        """Counts an answered request; ``path`` is the path of its route."""
         key = (method if method in METHODS else OTHER, path, str(status))
         self._answered[key] = self._answered.get(key, 0) + 1
         histogram = self._durations.get(path)
@@ -52,7 +53,7 @@ class Counts:
         histogram.observe(duration_s)
 
     def series(self) -> list[Series]:
-        """All of it. The label ``gateway`` tells the processes apart that share a port."""
+        """All counters. The label ``gateway`` distinguishes the processes that share a port."""
         own = {"gateway": self._name}
         found = [
             Series("http_requests_in_progress", own, self.in_progress),
@@ -68,13 +69,13 @@ class Counts:
 
 
 class Traffic:
-    """ASGI middleware around everything else, error handlers included."""
+    """ASGI middleware around everything else, including error handlers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, WebSocket, or the lifespan."""
+        """Handles one request, WebSocket, or the lifespan."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -132,7 +133,7 @@ class Traffic:
 
 
 class _Request:
-    """One HTTP request or WebSocket: its id and its span. A context that the client's calls see."""
+    """One HTTP request or WebSocket: its id and its span. A context for the client's calls."""
 
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -154,7 +155,7 @@ class _Request:
         self._ids = self.id, f"{context.trace_id:032x}" if context else ""
 
     def _started(self, headers: Headers) -> Span | None:
-        """The span of the server, where this process exports spans."""
+        """The server's span, if this process exports spans."""
         exporter = tracing.active()
         if exporter is None or self._probe:
             return None
@@ -185,7 +186,7 @@ class _Request:
             context.detach(self._attached)
 
     def end(self, path: str, status: int | None, duration_s: float | None) -> None:
-        """It is over: logs it, and ends its span."""
+        """The request has ended: logs it, and ends its span."""
         extra = dict(zip(("request_id", "trace_id"), self._ids, strict=True))
         if status is None or duration_s is None:
             log.info("WebSocket at %s closed", path, extra=extra)
@@ -209,7 +210,8 @@ class _Request:
 
 
 def route_path(scope: Scope) -> str:
-    """The path of the route that a request went to, as ``/v1/models/{model}``; there are few."""
+    """The path of the route of a request, as ``/v1/models/{model}``; the number of routes is
+    small."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

@@ -1,8 +1,8 @@
 """The requests of one WebSocket, which count towards the share of its user.
 
 The broker serves users in turn by the fields ``group`` and ``by`` of requests. A client could name
-anybody in them, so that the gateway writes its own at the end of each body: of a field that is
-there twice, every reader takes the last one.
+any user in them. So the gateway writes its own values at the end of each body, as every reader uses
+the last value of a repeated field.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .open_streams import ANSWERED, OpenStreams
 from .user_shares import MAX_NAME, UserShares, check_priority
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER"})
-"""Requests that wait in a queue in turn between users."""
+"""Requests that wait in a queue with turns between users."""
 STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
-"""Requests about modules, which show in ``by`` who has changed them."""
+"""Requests about modules, whose ``by`` names the user who made the change."""
 _SPACE = b" \t\r\n"
 
 
@@ -31,8 +31,8 @@ class _Ranked(Struct):
 class TunnelRequests:
     """The open requests of one WebSocket.
 
-    ``user``: as which its requests are counted; ``name``: of its API key, empty without one.
-    ``ranks``: whether the broker decides who may raise priorities, by the key of the bus.
+    ``user``: the user for whom its requests are counted; ``name``: of its API key, empty without
+    one. ``ranks``: whether the broker decides, by the key of the bus, who may raise priorities.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
@@ -44,7 +44,7 @@ class TunnelRequests:
         self._taken = 0
 
     def sent(self, frames: Frames) -> Frames:
-        """A message of the client, as it goes to the broker; raises TokenbusError."""
+        """A message of the client in the form for the broker; raises TokenbusError."""
         kind = frames[0]
         if kind not in ANSWERED:
             return frames
@@ -84,7 +84,7 @@ class TunnelRequests:
         try:
             ranked: _Ranked = decode_as(_Ranked, body)
         except RequestError:
-            # The broker's answer says what is wrong with it.
+            # The broker's answer reports the error.
             return frames
         if not self._ranks:
             check_priority(ranked.priority)

@@ -1,12 +1,12 @@
 """Tunnels from WebSockets to the broker: LMTP passes through, undecoded.
 
-A WebSocket has a connection to the broker of its own, from its first message on. So all of LMTP
-works as it does on ZeroMQ, and the session is the client's own. Without ``HELLO`` a client gets
-what LMQL's client understands (``plain_lmtp.py``). The client's messages are text; it gets
-binary messages if it has asked for tokens in columns, which are msgpack.
+A WebSocket has its own connection to the broker, from its first message on. So all of LMTP works as
+on ZeroMQ, and the session is the client's own. A client without ``HELLO`` receives the form of
+LMQL's client (``plain_lmtp.py``). The client's messages are text. It receives binary messages if it
+has requested tokens in columns, which are msgpack.
 
-Flow control: while a client does not read, its tunnel takes nothing from the broker, and the
-broker's bound for slow clients applies. While the broker does not read, the tunnel takes nothing
+Flow control: while a client does not read, its tunnel does not read from the broker, and the
+broker's bound for slow clients applies. While the broker does not read, the tunnel does not read
 from the client.
 """
 
@@ -46,16 +46,16 @@ from .user_shares import UserShares
 log = logging.getLogger(__name__)
 
 MAX_SOCKETS = 16_384
-"""Most tunnels of one gateway process. A broker allows 10,000 sessions by default."""
+"""Maximum tunnels of one gateway process. A broker allows 10,000 sessions by default."""
 LAST_MESSAGE_S = 5.0
-"""How long the notice of a closed WebSocket may take on its way to the broker, in seconds."""
+"""How long the notice of a closed WebSocket may take to reach the broker, in seconds."""
 
 INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1011, 1012, 1013
-"""Why the gateway closes a WebSocket (IANA's registry of WebSocket close codes)."""
+"""Close codes with which the gateway closes a WebSocket (IANA's registry)."""
 
 
 class Tunnels:
-    """The WebSockets of one gateway process. Made inside the event loop that serves it."""
+    """The WebSockets of one gateway process. Created inside the event loop that serves it."""
 
     def __init__(self, settings: Settings, shares: UserShares) -> None:
         self._shares = shares
@@ -68,7 +68,7 @@ class Tunnels:
             BrokerWatch(self._context, front, settings.session_timeout_s, self._lost, self._key)
             for front in separate(settings.front_endpoint)
         ]
-        """One for each broker."""
+        """A watch for each broker."""
         self._ending: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -84,7 +84,7 @@ class Tunnels:
             self._rested(tunnel)
 
     def _rested(self, tunnel: Tunnel) -> None:
-        """A WebSocket may have no request left."""
+        """Called when a WebSocket may have no request left."""
         if self._draining and not tunnel.requests.open:
             self._later(close(tunnel.websocket, SERVICE_RESTART, "the gateway is restarted"))
 
@@ -114,7 +114,7 @@ class Tunnels:
                 await tunnel.close()
 
     async def close(self) -> None:
-        """Frees what the tunnels share. After the last one has ended."""
+        """Frees the resources that the tunnels share; called after the last one has ended."""
         for watch in self._watches:
             await watch.close()
         await asyncio.to_thread(self._context.destroy, linger=0)
@@ -139,7 +139,7 @@ class Tunnels:
         requests = TunnelRequests(self._shares, user, name, ranks=tenant is not None)
         tunnel = Tunnel(websocket, dealer, self._rested, requests, several)
         tunnel.user, tunnel.front = user, front
-        # A tenant's key says itself what its holder may do.
+        # A tenant's key itself determines the rights of its holder.
         tunnel.marks_users = tenant is None
         self._open.add(tunnel)
         return tunnel
@@ -148,7 +148,7 @@ class Tunnels:
         return next(watch for watch in self._watches if watch.front == tunnel.front)
 
     def _lost(self, front: str, what: str) -> None:
-        """A broker does not know its tunnels' connections any more: ends them all."""
+        """A broker has lost its tunnels' connections: ends all of them."""
         lost = [tunnel for tunnel in self._open if tunnel.front == front]
         log.warning("%s; %d WebSockets are closed", what, len(lost))
         for tunnel in lost:
@@ -164,9 +164,9 @@ class Tunnel:
     """One WebSocket's connection to the broker."""
 
     user = ""
-    """Whose it is; set by who makes it, as ``front``."""
+    """The user; set by the creator, as is ``front``."""
     front = ""
-    """Where its broker is."""
+    """The address of its broker."""
 
     def __init__(
         self,
@@ -176,23 +176,23 @@ class Tunnel:
         requests: TunnelRequests,
         several: bool,
     ) -> None:
-        """``rested`` is called where an answer may have been the last one. ``several``: its broker
-        is one of several."""
+        """``rested`` is called when an answer may have been the last one. ``several``: whether
+        there are several brokers."""
         self._several = several
         self.marks_users = True
-        """Whether its connection has the rights of the gateway, which its user does not have."""
+        """Whether its connection has rights of the gateway that its user does not have."""
         self.websocket = self._websocket = websocket
         self.requests = requests
         self._rested = rested
         self._dealer = dealer
         self._plain: PlainLmtp | None = PlainLmtp()
-        """None once the broker has answered a HELLO."""
+        """The converter to LMQL's form; None once the broker has answered a HELLO."""
         self._encoding: Encoding = "json"
-        """In which the broker answers."""
+        """The encoding of the broker's answers."""
         self._delivery = asyncio.create_task(self._deliver())
 
     async def send(self, line: str) -> None:
-        """Passes a client's message on, or answers what is wrong with it."""
+        """Passes a client's message on, or answers it with an error."""
         try:
             frames = line_frames(line, binary=True)
         except RequestError as error:
@@ -213,7 +213,7 @@ class Tunnel:
         await self._dealer.send(frames)
 
     async def _refuse(self, error: TokenbusError, frames: Frames) -> None:
-        """Answers a request that is not sent, as the broker would."""
+        """Answers a request that is not sent, in the same way as the broker."""
         is_decoded = len(frames[1]) <= max_body_bytes(frames[0])
         stream = OpenStreams.named(frames[1]) if is_decoded else None
         body = error_body(error, stream, frames[0])
@@ -230,8 +230,8 @@ class Tunnel:
         await close(self._websocket, SERVICE_RESTART, what)
 
     async def close(self) -> None:
-        """The WebSocket is closed. An anonymous session ends now, and its streams with it; one that
-        began with HELLO waits to be taken over."""
+        """The WebSocket is closed. An anonymous session ends now, with its streams; a session that
+        began with HELLO can be taken over."""
         self._delivery.cancel()
         self.requests.close()
         try:
@@ -243,7 +243,7 @@ class Tunnel:
             self._dealer.close(linger_ms=int(1000 * LAST_MESSAGE_S))
 
     async def _deliver(self) -> None:
-        """Passes on what the broker sends, at the pace of the client."""
+        """Passes on the broker's messages, at the pace of the client."""
         try:
             while True:
                 for frames in await self._dealer.receive():
@@ -262,7 +262,7 @@ class Tunnel:
             await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
 
     async def _pass_on(self, frames: Frames) -> None:
-        """A message of the broker, in the form that the client takes."""
+        """A message of the broker, in the client's form."""
         plain = self._plain
         if plain is None and encoding_of(frames[1]) == "msgpack":
             await self._websocket.send_bytes(frames_binary(frames))
@@ -279,7 +279,7 @@ async def close(websocket: WebSocket, code: int, reason: str) -> None:
 
 
 def _from_elsewhere(frames: Frames) -> Frames:
-    """A HELLO whose session may have been at another broker, of which its client knows nothing."""
+    """A HELLO whose session may have been at another broker without the client's knowledge."""
     try:
         hello: Hello = decode_as(Hello, frames[1])
     except RequestError:

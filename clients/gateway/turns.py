@@ -1,4 +1,5 @@
-"""A lock that goes from user to user, so that one who asks a lot delays others by one turn only."""
+"""A lock with turns between users, so that a user with many requests delays others by one turn
+only."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from contextvars import ContextVar
 from ...protocol.keys import OwnKey
 
 current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
-"""Whose request the current task serves: the name of an API key, or the address of a client."""
+"""The user of the current task's request: the name of an API key, or the address of a client."""
 
 current_tenant: ContextVar[OwnKey | None] = ContextVar("tokenbus_tenant", default=None)
-"""With which key of the bus the current task's request is sent; None: with the gateway's own."""
+"""The key of the bus for the current task's request; None: the gateway's own."""
 
 
 class Turns:
-    """For one event loop. Who waits gets the lock in turn between users, then by arrival."""
+    """A lock for one event loop. Users take turns, and the requests of a user are served by
+    arrival."""
 
     def __init__(self) -> None:
         self._taken = False

@@ -1,9 +1,9 @@
 """The open requests of each user of a gateway, and their bounds.
 
-All requests over HTTP share one session at the broker, and each WebSocket has one of its own.
-Users, told apart by API key or else by address, share the streams of both and the memory for
-bodies. None can take all: a user with too much is refused with a 429 while others are served. If
-nothing is left for anybody, requests get a 503.
+All requests over HTTP share one session at the broker, and each WebSocket has a session of its own.
+Users, who are identified by API key or else by address, share the streams of both and the memory
+for bodies. A user with too many open requests is refused with a 429 while others are served. If
+nothing is left for any user, requests get a 503.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .idempotency import NamedClient, current_named
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""The bodies of all requests together that one gateway process keeps."""
+"""Bytes of the bodies of all requests that one gateway process stores."""
 
 MAX_NAME = 256
-"""The characters of a user's name that the broker takes."""
+"""Maximum characters of a user's name at the broker."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _User:
     streams: int = 0
     body_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
-    """At which the user's streams end."""
+    """Rate at which the user's streams end."""
 
 
 class UserShares:
@@ -53,22 +53,24 @@ class UserShares:
 
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
         self.group = secrets.token_hex(16)
-        """Joins the sessions of this process at the broker, where they take turns as one."""
+        """Joins the sessions of this process into a group at the broker, which takes turns as one
+        session."""
         self.leaving = False
-        """Whether the process ends, and leaves streams to the next one; set by ``server.py``."""
+        """Whether the process ends and leaves its streams to the next one; ``server.py`` sets
+        it."""
         self._most = max_streams
         self._most_bytes = max_body_bytes
         self._streams = 0
         self._body_bytes = 0
         self._pace = Pace()
         self._users: dict[str, _User] = {}
-        """Those that have anything open."""
+        """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
         """The share of the current task's request: user, streams and bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around a request: what it took is given back at its end."""
+        """Wraps a request: its share is released at its end."""
         held: list[tuple[str, int, int]] = []
         token = self._held.set(held)
         try:
@@ -161,8 +163,8 @@ class UserShares:
 
 
 class SharedClient(AsyncClient):
-    """The client of the bus that all requests over HTTP share: what they begin counts towards the
-    shares of their users, and takes turns with that of others at the broker."""
+    """The client of the bus that all requests over HTTP share. Its calls count towards the shares
+    of their users, and take turns with those of other users at the broker."""
 
     def __init__(
         self, front: str, shares: UserShares, max_unread: int, key: OwnKey | None = None
@@ -181,8 +183,8 @@ class SharedClient(AsyncClient):
         record: str | Path | Recorder | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """As ``AsyncClient.generate``; raises UnavailableError where the share is used up, and
-        RequestError where a user without a key of the bus raises the priority."""
+        """As ``AsyncClient.generate``; raises UnavailableError if the share is used up, and
+        RequestError if a user without a key of the bus raises the priority."""
         if not self._ranks:
             check_priority(options.get("priority", 0))
         self._shares.take_stream()
@@ -206,7 +208,7 @@ class SharedClient(AsyncClient):
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
     ) -> Scores:
-        """As ``AsyncClient.score``; raises UnavailableError where the share is used up."""
+        """As ``AsyncClient.score``; raises UnavailableError if the share is used up."""
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
         return await super().score(prompt, scored, **options)
@@ -220,7 +222,7 @@ class SharedClient(AsyncClient):
 
 
 def check_priority(priority: int) -> None:
-    """Raises RequestError where a user asks to be served before all others."""
+    """Raises RequestError if a user requests a priority above all others."""
     if priority > 0:
         raise RequestError(
             Code.NOT_ALLOWED,

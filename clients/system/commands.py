@@ -1,4 +1,4 @@
-"""The commands ``up``, ``down`` and ``serve-model``: their flags, and what they print."""
+"""The commands ``up``, ``down`` and ``serve-model``: their flags and their output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .. import Client
 
 Subparsers = Any
-"""The type that ``ArgumentParser.add_subparsers`` returns; argparse keeps its type to itself."""
+"""The type that ``ArgumentParser.add_subparsers`` returns, which argparse does not export."""
 Command = Callable[[argparse.Namespace, Settings], int]
 
 DEFAULT_PORT = 5555
@@ -167,7 +167,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Range(argparse.Action):
-    """``N`` sets the setting of that name, ``N..M`` the one of the most, too."""
+    """``N`` sets the setting of that name; ``N..M`` also sets the setting of the maximum."""
 
     def __call__(
         self,
@@ -176,7 +176,7 @@ class _Range(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Takes the value apart; a value that is not a number is refused with the other
+        """Splits the value; a value that is not a number is refused together with the other
         settings."""
         least, dots, most = str(values).partition("..")
         setattr(namespace, self.dest, least)
@@ -272,14 +272,14 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _with_ray(args: argparse.Namespace, settings: Settings) -> Settings:
-    """The settings, with the Ray cluster that the flags name."""
+    """The settings, with the Ray cluster from the flags."""
     if not args.in_ray and not args.address:
         return settings
     return msgspec.structs.replace(settings, ray=args.address or settings.ray or "auto")
 
 
 def _http_lines(settings: Settings) -> list[str]:
-    """Where the gateways are."""
+    """Lines with the addresses of the gateways."""
     if settings.http == "none":
         return []
     scheme = "https" if settings.tls_cert else "http"
@@ -307,7 +307,7 @@ def _with_what_is_installed(settings: Settings) -> Settings:
 
 
 def _check_ray(settings: Settings) -> None:
-    """Raises SystemFault where the settings of a Ray cluster do not fit each other."""
+    """Raises SystemFault if the settings of a Ray cluster contradict each other."""
     if settings.ray and settings.join:
         raise SystemFault(
             f"join: {settings.join} has a broker of its own, and --ray places the workers of the "
@@ -334,7 +334,7 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if no worker could load the model, before any is started."""
+    """Raises SystemFault if no worker could load the model; called before any worker is started."""
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow; for example --allow 'my-org/*'",
@@ -346,7 +346,8 @@ def _check_model(settings: Settings) -> None:
 
 
 def _port_dir(port: int) -> str:
-    """The run directory of a serve-model: one for each port, the usual one for the usual port."""
+    """The run directory of a serve-model: one for each port, the default one for the default
+    port."""
     name = f"tokenbus-{os.getuid()}" + (f"-{port}" if port != DEFAULT_PORT else "")
     return str(Path(tempfile.gettempdir()) / name)
 

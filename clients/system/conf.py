@@ -1,4 +1,4 @@
-"""``supervisord.conf`` as ``tokenbus up`` runs it: the packaged file with a system's settings."""
+"""The ``supervisord.conf`` of ``tokenbus up``: the packaged file with a system's settings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to the one at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in that file. The result is in the run directory itself."""
+"""The run directory in that file. The resulting file is in the run directory itself."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of two programs."""
 STOP_MARGIN_S = 10
-"""The time of a worker beyond ``drain_s`` before it is killed, in seconds."""
+"""Seconds after ``drain_s`` until a worker is killed."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
     """The file's content with these settings; ``python`` is the interpreter that runs Tokenbus."""
     conf = RawConfigParser()
     conf.read_string(CONF.read_text(encoding="utf-8"))
-    # The processes inherit all settings, this one too.
+    # The processes inherit all settings, including this one.
     conf.remove_option("supervisord", "environment")
     for section in conf.values():
         for key, value in section.items():
@@ -44,7 +44,7 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
     conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
     if settings.join:
-        # The machine with the broker has these.
+        # The machine with the broker runs these programs.
         for name in ("program:broker", "program:state-worker", "program:gateway"):
             conf.remove_section(name)
     elif settings.http == "none":
@@ -62,7 +62,7 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # Each of its workers is ended after as long as a worker here.
+        # Each of its workers has the same time to end as a local worker.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

@@ -1,4 +1,4 @@
-"""Stopping a system that another process runs."""
+"""Stops a system that another process runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ BROKER = "tokenbus.broker"
 
 
 def end_system(settings: Settings) -> int:
-    """Stops the system in the run directory of these settings, in the stop order; the exit code.
+    """Stops the system in the run directory of these settings, in the stop order; returns the exit
+    code.
 
-    A supervisord whose socket was deleted is ended by its process id, and processes whose
-    supervisord was killed too. Raises SystemFault if no system runs, or if it does not stop in the
-    time that the system was started with (``drain_s``).
+    A supervisord whose socket was deleted is ended by its process id, and so are processes whose
+    supervisord was killed. Raises SystemFault if no system runs, or if it does not stop in the time
+    that the system was started with (``drain_s``).
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -50,7 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # Gateways that have left their place: all streams have ended with the broker.
+            # Gateways that have handed over their place: all their streams have ended with the
+            # broker.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -58,8 +60,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Ends a supervisord that takes no commands as ``Control.shutdown`` does: it stops all others
-    in the stop order."""
+    """Ends a supervisord that does not accept commands in the same way as ``Control.shutdown``: it
+    stops all processes in the stop order."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

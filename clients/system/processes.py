@@ -1,4 +1,4 @@
-"""The running processes of a system, from ``/proc``: also those without their supervisord."""
+"""The running processes of a system, from ``/proc``, including those without their supervisord."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def supervisor_of(run_dir: RunDir) -> int | None:
     """The id of the supervisord of this run directory, also if its socket was deleted; None if it
     does not run. Needs ``/proc``.
 
-    It is the parent of the processes that it started, or it has the file of the run directory.
+    It is the parent of the processes that it started, or its arguments have the file of the run
+    directory.
     """
     started = started_by(run_dir)
     candidates = {parent for pid in started if (parent := _parent(pid)) not in (0, *started)}
@@ -75,7 +76,7 @@ def _parent(pid: int) -> int:
 
 
 def _is_supervisord(pid: int) -> bool:
-    """Whether a process is a supervisord of this user that runs."""
+    """Whether a process is a running supervisord of this user."""
     try:
         own = os.stat(f"/proc/{pid}").st_uid == os.getuid()
     except OSError:

@@ -1,4 +1,4 @@
-"""Replacing every process of a running system, one behind the other, while it serves."""
+"""Replaces every process of a running system, one after another, while it serves."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""How long a worker that was replaced may take until it is ready: a model may be loaded."""
+"""How long a replaced worker may take until it is ready, in seconds: it may load a model."""
 OTHERS_READY_S = 120.0
-"""How long a broker or a gateway that was replaced may take, as they load nothing."""
+"""How long a replaced broker or gateway may take until it is ready, in seconds."""
 ANSWER_S = 10.0
-"""How long the broker may take to answer before anything is replaced."""
+"""How long the broker may take to answer before anything is replaced, in seconds."""
 LOOK_EVERY_S = 0.1
 LINGERS = "--lingers"
-"""The flag of such a gateway."""
+"""The flag of a gateway that hands its place over on SIGUSR2."""
 
 
 def roll(settings: Settings) -> int:
-    """Replaces the processes of the system in the run directory of these settings; the exit code.
+    """Replaces the processes of the system in the run directory of these settings; returns the exit
+    code.
 
-    A worker hands its streams over to another of its kind; where it is the only one, its
-    successor continues them. The broker's successor adopts what the workers report. A gateway
-    leaves its place, and finishes its streams beside its successor. All other settings are those
-    with which the system was started. Raises SystemFault if no system runs, if its broker does not
-    answer, or if a process does not come back.
+    A worker hands its streams over to another of its kind; if it is the only one, its successor
+    continues them. The broker's successor adopts the streams that workers report. A gateway hands
+    its place over, and finishes its streams while its successor runs.
+
+    All other settings are those with which the system was started. Raises SystemFault if no system
+    runs, if its broker does not answer, or if a process does not start again.
     """
     control = Control(RunDir.of(settings))
     processes = control.processes()
@@ -57,7 +59,7 @@ def roll(settings: Settings) -> int:
 
 
 def _unreachable(run_dir: RunDir) -> SystemFault:
-    """Why no supervisord answers in a run directory."""
+    """The error if no supervisord answers in a run directory."""
     pid = supervisor_of(run_dir)
     if pid is None:
         return SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
@@ -104,5 +106,6 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
 
 
 def _lingers(pid: int) -> bool:
-    """Whether a process leaves its place on SIGUSR2; one of an older release would be killed."""
+    """Whether a process hands its place over on SIGUSR2; a process of an older release would be
+    killed."""
     return LINGERS.encode() in arguments(pid)

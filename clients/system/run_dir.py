@@ -1,4 +1,4 @@
-"""The run directory: where a system keeps its sockets, its process id and its logs."""
+"""The run directory of a system, with its sockets, its process id and its logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunDir:
 
     @classmethod
     def of(cls, settings: Settings) -> RunDir:
-        """The run directory of these settings, as an absolute path; nothing is made yet."""
+        """The run directory of these settings, as an absolute path; it is not created yet."""
         return cls(Path(os.path.abspath(settings.run_folder)))
 
     @property
@@ -65,10 +65,10 @@ class RunDir:
         return self.logs / "supervisord.err"
 
     def make(self) -> None:
-        """Makes the folder and its ``log/`` with access for this user only.
+        """Creates the folder and its ``log/`` with access for this user only.
 
-        Raises SystemFault if the path of a socket would be too long, or if the folder belongs to
-        another user or is open to others, who could then take the system over.
+        Raises SystemFault if the path of a socket would be too long. Also raises it if the folder
+        belongs to another user or is open to others, who could then take the system over.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))

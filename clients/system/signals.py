@@ -1,4 +1,4 @@
-"""Waiting for a stop signal, with a timeout."""
+"""Waits for a stop signal, with a timeout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP in its ``with`` block, where none of them raises.
+    """Counts Ctrl-C, SIGTERM and SIGHUP in its ``with`` block, without raising.
 
     The handler only writes to a pipe, so that it may interrupt any code. For the main thread.
     """
@@ -46,4 +46,4 @@ class StopSignals:
         try:
             os.write(self._writer, b"!")
         except BlockingIOError:
-            pass  # The pipe is full of them.
+            pass  # The pipe is full.

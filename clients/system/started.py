@@ -1,4 +1,4 @@
-"""The settings with which a running system was started, wherever a command is given."""
+"""The settings with which a running system was started, for commands that are called elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def started_settings(pid: int) -> Settings | None:
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    """The settings with the paths that a client needs; relative ones are of ``folder``."""
+    """The settings with the paths that a client needs; relative paths start at ``folder``."""
     fronts = [
         IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
         for front in separate(settings.front)

@@ -32,28 +32,29 @@ T = TypeVar("T")
 START_S = 20.0
 """How long supervisord may take to answer, in seconds."""
 ANSWER_S = 10.0
-"""How long a supervisord that runs may take to answer a command, in seconds."""
+"""How long a running supervisord may take to answer a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
 """Only the log of supervisord has the exit codes of processes that end early."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """A process as supervisord sees it."""
+    """The state of a process in supervisord."""
 
     name: str
     state: str
-    """As supervisord names it: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED, FATAL."""
+    """supervisord's name of the state: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED,
+    FATAL."""
     pid: int
-    """0 if it does not run."""
+    """The process id; 0 if it does not run."""
     group: str = ""
-    """The group that it is in."""
+    """The name of its group."""
 
     @property
     def failed(self) -> bool:
         """Whether supervisord has given up restarting it.
 
-        EXITED does not mean that: it is the state before each restart.
+        EXITED does not count, because it is the state before each restart.
         """
         return self.state == "FATAL"
 
@@ -66,7 +67,7 @@ class Exit(NamedTuple):
 
 
 class _UnixConnection(HTTPConnection):
-    """An HTTP connection to a Unix socket. It raises TimeoutError if supervisord stands still."""
+    """An HTTP connection to a Unix socket. It raises TimeoutError if supervisord is suspended."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=ANSWER_S)
@@ -80,7 +81,7 @@ class _UnixConnection(HTTPConnection):
 
 
 class Control:
-    """The supervisord of a run directory, whoever started it, over its Unix socket."""
+    """The supervisord of a run directory, started by any process, over its Unix socket."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -91,7 +92,7 @@ class Control:
         return self._ask(lambda api: int(api.getPID()))
 
     def processes(self) -> list[ProcessState] | None:
-        """Every process in the order in which they start; None where no supervisord answers."""
+        """Every process in the order in which they start; None if supervisord does not answer."""
         infos = self._ask(lambda api: list(api.getAllProcessInfo()))
         if infos is None:
             return None
@@ -102,12 +103,12 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies those that leave something to their successors that they will have none."""
+        """Notifies processes that would hand over to successors that no successor will come."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
     def shutdown(self) -> None:
-        """Tells supervisord to stop everything in the stop order, and to exit."""
+        """Makes supervisord stop everything in the stop order, and exit."""
         self.announce_end()
         self._ask(lambda api: bool(api.shutdown()))
 
@@ -189,8 +190,8 @@ class Supervisor:
         return {**os.environ, **environment(settings)}
 
     def restore_folders(self) -> None:
-        """Makes the run directory and its ``log/`` again where they were deleted: a process that is
-        restarted needs them. A failure is not a fault of the running processes."""
+        """Creates the run directory and its ``log/`` again if they were deleted, because a
+        restarted process needs them. A failure is not a fault of the running processes."""
         if not self.run_dir.logs.is_dir():
             with suppress(SystemFault):
                 self.run_dir.make()
@@ -222,7 +223,7 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # Processes that it has just forked have not the environment of a program yet.
+            # Processes that it has just forked do not have the environment of a program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
@@ -246,6 +247,6 @@ def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the limit of open files: the broker has a connection per client."""
+    """Raises the limit of open files, because the broker has a connection for each client."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -29,10 +29,10 @@ Lines = Sequence[str]
 
 
 def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
-    """Runs a system with these settings until it is stopped; the exit code.
+    """Runs a system with these settings until it is stopped; returns the exit code.
 
     ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
-    Raises SystemFault if the system cannot start or a process fails; no process is left then.
+    Raises SystemFault if the system cannot start or a process fails; all processes have ended then.
     """
     supervisor = Supervisor(settings)
     supervisor.check_run_dir()
@@ -80,8 +80,8 @@ def joining(settings: Settings) -> Settings:
 
 
 def check_keys(settings: Settings) -> None:
-    """Raises SystemFault if a key cannot be read, or if other machines could reach the workers'
-    address without one."""
+    """Raises SystemFault if a key cannot be read, or if the workers' address is open to other
+    machines without a key."""
     try:
         folder = KeyFolder.of(settings)
         if folder is not None:
@@ -175,7 +175,7 @@ def _check_loopback(setting: str, address: str, host: str) -> None:
 
 
 def _check_path(path: str) -> None:
-    """Raises SystemFault if a process listens on ``path``, which ZeroMQ would replace."""
+    """Raises SystemFault if a process listens on ``path``, whose file ZeroMQ would replace."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)

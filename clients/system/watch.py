@@ -19,7 +19,7 @@ from .supervisor import Control, ProcessState
 ASK_S = 1.0
 """How long the broker may take to answer, in seconds."""
 LOADING = re.compile(r"\((\d+)%\)$")
-"""The progress of a model that is loading, as the log of a worker ends."""
+"""The progress of a model that is loading, at the end of a worker's log line."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Watcher:
         self._each: dict[str, Client] = {}
         """The clients of each broker, by number."""
         self._has_answered = False
-        """Whether the broker has answered since the start. Set by ``look``."""
+        """Whether the broker has answered since the start. ``look`` sets it."""
         self.ending = False
-        """The system is stopping, so that a broker without an answer is not a fault."""
+        """Whether the system is stopping, so that a broker without an answer is not a fault."""
 
     def look(self) -> Picture:
-        """A picture of now; takes at most about a second."""
+        """The current picture; takes at most about a second."""
         processes = self._control.processes() or []
         up = any(p.pid for p in processes if p.group == "broker")
         status = self._status() if up else None
@@ -97,7 +97,7 @@ class Watcher:
         return self._status() is not None
 
     def client(self) -> Client:
-        """The client of the broker, which is made at the first call."""
+        """The client of the broker, created at the first call."""
         if self._client is None:
             self._client = Client(self._front, key=self._key)
         return self._client
@@ -117,7 +117,8 @@ class Watcher:
             return False
 
     def _of_cluster(self, process: ProcessState, workers: list[WorkerStatus]) -> Shown:
-        """The process that keeps workers in a Ray cluster: it is ready when the least are."""
+        """The process that keeps workers in a Ray cluster: it is ready when the minimum number of
+        workers is."""
         ready = {
             role: sum(w.role == role and _serves(w, self._on_demand) for w in workers)
             for role in self._least
@@ -127,8 +128,8 @@ class Watcher:
         return Shown(process, serves, doing)
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
-        """Whether a broker answers, and all workers have registered with it. Where there are
-        several, any of them has answered with ``status``."""
+        """Whether a broker answers, and all workers have registered with it. If there are several
+        brokers, ``status`` is the answer of any of them."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -151,7 +152,7 @@ class Watcher:
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if self._joins:
-            # A worker's key does not open the broker's socket for clients, which would say more.
+            # A worker's key does not open the broker's socket for clients, which would report more.
             return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.group == "broker":
             serves = status is not None and self._answers(process, status)
@@ -183,13 +184,13 @@ class Watcher:
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
-    """Whether a process is a state worker beside another one, which has the variables."""
+    """Whether a process is a standby state worker, while another one has the variables."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
 
 
 def _serves(worker: WorkerStatus, on_demand: bool) -> bool:
-    """Whether requests can be given to it."""
+    """Whether the worker accepts requests."""
     loaded = worker.role != "gpu" or bool(worker.models) or on_demand
     return worker.state == "ready" and loaded
 

@@ -2,8 +2,8 @@
 
     python -m tokenbus.clients.typescript.generate
 
-The structs of ``protocol/messages.py`` are the only definition of the messages; a test fails where
-the committed file is not what this script writes.
+The structs of ``protocol/messages.py`` are the only definition of the messages; a test fails if the
+committed file differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OUTPUT = Path(__file__).parent / "src" / "messages.ts"
 WIDTH = 100
 CONSTANTS = ("PROTOCOL_VERSION", "MAX_MODULE_BYTES")
 NAMES = {"Buffer": "BufferMessage", "Error": "ErrorMessage"}
-"""Structs whose names JavaScript has already."""
+"""Structs whose names already exist in JavaScript."""
 
 HEAD = """\
 // Written by `python -m tokenbus.clients.typescript.generate` from protocol/messages.py and
@@ -149,7 +149,7 @@ def _structs(kinds: list[Type]) -> list[StructType]:
 
 
 def _interface(struct: StructType, *, sent: bool) -> str:
-    """The interface of what a client sends, or of what it gets once the defaults are filled in."""
+    """The interface of a sent message, or of a received one with its defaults."""
     docs = _field_docs(struct.cls)
     lines = []
     for field in struct.fields:
@@ -159,7 +159,7 @@ def _interface(struct: StructType, *, sent: bool) -> str:
         lines.append(_comment(text, "  "))
         optional = not field.required and (sent or not _has_default(field))
         name = f"{field.encode_name}?" if optional else field.encode_name
-        # A field that is given as undefined is not sent, so that it may be.
+        # A field with the value undefined is not sent, so it is allowed.
         undefined = " | undefined" if optional and sent else ""
         lines.append(f"  readonly {name}: {_type(field.type)}{undefined};\n")
     doc = _comment(inspect.getdoc(struct.cls) or "")
@@ -168,10 +168,10 @@ def _interface(struct: StructType, *, sent: bool) -> str:
 
 
 def _reader(struct: StructType) -> str:
-    """The function that fills the defaults of a struct in.
+    """The function that adds the defaults of a struct.
 
-    A literal with each field by its name: to spread an object of defaults and what was sent takes
-    fifteen times as long as parsing the JSON of a token does.
+    It is a literal with each field by its name. To spread an object of defaults and the received
+    one takes fifteen times as long as parsing the JSON of a token.
     """
     name = _name(struct)
     defaults = [f.encode_name for f in struct.fields if not f.required and _has_default(f)]
@@ -209,7 +209,7 @@ def _reader(struct: StructType) -> str:
 
 
 def _reading(kind: Type) -> str | None:
-    """How the value ``{}`` of this type is read; None where it is as it was sent."""
+    """How the value ``{}`` of this type is read; None if it is used unchanged."""
     match kind:
         case StructType():
             return f"read{_name(kind)}({{}})"
@@ -261,7 +261,7 @@ def _name(struct: StructType) -> str:
 
 
 def _type(kind: Type) -> str:
-    """A type in TypeScript, as it is in JSON."""
+    """The TypeScript type of a type in JSON."""
     match kind:
         case IntType() | FloatType():
             return "number"
@@ -288,7 +288,7 @@ def _type(kind: Type) -> str:
 
 
 def _has_default(field: Field) -> bool:
-    """Whether a field that is absent has a value; if not, it may be absent where it is read."""
+    """Whether an absent field has a default value; if not, it may be absent for the reader too."""
     return field.default is not NODEFAULT or field.default_factory is not NODEFAULT
 
 
@@ -298,7 +298,7 @@ def _default(field: Field) -> Any:
 
 
 def _default_text(field: Field) -> str:
-    """The default of an optional field, if there is anything to say about it."""
+    """The default of an optional field, if it is worth documenting."""
     if not _has_default(field):
         return ""
     value = _default(field)

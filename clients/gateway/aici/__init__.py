@@ -1,4 +1,4 @@
-"""AICI's REST interface, in both of its published forms, over one implementation.
+"""AICI's REST interface, in both of its published forms, with one implementation.
 
 The later form has controllers (``/v1/controllers``, ``/v1/run``), the earlier one modules
 (``/v1/aici_modules``, and ``/v1/completions`` with ``aici_module``). Source: ``docs/REST.md`` and
@@ -18,7 +18,7 @@ from .runs import RunRequest, run
 
 
 def routes() -> list[BaseRoute]:
-    """The paths of both forms but for ``/v1/completions``, which is OpenAI's too."""
+    """The paths of both forms except ``/v1/completions``, which is OpenAI's too."""
     found: list[BaseRoute] = [Route("/v1/run", run, methods=["POST"])]
     for modules in ("/v1/controllers", "/v1/aici_modules"):
         found += [

@@ -1,6 +1,6 @@
 """``POST /v1/completions`` with ``aici_module``: the earlier form of a run.
 
-The path is OpenAI's; its door hands those bodies over that ``handles`` recognizes.
+The path is OpenAI's; its handler passes on the bodies that ``handles`` recognizes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AiciCompletion(Body):
     prompt: str | list[TokenId | str | list[TokenId]]
     """One text, or one list of token ids; also as the only element of a list."""
     aici_module: Name | None
-    """None: no controller."""
+    """The controller; None: no controller."""
     aici_arg: Any = None
     model: str | None = ""
     """Empty or ``*``: the default model."""
@@ -77,13 +77,13 @@ class AiciCompletion(Body):
 
 
 class Choice(Fork):
-    """The news of a sequence; all of it if the answer is not streamed."""
+    """The new part of a sequence; all of it if the answer is not streamed."""
 
     logprobs: None = None
 
 
 class CompletionUsage(Struct):
-    """The costs so far: OpenAI's names, and what AICI means by them."""
+    """The costs so far, with OpenAI's names and AICI's meaning."""
 
     completion_tokens: int
     prompt_tokens: int
@@ -92,7 +92,7 @@ class CompletionUsage(Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> CompletionUsage:
-        """The same costs."""
+        """The same costs in this form."""
         total = usage.sampled + usage.processed
         return cls(usage.sampled, usage.processed, total, usage.cost)
 
@@ -113,13 +113,13 @@ _marked = msgspec.json.Decoder(Marked)
 
 
 def handles(body: bytes) -> bool:
-    """Whether a body sent to ``/v1/completions`` is for this door."""
+    """Whether this interface handles a body sent to ``/v1/completions``."""
     if b'"aici_module"' not in body:
         return False
     try:
         return _marked.decode(body).aici_module is not UNSET
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # OpenAI's door says what is wrong with it.
+        return False  # OpenAI's handler reports the error.
 
 
 async def complete(request: Request, body: bytes) -> Response:
@@ -183,7 +183,7 @@ def _options(body: AiciCompletion) -> GenerateOptions:
 
 
 def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list[int]:
-    """The prompt of a body; raises ApiError 400 where it has not exactly one."""
+    """The prompt of a body; raises ApiError 400 unless it has exactly one."""
     if isinstance(prompt, str):
         return prompt
     ids = [token for token in prompt if isinstance(token, int)]

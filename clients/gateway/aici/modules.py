@@ -1,4 +1,4 @@
-"""Modules of controllers: uploads and tags, the same in both forms."""
+"""Controller modules: uploads and tags, the same in both forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..context import gateway_of
 from ..json import json_response
 
 NOBODY = "localhost"
-"""The user of a gateway without API keys; AICI's own server names it so."""
+"""The user of a gateway without API keys, as in AICI's own server."""
 
 TagName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -32,9 +32,9 @@ class Uploaded(Struct):
     module_id: str
     wasm_size: int
     compiled_size: int
-    """Both in bytes."""
+    """Bytes, as is ``size``."""
     time: int
-    """How long it was compiled, in milliseconds."""
+    """The time to compile it, in milliseconds."""
 
 
 class TagInfo(Struct):
@@ -43,7 +43,7 @@ class TagInfo(Struct):
     tag: str
     module_id: str
     updated_at: int
-    """When it was assigned last, in seconds since 1970."""
+    """When it was last assigned, in seconds since 1970."""
     updated_by: str
     wasm_size: int
     compiled_size: int
@@ -73,7 +73,7 @@ async def set_tags(request: Request) -> Response:
 
 
 async def get_tags(request: Request) -> Response:
-    """All tags, those first that were assigned last."""
+    """All tags, the most recently assigned first."""
     stored = await gateway_of(request).client.controllers()
     tags = [described(module, tag) for module in stored for tag in module.tags]
     tags.sort(key=lambda tag: -tag.updated_at)
@@ -94,6 +94,6 @@ def described(stored: StoredModule, tag: str) -> TagInfo:
 
 
 def user_of(request: Request) -> str:
-    """The name of the API key of a request; empty where none is needed."""
+    """The name of the API key of a request; empty if keys are not required."""
     name: str = request.scope.get("api_key_name", "")
     return name

@@ -49,16 +49,16 @@ class InitialRun(Struct):
 
 
 class RunUsage(Struct):
-    """The costs of a run so far, as this form names them."""
+    """The costs of a run so far, with the names of this form."""
 
     sampled_tokens: int
     ff_tokens: int
-    """Tokens that the model computed."""
+    """Number of tokens that the model computed."""
     cost: int
 
 
 class RunPart(Struct):
-    """Each further object: what is new."""
+    """Each further object: the new parts."""
 
     object: Literal["run"]
     forks: list[Fork]
@@ -78,7 +78,7 @@ async def run(request: Request) -> Response:
         **controller_options(body.controller, body.controller_arg),
         "max_tokens": model.info.context_length if body.max_tokens is None else body.max_tokens,
         "temperature": body.temperature or 0.0,
-        # The end is the controller's decision.
+        # The controller decides when the run ends.
         "ignore_eos": body.controller != NO_CONTROLLER,
     }
     if body.top_p is not None:

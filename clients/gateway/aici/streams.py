@@ -1,4 +1,4 @@
-"""A stream of tokens as AICI's clients see it: what both forms of the interface have in common."""
+"""A stream of tokens in AICI's terms, shared by both forms of the interface."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..first_entries import first_entries
 from ..models import ServedModel
 
 BACKTRACK = " ↩ "
-"""Stands in the text where the controller took tokens back, as in AICI's."""
+"""The text that marks a backtrack of the controller, as in AICI's server."""
 NO_CONTROLLER = "none"
-"""The controller that a client names who wants none."""
+"""The name with which a client requests no controller."""
 
 FINISH = {
     "stop": "eos",
@@ -31,13 +31,13 @@ FINISH = {
     "timeout": "abort",
     "error": "fail",
 }
-"""AICI's words for why a sequence ended."""
+"""AICI's names for the reasons why a sequence ended."""
 CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Code.DEADLOCK})
-"""Codes of errors that a controller has caused while it ran."""
+"""Codes of errors that a running controller has caused."""
 
 
 class Fork(Struct):
-    """The news of a sequence: all fields, always."""
+    """The new part of a sequence; all fields are always present."""
 
     index: int
     text: str
@@ -48,10 +48,10 @@ class Fork(Struct):
 
 
 class Usage:
-    """Counts what a request has cost so far.
+    """Counts the cost of a request so far.
 
-    ``processed``: tokens that the model computed: the prompt, and each token before a sampled one,
-    whether it was sampled or appended.
+    ``processed`` is the number of tokens that the model computed: the prompt, and each token before
+    a sampled one, whether it was sampled or appended.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Usage:
 
     @property
     def cost(self) -> int:
-        """AICI's measure of it."""
+        """The cost in AICI's measure."""
         return 2 * self.sampled + self.processed
 
 
@@ -91,8 +91,8 @@ class Run:
         self._indexes = {0: 0}
 
     def index_of(self, seq: int) -> int:
-        """The index of a sequence: AICI's are 0, 1, 2, …, in the order in which they begin, and its
-        clients keep lists of them."""
+        """The index of a sequence. AICI's indices are 0, 1, 2, … in the order in which sequences
+        begin, and its clients keep lists of them."""
         return self._indexes.setdefault(seq, len(self._indexes))
 
     @classmethod
@@ -101,15 +101,16 @@ class Run:
     ) -> Run:
         """Sends the request, and waits until it has begun, so that a refusal has its own status.
 
-        Raises TokenbusError where it is refused, ClientDisconnect where its client has gone. What a
-        controller itself does wrong is an error of its sequence, even at its start.
+        Raises TokenbusError if it is refused, ClientDisconnect if its client has disconnected. An
+        error of a controller is an error of its sequence, even at its start.
         """
         with_text: GenerateOptions = {**options, "text": True}
         stream = gateway.client.generate(prompt, **with_text)
         return cls(stream, await first_entries(request, stream, CONTROLLERS_OWN))
 
     async def forks(self) -> AsyncGenerator[Fork, None]:
-        """The news, entry by entry; an error of the whole request is one of its sequences."""
+        """The new parts, entry by entry; an error of the whole request is reported for one of its
+        sequences."""
         try:
             entries = self._first
             while entries:
@@ -123,7 +124,7 @@ class Run:
             self._stream.close()
 
     async def finished(self, request: Request) -> list[GeneratedSequence]:
-        """All sequences, as they are at their end."""
+        """All sequences when the stream has ended."""
         await unless_disconnected(request.receive, self._read())
         return sorted(self._sequences.listed(), key=lambda one: self.index_of(one.seq))
 
@@ -135,7 +136,7 @@ class Run:
         self._sequences.add(entry)
         self.usage.add(entry)
         if entry.parent is not None:
-            # Clients join the texts of an index, and a fork begins with the text of its parent.
+            # Clients join the texts of an index, so a fork begins with the text of its parent.
             text = self._sequences.by_seq[entry.seq].text
         else:
             new = "" if entry.text is UNSET else entry.text
@@ -150,7 +151,7 @@ class Run:
         )
 
     def _failed(self, error: TokenbusError) -> Iterable[Fork]:
-        """The sequences that an error ended which no entry of theirs has."""
+        """The sequences that an error ended without an entry of their own."""
         listed = self._sequences.listed()
         for sequence in listed:
             if sequence.finish_reason is None:
@@ -167,14 +168,15 @@ class Run:
 
 
 def finish_reason(ended: Token | GeneratedSequence) -> str | None:
-    """AICI's word for why a sequence ended; None while it goes on."""
+    """AICI's name for the reason why a sequence ended; None while it runs."""
     if ended.code == Code.DEADLOCK:
         return "deadlock"
     return FINISH[ended.finish_reason] if ended.finish_reason is not None else None
 
 
 def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
-    """The options that name a controller and its argument: a text unchanged, all else as JSON."""
+    """The options that name a controller and its argument: a text unchanged, any other value as
+    JSON."""
     if controller is None or controller == NO_CONTROLLER:
         return {}
     if arg is None or isinstance(arg, str):
@@ -183,7 +185,7 @@ def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
 
 
 def prompt_for(model: ServedModel, prompt: str | list[int]) -> str | list[int]:
-    """The prompt; a space where it is empty and the model has no token that begins a text."""
+    """The prompt; a space if it is empty and the model has no token that begins a text."""
     if not prompt and not model.encode(""):
         return " "
     return prompt

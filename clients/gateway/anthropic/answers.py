@@ -1,4 +1,4 @@
-"""An answer while it grows: its blocks, why it ended, and both as objects of this door."""
+"""An answer while it grows: its blocks, the reason of its end, and both as response objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CallAnswer(Struct, tag="tool_use", tag_field="type"):
     name: str
     id: str = field(default_factory=lambda: new_id("toolu_"))
     input: dict[str, Any] = {}
-    """Empty where the answer was cut inside it."""
+    """The input; empty if the answer was cut inside it."""
 
 
 AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer
@@ -43,7 +43,7 @@ class Usage(Struct):
     """The cost of a message, in tokens."""
 
     input_tokens: int
-    """Tokens of the prompt, without those that were read from the cache."""
+    """Tokens of the prompt that were not in the cache."""
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -91,16 +91,16 @@ class Answer:
         self._arguments = ""
         """The input of the last call, as JSON text, as far as it was generated."""
         self._space = ""
-        """White space at the end so far; dropped where a call follows it."""
+        """White space at the end so far; dropped if a call follows it."""
         self._prompt: Token | None = None
-        """The entry that says what the prompt cost: the first one."""
+        """The first entry, which has the cost of the prompt."""
         self._output = 0
         self._end: Token | None = None
 
     def add(self, entries: Iterable[Token]) -> list[tuple[int, str]]:
-        """Adds entries; which blocks got what: the number of a block and its new text.
+        """Adds entries; returns the changed blocks: the number of a block and its new text.
 
-        A block is new if it was not named before; a call begins with an empty text.
+        A block is new if its number appears for the first time; a call begins with an empty text.
         """
         changes: list[tuple[int, str]] = []
         for entry in entries:
@@ -135,7 +135,7 @@ class Answer:
                 block.input = msgspec.json.decode(self._arguments, type=dict[str, Any])
 
     def _take(self, part: Part, changes: list[tuple[int, str]]) -> None:
-        """One part of an answer that may call tools."""
+        """Adds one part of an answer that may call tools."""
         match part:
             case Text(text):
                 text = self._space + text
@@ -177,7 +177,7 @@ class Answer:
 
     @property
     def ended(self) -> Ended:
-        """Why it ended."""
+        """Why the message ended."""
         end = self._end
         if end is None:
             return Ended(None, None)
@@ -190,7 +190,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """Its cost."""
+        """The cost of the message."""
         assert self._prompt is not None
         return _usage(self._prompt, self._output)
 
@@ -225,6 +225,6 @@ class Answer:
 
 
 def _usage(first: Token, output: int) -> Usage:
-    """The first entry of a stream says what its prompt cost."""
+    """The usage, whose prompt tokens are in the first entry of a stream."""
     read = first.cached_tokens
     return Usage(first.prompt_tokens - read, 0, read, output)

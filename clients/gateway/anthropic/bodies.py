@@ -1,4 +1,4 @@
-"""The bodies of this door's requests."""
+"""The bodies of the requests of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block(Body, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
 
     cache_control: Ignored = UNSET
-    """Prefixes of prompts are cached in any case."""
+    """Prefixes of prompts are always cached."""
     citations: Ignored = UNSET
 
 
@@ -71,7 +71,7 @@ class UserMessage(Body, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """The assistant's text; the last message: how the answer begins."""
+    """The assistant's text; in the last message, the beginning of the answer."""
 
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
 
@@ -86,7 +86,7 @@ Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Tool(Body):
-    """A tool of the client; those that run at Anthropic's are refused by their type."""
+    """A tool of the client; tools that run at Anthropic's servers are refused by their type."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
@@ -103,7 +103,7 @@ class Tool(Body):
     eager_input_streaming: Ignored = UNSET
     input_examples: Ignored = UNSET
     strict: Ignored = UNSET
-    """The schema is enforced in any case."""
+    """The schema is always enforced."""
 
 
 class ToolChoice(Body):
@@ -111,9 +111,9 @@ class ToolChoice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """With ``tool``: its name."""
+    """With ``tool``: the tool's name."""
     disable_parallel_tool_use: bool | None = None
-    """At most one call."""
+    """Whether at most one call is allowed."""
 
 
 class JsonFormat(Body):
@@ -133,13 +133,13 @@ class OutputConfig(Body):
 
 
 class Thinking(Body):
-    """Models here think if their templates make them: it cannot be asked for, only bounded."""
+    """Thinking depends on the model's template: a request can bound it, but cannot turn it on."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"display"})
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """Tokens of thinking; then it is closed."""
+    """Maximum tokens of thinking, which is then closed."""
     display: Ignored = UNSET
 
 
@@ -151,7 +151,7 @@ class Conversation(Body):
     )
 
     model: str
-    """Empty: the default model."""
+    """The model; empty: the default model."""
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
@@ -164,7 +164,7 @@ class Conversation(Body):
     workspace_id: Ignored = UNSET
 
     def ignored(self) -> list[str]:
-        """All fields without an effect that were given, those of blocks and tools included."""
+        """All given fields without an effect, including those of blocks and tools."""
         return sorted(set(_ignored(self, "")))
 
 

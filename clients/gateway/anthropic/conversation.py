@@ -1,4 +1,4 @@
-"""From a conversation to the prompt, and to how its answer is constrained."""
+"""Converts a conversation to its prompt and to the constraint of its answer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from .bodies import (
 
 @dataclass(frozen=True)
 class Answering:
-    """How the answer is constrained."""
+    """The constraint of the answer."""
 
     form: AnswerForm | None = None
-    """Its parts; None: it is one text."""
+    """The parts of the answer; None: it is one text."""
     constraint: str | None = None
-    """The name of the constraint in the receipt; None: there is none."""
+    """The name of the constraint in the receipt; None: unconstrained."""
     controller: str = ""
     controller_arg: str | dict[str, Any] = ""
 
 
 async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -> list[int]:
-    """The token ids of the prompt; raises ApiError 400 where the template refuses the messages."""
+    """The token ids of the prompt; raises ApiError 400 if the template refuses the messages."""
     continues = isinstance(body.messages[-1], AssistantMessage)
     if continues and any(isinstance(b, ToolUseBlock) for b in body.messages[-1].content):
         raise _refused(
@@ -55,12 +55,12 @@ async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
-    # The template has written the beginning of the text.
+    # The template has already written the beginning of the text.
     return await model.tokenize(text, special=False)
 
 
 def answering(model: ServedModel, body: Conversation, ids: list[int]) -> Answering:
-    """How the answer to a conversation, whose prompt is ``ids``, is constrained and read; raises
+    """The constraint and the parts of the answer to a conversation, whose prompt is ``ids``; raises
     ApiError 400."""
     schema = None
     if body.output_config is not None and body.output_config.format is not None:
@@ -130,7 +130,7 @@ def _for_template(tool: Tool) -> dict[str, Any]:
 
 
 def _messages(body: Conversation) -> Iterator[dict[str, Any]]:
-    """The messages as templates take them."""
+    """The messages in the form for templates."""
     system = _text(body.system)
     if system:
         yield {"role": "system", "content": system}
@@ -146,7 +146,7 @@ def _messages(body: Conversation) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(message: AssistantMessage, called: dict[str, str]) -> dict[str, Any]:
-    """An assistant's message; ``called`` gets the names of its calls, by their ids."""
+    """An assistant's message; ``called`` receives the names of its calls, by their ids."""
     found: dict[str, Any] = {"role": "assistant", "content": _text(message.content)}
     if isinstance(message.content, str):
         return found

@@ -1,4 +1,4 @@
-"""``/v1/messages``: the assistant's next message, whole or as events."""
+"""``/v1/messages``: the assistant's next message, complete or as events."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .conversation import Answering, answering, prompt_ids
 
 PATH = "/v1/messages"
 PING_S = 10.0
-"""An answer that has nothing new for so long sends a ``ping``, so that no proxy closes it."""
+"""An answer without new text for this long sends a ``ping``, so that proxies do not close it."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A conversation that can be answered."""
+    """A conversation that is ready to be answered."""
 
     model: ServedModel
     ids: list[int]
-    """Its prompt."""
+    """The token ids of its prompt."""
     how: Answering
 
 
@@ -136,7 +136,7 @@ class _Blocks:
         self._open = -1
 
     def events(self, entries: list[Token]) -> bytes:
-        """Those of some entries; empty if they complete nothing."""
+        """The events of some entries; empty if they complete nothing."""
         parts = []
         for number, text in self._answer.add(entries):
             block = self._answer.blocks[number]
@@ -148,7 +148,7 @@ class _Blocks:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The end of the open block, if there is one."""
+        """The event that ends the open block, if there is one."""
         if self._open < 0:
             return b""
         return _event({"type": "content_block_stop", "index": self._open})

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible door: ``/v1/…``, ``/tokenize`` and ``/detokenize``.
+"""The OpenAI-compatible interface: ``/v1/…``, ``/tokenize`` and ``/detokenize``.
 
 Fields that vLLM adds to OpenAI's interface have vLLM's names here too.
 """
@@ -28,7 +28,7 @@ from .tokenize import (
 
 
 def routes() -> list[BaseRoute]:
-    """The paths of this door."""
+    """The routes of this interface."""
     return [
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),

@@ -1,4 +1,4 @@
-"""How the answer to a conversation is constrained and read: thinking, text, calls of tools."""
+"""How the answer to a conversation is constrained and read: thinking, text, tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tools import Calling
 WITH_PARTS = frozenset(
     ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
 )
-"""Constraints that hold for the text of an answer, behind its thinking."""
+"""Constraints that apply to the text of an answer after its thinking."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answering:
     """How one answer is constrained and read."""
 
     form: AnswerForm | None
-    """Its parts; None: it is one text."""
+    """The parts of the answer; None: it is one text."""
     constraint: Constraint | None
 
 
@@ -40,8 +40,8 @@ def answering(
 ) -> Answering:
     """The parts of the answer to a prompt, and their constraint.
 
-    ``template`` made the prompt ``ids``; ``own``: what constrains the text of the answer. Where
-    nothing of the answer is constrained, its parts are read without a constraint. Raises ApiError.
+    ``template`` made the prompt ``ids``; ``own`` is the constraint of the text of the answer. If
+    nothing is constrained, the parts are only read. Raises ApiError.
     """
     if calling is None and own is not None and own.controller not in WITH_PARTS:
         return Answering(None, own)

@@ -98,7 +98,7 @@ def chat_generations(
     counter: Counter,
     fields: dict[str, str],
 ) -> Generations:
-    """Begins the answer to a conversation, by default as long as the context has room for.
+    """Begins the answer to a conversation, by default up to the length of the context.
 
     ``fields`` are the names that the fields of the bus have in the request's body.
     """

@@ -26,7 +26,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     max_tokens: MaxTokens | None = None
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: MaxTokens | None = None
-    """Default: what the context has room for."""
+    """Default: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Alternatives to report with each token; needs ``logprobs``."""
@@ -34,27 +34,27 @@ class ChatRequest(SampledRequest, kw_only=True):
     tool_choice: ToolChoice | None = None
     """Default: ``auto``."""
     parallel_tool_calls: bool | None = None
-    """An answer may have several calls; default: true."""
+    """Whether an answer may have several calls; default: true."""
     modalities: list[Literal["text"]] | None = None
 
     # Fields that vLLM adds.
     chat_template: str | None = None
     """A Jinja template instead of the model's."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further names that the template may use."""
+    """Further variables for the template."""
     documents: list[dict[str, Any]] | None = None
-    """For templates that know them."""
+    """Documents for templates that support them."""
     add_generation_prompt: bool | None = None
-    """The prompt ends where an assistant's message begins; default: true."""
+    """Whether the prompt ends at the beginning of an assistant's message; default: true."""
     continue_final_message: bool | None = None
-    """The prompt ends inside the last message, which the answer continues. Needs
+    """Whether the prompt ends inside the last message, which the answer continues. Needs
     ``add_generation_prompt: false``."""
 
-    # Ours.
+    # Fields that only Tokenbus has.
     max_thinking_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """Tokens of thinking, where the model's template has any; then it is closed."""
+    """Maximum tokens of thinking, if the model's template supports it; then it is closed."""
     separate_reasoning: bool | None = None
-    """Thinking goes to ``reasoning_content``; default: true."""
+    """Whether thinking goes to ``reasoning_content``; default: true."""
 
     reasoning_effort: str | UnsetType | None = UNSET
     verbosity: str | UnsetType | None = UNSET
@@ -89,7 +89,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         return self.may_call(functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""
+        """The options of ``generate`` for these fields; without ``max_tokens`` if it was not
+        given."""
         options = super().options(constraint)
         options["n"] = self.n or 1
         most = self.max_completion_tokens or self.max_tokens
@@ -101,11 +102,11 @@ class ChatRequest(SampledRequest, kw_only=True):
 
 
 class AnsweredFunction(Struct):
-    """The function of a call, as an answer has it."""
+    """The function of a call in an answer."""
 
     name: str
     arguments: str
-    """JSON, which its schema allows, unless ``finish_reason`` is ``length``."""
+    """JSON that its schema allows, unless ``finish_reason`` is ``length``."""
 
 
 class AnsweredCall(Struct):
@@ -123,7 +124,7 @@ class AnsweredMessage(Struct):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """The thinking, where the model's template has any."""
+    """The thinking, if the model's template supports it."""
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 

@@ -12,11 +12,11 @@ from ..errors import ApiError
 from .constraints import Constraint, Receipt
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
-"""OpenAI's words for reasons of the bus."""
+"""OpenAI's names for finish reasons of the bus."""
 
 
 class GrowingChoice:
-    """The text of one sequence so far, for forks and tokens that are taken back."""
+    """The text of one sequence so far, for forks and for removed tokens."""
 
     def __init__(self, pieces: Sequence[str] = ()) -> None:
         self.pieces = list(pieces)
@@ -24,7 +24,7 @@ class GrowingChoice:
         self.storage: list[object] = []
 
     def take(self, entry: Token) -> tuple[int, str]:
-        """Adds an entry: how many characters it takes back, and its text."""
+        """Adds an entry; returns how many characters it removes, and its text."""
         removed = 0
         if entry.backtrack:
             cut = max(0, len(self.pieces) - entry.backtrack)
@@ -47,7 +47,7 @@ class GrowingChoices:
         self._by_seq: dict[int, GrowingChoice] = {}
 
     def take(self, entry: Token) -> tuple[int, str, GrowingChoice]:
-        """Adds an entry: characters taken back, new text, and its choice.
+        """Adds an entry; returns the number of removed characters, the new text, and its choice.
 
         The text of a fork begins with that of the sequence from which it was forked.
         """
@@ -60,7 +60,7 @@ class GrowingChoices:
             inherited = "".join(before)
         removed, text = choice.take(entry)
         if inherited:
-            # Nothing of this choice was sent before.
+            # No part of this choice was sent before.
             return 0, inherited[: len(inherited) - removed] + text, choice
         return removed, text, choice
 
@@ -85,7 +85,7 @@ class Indexes:
 
 
 def finish_reason(reason: str | None, called: bool = False) -> str:
-    """OpenAI's word for why a sequence ended; ``called``: it has called a tool."""
+    """OpenAI's name for the reason why a sequence ended; ``called``: it has called a tool."""
     word = FINISH_REASONS.get(reason or "", "stop")
     return "tool_calls" if called and word == "stop" else word
 
@@ -93,9 +93,9 @@ def finish_reason(reason: str | None, called: bool = False) -> str:
 def receipt_of(
     constraint: Constraint | None, sequence: GeneratedSequence | GrowingChoice, end: Token | None
 ) -> Receipt | None:
-    """The receipt of a choice that has ended; None if there is nothing to say.
+    """The receipt of a choice that has ended; None if it would be empty.
 
-    ``end`` is its last entry; None: ``sequence`` says how it ended.
+    ``end`` is its last entry; None: ``sequence`` has its end.
     """
     if end is not None:
         ended, error, code = end.constraint, end.error, end.code

@@ -17,9 +17,9 @@ from .logprobs import CompletionLogprobs
 from .usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, for completions."""
+"""OpenAI's default for completions."""
 MAX_PROMPTS = 256
-"""Most prompts of a request."""
+"""Maximum prompts of a request."""
 
 PromptList = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -32,16 +32,16 @@ class CompletionRequest(SampledRequest, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] | None = None
     """Default: 16. 0 only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    """Generate this number, and answer with the ``n`` of the highest log-probability."""
+    """Generate this number of choices, and answer with the ``n`` of the highest log-probability."""
     echo: bool | None = None
-    """The text begins with the prompt."""
+    """Whether the text begins with the prompt."""
     logprobs: TopLogprobs | None = None
     """Report each token's log-probability, and this number of alternatives."""
     heal_prompt: bool | None = None
-    """The prompt may end in the middle of a word: its last token is taken back, and its text
-    forced. Fields that only Tokenbus has."""
+    """Whether the prompt may end in the middle of a word: its last token is removed, and its text
+    forced. Only Tokenbus has this field."""
     suffix: str | None = None
-    """Refused, if it is not null."""
+    """Refused unless it is null."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""

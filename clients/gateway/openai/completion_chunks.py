@@ -1,4 +1,4 @@
-"""The chunks of a streamed completion. Most have one token's text, and are joined from bytes."""
+"""The chunks of a streamed completion. Most have one token's text, and are assembled from bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .usage import Counter, Usage
 
 
 class CompletionChunks:
-    """Encodes what arrives of a request's streams as events."""
+    """Encodes the entries of a request's streams as events."""
 
     def __init__(
         self, id: str, created: int, model: ServedModel, body: CompletionRequest, prompts: int
@@ -32,17 +32,17 @@ class CompletionChunks:
         self._indexes = Indexes(prompts, self._n)
         self._choices = [GrowingChoices() for _ in range(prompts)]
         self._offsets: dict[int, int] = {}
-        """How long the text of a choice is so far, where log-probabilities refer to it."""
+        """The length of a choice's text so far, if log-probabilities refer to it."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = body.logprobs is None and self._constraint is None
-        """All that an entry has is its text, until the last one."""
+        """Whether every entry but the last has only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
         self._tail = b',"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
         )
 
     def write(self, place: int, entries: Sequence[Token]) -> bytes:
-        """Some entries of one prompt's stream; empty if they complete no text."""
+        """The events of some entries of one prompt's stream; empty if they complete no text."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -64,7 +64,8 @@ class CompletionChunks:
         return b"".join(parts)
 
     def echo(self, place: int, text: str, sampled: Sampled | None, ended: str | None) -> bytes:
-        """A prompt as the first chunk of each of its choices; ``ended``: and as the only one."""
+        """A prompt as the first chunk of each of its choices; ``ended``: whether it is also the
+        only one."""
         parts = []
         for seq in range(self._n):
             index = self._indexes.of(place, seq)
@@ -77,7 +78,7 @@ class CompletionChunks:
         return b"".join(parts)
 
     def end(self, counter: Counter) -> bytes:
-        """The usage, if it was asked for, and the end of the stream."""
+        """The usage, if it was requested, and the end of the stream."""
         if self._usage is UNSET:
             return DONE
         return event(self._answer([], counter.usage())) + DONE
@@ -85,7 +86,7 @@ class CompletionChunks:
     def _text(self, place: int, seq: int, text: str) -> bytes:
         head = self._heads.get((place, seq))
         if head is None:
-            # The first two fields of a choice are those that the head ends with.
+            # The head ends with the first two fields of a choice.
             whole = self._chunk(self._indexes.of(place, seq), "", None, None, None)
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail

@@ -35,7 +35,7 @@ class Echo:
 
     text: str = ""
     sampled: Sampled | None = None
-    """Its tokens with their log-probabilities, where these were asked for."""
+    """Its tokens with their log-probabilities, if these were requested."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Job:
     model: ServedModel
     echoes: list[Echo]
     generations: Generations | None
-    """None: only the prompts were asked for."""
+    """The streams; None: only the prompts were requested."""
     counter: Counter
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))

@@ -23,7 +23,7 @@ class Constraint:
     controller: str
     arg: str | dict[str, Any] | list[Any] | None
     field: str
-    """The field of the body that asked for it, for errors."""
+    """The field of the body that requested it, for errors."""
 
 
 class StructuredOutputs(Body):
@@ -80,7 +80,7 @@ class JsonSchema(Body):
     """Default: any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """The schema is enforced in any case."""
+    """The schema is always enforced."""
 
 
 class JsonSchemaFormat(Body, tag="json_schema", tag_field="type"):
@@ -141,19 +141,20 @@ def only_constraint(
 
 
 class Receipt(Struct, kw_only=True, omit_defaults=True):
-    """``tokenbus`` of a choice: what was enforced, and what its controller reported."""
+    """``tokenbus`` of a choice: the enforced constraint, and the report of its controller."""
 
     constraint: str | None = None
     """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the
     controller that was named."""
     ended: Literal["complete", "closed", "cut"] | None = None
-    """The text is whole; its shortest completion was appended before the limit; it ends inside."""
+    """``complete``: the text is a complete value; ``closed``: its shortest completion was appended
+    before the limit; ``cut``: it ends inside a value."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)
     """The variables that it wrote, as AICI's storage commands."""
     error: str = ""
-    """Why this choice failed, where others did not."""
+    """Why this choice failed while others did not."""
     code: str = ""
     backtrack: int = 0
-    """In a chunk: the number of characters of the text so far to remove first."""
+    """In a chunk: how many characters of the text so far to remove first."""

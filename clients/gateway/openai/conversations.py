@@ -1,4 +1,4 @@
-"""How the messages of a request become the prompt: the fields for it, and the token ids."""
+"""Converts the messages of a request to the prompt: the fields for it, and the token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..models import ServedModel
 
 
 class TemplateFields(Protocol):
-    """The fields of a body that say how its messages are rendered, by vLLM's names."""
+    """The fields of a body that control how its messages are rendered, with vLLM's names."""
 
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
@@ -48,7 +48,8 @@ async def prompt_ids(
 ) -> list[int]:
     """The token ids of a conversation; ``special``: with those that the tokenizer adds.
 
-    The template has written the beginning of the text, so that the tokenizer adds none.
+    The template has already written the beginning of the text, so the tokenizer does not add
+    special tokens by default.
     """
     generation = fields.add_generation_prompt
     generation = True if generation is None else generation

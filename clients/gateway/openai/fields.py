@@ -1,4 +1,4 @@
-"""The fields that requests for text have in common, and what they are on the bus."""
+"""The common fields of requests for text, and their options on the bus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StreamOptions(Body):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
-    """A last chunk has the usage of the request; all others have ``usage: null``."""
+    """Whether a last chunk has the usage of the request; all others then have ``usage: null``."""
     include_obfuscation: bool | UnsetType | None = UNSET
 
 
@@ -58,7 +58,7 @@ class TextRequest(Body):
     )
 
     model: str = ""
-    """Empty: the only model that is served, or else the embedded one."""
+    """The model; empty: the only model that is served, or else the embedded one."""
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""
@@ -72,7 +72,7 @@ class TextRequest(Body):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
-    """As in vLLM, lower goes first; on the bus higher does."""
+    """As in vLLM, lower values are served first; on the bus, higher ones are."""
     structured_outputs: StructuredOutputs | None = None
 
     # Fields that only Tokenbus has.

@@ -20,7 +20,7 @@ from .usage import Counter
 
 Prompt = str | list[int]
 Batch = tuple[int, list[Token]]
-"""Which prompt, and the next entries of its stream."""
+"""The number of a prompt, and the next entries of its stream."""
 
 
 class Generations:
@@ -51,20 +51,23 @@ class Generations:
                 raise self._named(error) from None
 
     def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancels the streams that still run."""
         for stream in self.streams:
             stream.close()
 
     async def wait(self) -> list[list[GeneratedSequence]]:
-        """Reads all streams to their ends; the sequences of each prompt. Raises ApiError."""
+        """Reads all streams to their ends; returns the sequences of each prompt. Raises
+        ApiError."""
         async for _ in self.batches():
             pass
         return [stream.sequences for stream in self.streams]
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """Entries as they arrive, all that are there at once. Raises ApiError.
+        """Entries as they arrive; entries that have arrived together are one batch. Raises
+        ApiError.
 
-        Left before its end, by an error or a cancellation too, it cancels what still runs.
+        If the generator ends early, also by an error or a cancellation, it cancels the streams that
+        still run.
         """
         try:
             if len(self.streams) == 1:
@@ -104,7 +107,7 @@ class Generations:
         named = from_tokenbus(error)
         param = named.param
         if param is None and error.code == Code.INVALID_FIELD:
-            # The argument of a constraint is checked where it runs.
+            # The argument of a constraint is checked by the worker that runs it.
             param = "controller_arg"
         elif param is None and error.code == Code.UNKNOWN_CONTROLLER:
             param = "controller"
@@ -113,8 +116,8 @@ class Generations:
 
 
 async def _next(stream: AsyncStream) -> list[Token]:
-    """The entries that have arrived of a stream; raises TokenbusError at once if it ends with a
-    failure."""
+    """The next entries of a stream that have arrived; raises TokenbusError at once if it ends with
+    a failure."""
     entries = await stream.arrived()
     if entries and entries[-1].error is not None and not entries[-1].live:
         await stream.arrived()
@@ -126,7 +129,8 @@ async def begun(
 ) -> Response:
     """``events`` as an answer that begins with the first of them.
 
-    An error before that is raised and gets a status of its own; a later one is the last event.
+    An error before the first event is raised, so that it can set the status; a later error is the
+    last event.
     """
     first = await unless_disconnected(request.receive, anext(events))
     return EventStream(_until_error(first, events), headers)

@@ -19,7 +19,7 @@ UNLIKELY = -9999.0
 
 @dataclass
 class Sampled:
-    """Tokens with what is known of each."""
+    """Tokens with their log-probabilities."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -68,14 +68,16 @@ class CompletionLogprobs(Struct):
 def completion_logprobs(
     model: ServedModel, sampled: Sampled, count: int, offset: int = 0
 ) -> CompletionLogprobs:
-    """The form of completions; ``count`` alternatives each, ``offset`` of the first token."""
+    """The logprobs of a completion; ``count`` alternatives for each token, ``offset`` of the first
+    token."""
     tops: list[dict[str, float] | None] = []
     offsets = []
     for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
         found = dict(sampled.likeliest(place, count))
         if logprob is not None:
             found.setdefault(token, logprob)
-        # Several tokens may read alike, parts of characters do: the likeliest of them counts.
+        # Several tokens may have the same text, such as parts of characters; the likeliest of them
+        # is reported.
         tops.append({model.text_of(t): p for t, p in reversed(found.items())} or None)
         offsets.append(offset)
         offset += len(sampled.texts[place])
@@ -108,7 +110,7 @@ class ChatLogprobs(Struct):
 
 
 def token_logprobs(model: ServedModel, sampled: Sampled, count: int) -> list[TokenLogprob]:
-    """The form of chat and responses, with the bytes of each token."""
+    """The logprobs of a chat or a response, with the bytes of each token."""
     return [
         TokenLogprob(
             model.text_of(token),
@@ -125,10 +127,10 @@ def _top(model: ServedModel, token: int, logprob: float) -> TopLogprob:
 
 
 def cumulative(sequence: GeneratedSequence) -> float:
-    """The log-probability of all tokens that were sampled, by which ``best_of`` chooses."""
+    """The log-probability of all sampled tokens, by which ``best_of`` chooses."""
     return sum(value for value in sequence.logprobs if not math.isnan(value))
 
 
 def reported(values: Sequence[float]) -> list[float | None]:
-    """Log-probabilities of a SCORE, as JSON can carry them."""
+    """Log-probabilities of a SCORE as values that JSON can represent."""
     return [None if math.isnan(value) else value for value in values]

@@ -1,4 +1,4 @@
-"""The messages of a conversation, and what a chat template gets of them."""
+"""The messages of a conversation, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SystemMessage(Body, tag="system", tag_field="role"):
 
 
 class DeveloperMessage(Body, tag="developer", tag_field="role"):
-    """As a system message."""
+    """Instructions for the assistant, like a system message."""
 
     content: Content
     name: str | None = None
@@ -82,7 +82,7 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     reasoning_content: str | None = None
     """Passed to the template."""
     refusal: str | None = None
-    """Shown to the model as the content, where there is none."""
+    """Shown to the model as the content if there is no content."""
     annotations: list[Any] | UnsetType | None = UNSET
     parsed: Any = UNSET
     """The openai package adds it to an answer."""
@@ -94,14 +94,14 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 def text_of(content: Content | None) -> str:
-    """A content as one text; parts are joined by line ends, as vLLM does."""
+    """A content as one text; parts are joined by line ends, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates take them: contents are texts, arguments are objects."""
+    """The messages in the form for templates: contents are texts, arguments are objects."""
     return [_for_template(message) for message in messages]
 
 
@@ -130,8 +130,8 @@ def _call(call: MessageCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as an object, which templates write in their own form. Any other text, as of
-    an answer that was cut, stays as it is."""
+    """The arguments as an object, which templates format themselves. Any other text, such as that
+    of a cut answer, stays as it is."""
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -37,7 +37,7 @@ class SchemaFormat(Body, tag="json_schema", tag_field="type"):
     schema: Schema
     description: str | None = None
     strict: bool | None = None
-    """The schema is enforced in any case."""
+    """The schema is always enforced."""
 
 
 class TextSettings(Body):
@@ -54,10 +54,10 @@ class ResponseTool(Body, tag="function", tag_field="type"):
 
     name: FunctionName
     parameters: Schema | None = None
-    """The JSON schema of its arguments; null: it has none."""
+    """The JSON schema of its arguments; null: it has no arguments."""
     description: str | None = None
     strict: bool | None = None
-    """The schema is enforced in any case."""
+    """The schema is always enforced."""
 
 
 class NamedFunction(Body, tag="function", tag_field="type"):
@@ -67,7 +67,7 @@ class NamedFunction(Body, tag="function", tag_field="type"):
 
 
 class ResponsesRequest(TextRequest, kw_only=True):
-    """The body of ``POST /v1/responses``. Nothing is kept: each request has the whole input."""
+    """The body of ``POST /v1/responses``. Nothing is stored: each request has the whole input."""
 
     IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {
         "reasoning",
@@ -80,7 +80,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: MaxTokens | None = None
-    """Default: what the context has room for."""
+    """Default: the rest of the context."""
     text: TextSettings | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -94,9 +94,9 @@ class ResponsesRequest(TextRequest, kw_only=True):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: str | None = None
-    """Refused, if it is not null: responses are not kept."""
+    """Refused unless it is null, because responses are not stored."""
     conversation: str | dict[str, Any] | None = None
-    """Refused likewise."""
+    """Refused unless it is null."""
 
     reasoning: dict[str, Any] | UnsetType | None = UNSET
     max_tool_calls: int | UnsetType | None = UNSET
@@ -161,7 +161,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return self.may_call(self.functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields; without ``max_tokens``, if not given."""
+        """The options of ``generate`` for these fields; without ``max_tokens`` if it was not
+        given."""
         options = super().options(constraint)
         if self.max_output_tokens is not None:
             options["max_tokens"] = self.max_output_tokens

@@ -1,4 +1,4 @@
-"""The input of ``/v1/responses``: its items, and the messages that they are."""
+"""The input of ``/v1/responses``: its items, and their messages."""
 
 from __future__ import annotations
 

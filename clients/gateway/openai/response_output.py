@@ -32,7 +32,7 @@ class Output:
         self, model: ServedModel, form: AnswerForm | None, logprobs: int | None, plain: bool
     ) -> None:
         """``logprobs``: alternatives to report with each token; None: nothing is reported.
-        ``plain``: all that an entry has is its text, until the last one."""
+        ``plain``: every entry but the last has only text."""
         self.items: list[OutputItem] = []
         self._model = model
         self._form = form
@@ -42,7 +42,7 @@ class Output:
         self._choices = GrowingChoices()
         self._number = 0
         self.growing = False
-        """The last item is not finished."""
+        """Whether the last item is unfinished."""
         self.receipt = Receipt()
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -87,7 +87,7 @@ class Output:
         return b"".join([*parts, *self._finish(status)])
 
     def _text_of(self, entry: Token, text: str) -> str:
-        """A text as the reader takes it."""
+        """The text for the reader of the parts."""
         return self._form.text_of(entry, text) if self._form is not None else text
 
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the answer to a whole conversation; nothing is kept of it."""
+"""``POST /v1/responses``: the answer to a whole conversation, of which nothing is stored."""
 
 from __future__ import annotations
 

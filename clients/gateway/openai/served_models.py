@@ -14,7 +14,7 @@ from ..errors import ApiError
 from ..json import json_response
 
 STARTED = int(time.time())
-"""The bus does not say since when a model is served; clients expect a number."""
+"""The bus does not report since when a model is served; clients expect a number."""
 
 
 class Model(Struct):
@@ -44,7 +44,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """One of them; 404 if it is not loaded."""
+    """One of the loaded models; 404 if it is not loaded."""
     gateway = gateway_of(request)
     name = request.path_params["model"]
     names = await _loaded(gateway)

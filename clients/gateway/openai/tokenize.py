@@ -27,7 +27,8 @@ class TokenizeRequest(Rendering, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
-    """Those that the tokenizer adds itself; default: true for a text, false for messages."""
+    """Whether to include the special tokens that the tokenizer adds; default: true for a text,
+    false for messages."""
     return_token_strs: bool | None = None
 
 
@@ -77,7 +78,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """The text of token ids, including special tokens."""
     body = await read_body(request, DetokenizeRequest)
     model = await gateway_of(request).models.get(body.model)
     model.check_tokens(body.tokens)

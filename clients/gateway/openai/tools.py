@@ -22,9 +22,9 @@ class FunctionTool(Body):
     name: FunctionName
     description: str | None = None
     parameters: Schema | None = None
-    """The JSON schema of its arguments; null: it has none."""
+    """The JSON schema of its arguments; null: it has no arguments."""
     strict: bool | None = None
-    """The schema is enforced in any case."""
+    """The schema is always enforced."""
 
 
 class Tool(Body, tag="function", tag_field="type"):
@@ -54,9 +54,9 @@ class Calling:
 
     functions: list[Function]
     required: bool
-    """It calls one, and has no text."""
+    """Whether it must call one, and has no text."""
     parallel: bool
-    """It may have several calls."""
+    """Whether it may have several calls."""
 
 
 def calling(functions: Sequence[FunctionTool], choice: str, parallel: bool) -> Calling | None:
@@ -107,7 +107,7 @@ def _object_schema(function: FunctionTool) -> Schema:
 
 
 def for_template(functions: Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """The functions as chat templates take them."""
+    """The functions in the form for chat templates."""
     return [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""``usage``: what a request has cost, in tokens."""
+"""``usage``: the cost of a request, in tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counter:
         self.prompt = self.cached = self.completion = 0
 
     def add(self, entries: Iterable[Token]) -> None:
-        """Counts some entries; tokens that were taken back do not count."""
+        """Counts some entries; removed tokens do not count."""
         for entry in entries:
             if entry.prompt_tokens:
                 self.prompt += entry.prompt_tokens
