@@ -245,7 +245,7 @@ class Worker:
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers it runs, or has a place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
-    """By session: streams that it was told to drop, and may still send entries of."""
+    """By session: streams that the worker has to drop, and may still send entries of."""
     revoked: deque[Request] = field(default_factory=deque)
     """Requests that it begins anew, and whose earlier attempt it has not confirmed to have dropped;
     in the order of its confirmations (``revocations.py``)."""

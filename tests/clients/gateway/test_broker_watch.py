@@ -77,7 +77,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def test_a_websocket_waits_until_the_broker_is_watched(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """If the broker was replaced between the HELLO of a WebSocket and that of the watch, the watch
+    """The broker was replaced between the HELLO of a WebSocket and that of the watch. The watch
     began with the next broker, and the WebSocket waited for the first one for ever."""
 
     async def run() -> None:
