@@ -290,9 +290,14 @@ def test_so_is_a_limit_that_it_exceeds(aici: AiciClient) -> None:
 
 
 def test_a_deadlock_has_a_word_of_its_own(aici: AiciClient) -> None:
-    read = aici.run('pre = {"attention_masks":[[]],"suspend":true}')
+    read = aici.run("\n".join(['pre = {"attention_masks":[[]],"suspend":true}'] * 40))
     assert read.ends == {0: "deadlock"}
     assert read.errors[0]
+
+
+def test_suspend_skips_a_round(aici: AiciClient) -> None:
+    read = aici.run('pre = {"attention_masks":[[]],"suspend":true}')
+    assert read.ends == {0: "length"}
 
 
 def test_a_client_that_leaves_ends_its_run(

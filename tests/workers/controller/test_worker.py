@@ -358,9 +358,28 @@ def test_a_sequence_that_wakes_may_fork(system: System) -> None:
     assert got[2].tokens[:2] == [got[1].tokens[0], 81]
 
 
+def test_a_lone_sequence_that_suspends_skips_a_round(system: System) -> None:
+    do = [
+        ["suspend"],
+        ["log", "first"],
+        ["sample", None],
+        ["suspend"],
+        ["suspend"],
+        ["log", "last"],
+    ]
+    stream = system.client.generate(
+        PROMPT, controller=SCRIPTED, controller_arg={"do": do}, max_tokens=4, ignore_eos=True
+    )
+    entries = list(stream)
+    assert [entry.wakes for entry in entries] == [1, 2, 0, 0]
+    [got] = stream.sequences
+    assert (got.finish_reason, got.logs) == ("length", "firstlast")
+    assert got.tokens == system.run(max_tokens=4, ignore_eos=True)[0].tokens
+
+
 def test_a_request_whose_sequences_all_wait_ends_as_deadlocked(system: System) -> None:
     with pytest.raises(ControllerError, match="every sequence of the request") as caught:
-        system.script(["suspend"], timeout_s=300)
+        system.script(["wait", "never"], timeout_s=300)
     assert caught.value.code == "deadlock"
     waits = [["sample", None], ["wait", "never"]]
     got = system.script(["fork", [waits, waits]], timeout_s=300)
