@@ -168,10 +168,11 @@ class SequenceGroup:
         wait: bool = True,
         distributions: Sequence[Distribution] = (),
     ) -> tuple[ControlledSequence, Round] | None:
-        """The round of a sequence after the model sampled ``tokens``, which the tokens of ``draft``
-        may follow, or after the GPU worker ended it (by ``stop``: before that stop string); None
-        where the sequence does not wait for the model. ``distributions``: of ``tokens``, if the
-        controller asked for these.
+        """The round of a sequence after the model sampled ``tokens``, or after the GPU worker ended
+        it, by ``stop`` before that stop string. None: it does not wait for the model.
+
+        Tokens of ``draft`` may follow. ``distributions`` are those of ``tokens``, if the controller
+        asked for these.
 
         Raises GroupBusy without ``wait``, if another thread has the group's lock.
         """

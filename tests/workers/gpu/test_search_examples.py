@@ -191,7 +191,7 @@ SECOND = "# a class\nclass A:\n    "
 
 
 def logprobs(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """Of the token after these."""
+    """Log-probabilities of the token after these, ``[vocab]``."""
     return torch.log_softmax(logits_after(loaded.model, tokens), -1)
 
 

@@ -2,10 +2,10 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/contrastive.c -o contrastive.wasm
 //
-// The argument is "ENTROPY PENALTY", as "1.0 1.0". Where the entropy is above ENTROPY nats, the
-// sampled token is taken back. The next token is then the one among the likeliest with the greatest
-// log-probability less PENALTY for each token of the longest end of the text, up to 4, that has
-// occurred before with this token after it. contrastive.py is the same in Python.
+// The argument is "ENTROPY PENALTY", as "1.0 1.0". If the entropy is above ENTROPY nats, the sampled
+// token is taken back. The token with the greatest score among the likeliest replaces it. A score is
+// the log-probability less PENALTY for each token that would be repeated. contrastive.py is the same
+// in Python.
 #include "tokenbus.h"
 
 enum { TOP = 8, MAX_REPEATED = 4 };

@@ -1,9 +1,9 @@
 """Contrastive sampling: where the model is uncertain, the token that repeats the text least.
 
-A model that hesitates between many tokens tends to fall into a loop. Where the entropy is above a
-bound, the sampled token is taken back. The next token is then the one among the likeliest with the
-greatest log-probability less a penalty: for each token of the longest end of the text, up to MAX,
-that has occurred before with this token after it. Where the model is certain, its token stays.
+A model that hesitates between many tokens tends to fall into a loop. If the entropy is above a
+bound, the sampled token is taken back. The token with the greatest score among the likeliest
+replaces it. A score is the log-probability less a penalty for each token that would be repeated.
+If the model is certain, its token stays.
 Source: Su et al., "A Contrastive Framework for Neural Text Generation" (2022), whose penalty is the
 similarity of hidden states.
 
