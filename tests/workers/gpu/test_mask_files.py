@@ -121,7 +121,7 @@ def test_masks_are_sent_while_the_system_gives_no_files(
         raise OSError(24, "too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr("tokenbus.workers.gpu.mask_file.MaskFile", refuses)
+        patched.setattr("tokenbus.workers.gpu.serving.mask_file.MaskFile", refuses)
         bench.add(1, PROMPT, GREEDY)
         bench.send(StepResult(1, 0, "sample"))
         bench.starts.clear()

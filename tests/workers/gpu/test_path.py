@@ -23,9 +23,9 @@ STEP = """
 import sys
 sys.modules["torch.nn.attention.varlen"] = None  # As in torch 2.9.
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import varlen
-from tokenbus.workers.gpu.engine import Engine
-from tokenbus.workers.gpu.loader import load_model
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.engine.engine import Engine
+from tokenbus.workers.gpu.model.loader import load_model
 loaded = load_model("embedded")
 engine = Engine(loaded)
 engine.add(1, [5, 6, 7], Sampling(max_tokens=2, ignore_eos=True))
