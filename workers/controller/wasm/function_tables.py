@@ -38,14 +38,17 @@ def copy_tables(source: Guest, target: Guest) -> None:
             f"it forks with {sum(sizes)} elements in its tables, which it changes; at most "
             f"{MAX_TABLE_ELEMENTS} can be copied",
         )
-    names = {
-        _to_raw(source.context, source.function(name)): name for name in source.template.functions
-    }
     functions: dict[int, ffi.wasmtime_val_t] = {}
     for (of, to), size in zip(tables, sizes, strict=True):
         _grow(target, to, size)
         for at in range(size):
-            _set(target, to, at, _value(source, target, of, at, names, functions))
+            _set(target, to, at, _value(source, target, of, at, functions))
+
+
+def names_by_address(guest: Guest) -> dict[int, str]:
+    """The exported functions of a guest whose tables are copied, by the address of a reference."""
+    template = guest.template
+    return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 
 
 def _value(
@@ -53,7 +56,6 @@ def _value(
     target: Guest,
     table: Any,
     at: int,
-    names: dict[int, str],
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
     """The element of the target that stands for an element of the source."""
@@ -64,6 +66,7 @@ def _value(
     raw = _to_raw(source.context, ctypes.byref(value.of.funcref))
     found = functions.get(raw)
     if found is None:
+        names = source.function_names()
         if raw not in names:
             raise ControllerError(Code.INTERNAL, f"the element {at} of a table is not exported")
         found = functions[raw] = ffi.wasmtime_val_t()

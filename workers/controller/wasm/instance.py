@@ -20,7 +20,7 @@ from ....protocol.errors import Code, ControllerError
 from ..guest_memory import TenantMemory
 from ..limits import Limits
 from .exported_state import TABLE_EXPORT
-from .function_tables import copy_tables
+from .function_tables import copy_tables, names_by_address
 from .host_functions import BULK_BYTES, WORK_BYTES, running
 
 Values = ctypes.Array[ffi.wasmtime_val_raw_t]
@@ -179,6 +179,7 @@ class Guest:
         self.host_work = 0
         """Work of host functions since its CPU time was last checked, in units."""
         self.fault: BaseException | None = None
+        self._function_names: dict[int, str] | None = None
         self._is_copy = self._dead = self._closed = False
         self.base = self.size = 0
         self._values: Values = (ffi.wasmtime_val_raw_t * 4)()
@@ -243,6 +244,12 @@ class Guest:
         if export is None or export.kind != ffi.WASMTIME_EXTERN_TABLE.value:
             raise ControllerError(Code.INTERNAL, f"the module exports no table {name}")
         return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
+
+    def function_names(self) -> dict[int, str]:
+        """Its exported functions by the address of a reference, if its tables are copied."""
+        if self._function_names is None:
+            self._function_names = names_by_address(self)
+        return self._function_names
 
     def call(self, function: Any, limit_s: float, name: str) -> int:
         """Calls a function without parameters, for at most ``limit_s`` seconds of CPU time.

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from .wasm_binary import Binary, read
 from .wasm_reader import Reader, WasmError
 
-MAX_TABLE_ELEMENTS = 4096
-"""Most elements of tables that are copied; each takes some 5 us of a fork."""
-MAX_REFERENCES = 4096
+MAX_TABLE_ELEMENTS = 512
+"""Most elements of tables that are copied; a fork with so many takes up to 4 ms."""
+MAX_REFERENCES = 512
 """Most functions that such tables may refer to."""
 
 
