@@ -42,6 +42,8 @@ CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
 """The numbers of the blobs. There is one of each kind, so that their memory is bounded."""
+_MADE = (_PROCESS_ARG, _TOKENIZED, _STORAGE, _TOKENS)
+"""The kinds that are made for one guest; the others are shared by all of a request or a model."""
 _KINDS = {
     _PROCESS_ARG: "the argument of a call (aici_host_process_arg)",
     _TRIE: "the token trie (aici_host_token_trie)",
@@ -137,14 +139,14 @@ class AiciController:
         call = self._guest.function("aici_init_prompt")
         limit = self._state.host.limits.init_s
         check_init_prompt(self._call(call, limit, "init_prompt", init_prompt_argument(prompt)))
-        self._guest.count()
+        self._count()
 
     def pre_process(self) -> Answer:
         """As ``interface.Controller`` says."""
         limit = self._state.host.limits.pre_s
         answer = pre_process_answer(self._call(self._pre, limit, "pre_process", b"{}"))
         if answer is SUSPEND:
-            self._guest.count()
+            self._count()
         return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
@@ -156,7 +158,7 @@ class AiciController:
             result = self._call(self._mid, state.host.limits.mid_s, "mid_process", argument)
         finally:
             state.mask = None
-        self._guest.count()
+        self._count()
         return mid_process_answer(result, state.masked, state.host.vocabulary.size)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
@@ -186,6 +188,12 @@ class AiciController:
         """As ``interface.Controller`` says."""
         self._guest.close()
 
+    def _count(self) -> None:
+        """Counts the memory of the guest, and the blobs that it made the host keep."""
+        blobs = self._state.blobs
+        self._guest.host_bytes = sum([len(blobs[kind] or b"") for kind in _MADE])
+        self._guest.count()
+
     def _call(self, function: Any, limit_s: float, name: str, argument: bytes) -> bytes:
         """Calls the guest; returns its JSON."""
         state = self._state
@@ -194,6 +202,7 @@ class AiciController:
         state.last_words = b""
         self._guest.call_with(function, limit_s, name, self._handle)
         result: bytes | None = state.result
+        state.result = None
         if result is None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -249,7 +258,10 @@ def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     # The JSON was decoded, and the value is read as hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
-    state.blobs[_STORAGE] = run_command(command, state.host.variables, limit)
+    answer = run_command(command, state.host.variables, limit)
+    # A short command reads a long value.
+    state.guest.charge(4 * len(answer))
+    state.blobs[_STORAGE] = answer
     return _STORAGE
 
 

@@ -178,6 +178,8 @@ class Guest:
         self._timed_out = False
         self.host_work = 0
         """Work of host functions since its CPU time was last checked, in units."""
+        self.host_bytes = 0
+        """Bytes that its host functions keep for it. They set it before ``count``."""
         self.fault: BaseException | None = None
         self._function_names: dict[int, str] | None = None
         self._is_copy = self._dead = self._closed = False
@@ -305,14 +307,16 @@ class Guest:
         return self.size
 
     def count(self) -> None:
-        """Counts its memory towards its tenant's share; raises ControllerError above that share.
-        Called once in each round, as the memory may have grown."""
+        """Counts its memory and ``host_bytes`` towards its tenant's share; raises ControllerError
+        above that share. Called once in each round, as they may have grown."""
         if self._account is None:
             return
-        size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES
-        if size != self._counted:
+        size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES + self.host_bytes
+        if size > self._counted:
             self._account.take(size - self._counted)
-            self._counted = size
+        elif size < self._counted:
+            self._account.give_back(self._counted - size)
+        self._counted = size
 
     def check(self, address: int, size: int) -> None:
         """Raises ControllerError if ``[address, address + size)`` is not in its memory."""
@@ -366,7 +370,7 @@ class Guest:
         other = SPARES.take(self.template, size)
         if other is not None:
             other._limit_to(limits)
-            other.host, other._closed = host, False
+            other.host, other._closed, other.host_bytes = host, False, 0
             other._account = self._account
             other._count_or_free()
         else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 import wasmtime
 from tokenbus.protocol.errors import Code, ControllerError
 from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.workers.controller.wasm.instance import Guest
 
 from .aici_guests import LIMITS, Request, puppet, ticking_engine
 
@@ -231,6 +233,27 @@ def test_a_result_that_is_too_long_is_refused(engine: wasmtime.Engine) -> None:
     assert "a result has at most 1048576 bytes; this one has 5000000" in failure(
         engine, "mid fill 5000000"
     )
+
+
+def test_a_value_that_a_short_command_reads_is_work_of_the_guest(
+    engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+    charge = Guest.charge
+
+    def counted(guest: Guest, size: int) -> None:
+        charged.append(size)
+        charge(guest, size)
+
+    monkeypatch.setattr(Guest, "charge", counted)
+    written = json.dumps({"WriteVar": {"name": "a", "value": "ab" * 9000, "op": "Set"}})
+    read = '{"ReadVar":{"name":"a"}}'
+    request = Request(engine, puppet(), f"mid storage {written}\npost storage {read}")
+    request.begin()
+    charged.clear()
+    request.sampled(0, 65)
+    assert 4 * 2 * 9000 < max(charged) < 5 * 2 * 9000
+    request.close()
 
 
 def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.Engine) -> None:

@@ -11,6 +11,7 @@ from tokenbus.protocol.worker_messages import StepResult
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.sequence_group import SequenceGroup
+from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.instance import INSTANCE_BYTES
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
@@ -18,6 +19,7 @@ from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..played import BYTES, vocabulary
+from .aici_guests import puppet
 from .hostile.guests import N, guest, set_word
 
 LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
@@ -89,6 +91,28 @@ def test_a_guest_that_grows_beyond_the_share_ends_and_gives_its_memory_back(
     assert "a client may have as much as it leaves free" in (result.error or "")
     end(group)
     assert worker.memory.used == 0
+
+
+@pytest.mark.process
+def test_what_the_host_keeps_for_an_aici_guest_is_counted_while_it_is_kept(worker: Worker) -> None:
+    tokens = 1000
+    lines = {
+        "nothing": "",
+        "the first call": f"prompt tokenize {'a' * tokens}",
+        "a later call": f"prompt tokenize {'a' * tokens}\nmid tokenize a",
+    }
+    used = {}
+    for name, arg in lines.items():
+        group = SequenceGroup(1, 9, LIMITS, arg.encode(), 100, True, VariableStorage().apply)
+        group.memory = worker.memory.of("anna")
+        module = wasmtime.Module(worker.engine, with_exported_globals(puppet()))
+        program = AiciProgram(worker.engine, module)
+        group.record(group.begin(program, vocabulary(BYTES), [1]))
+        used[name] = worker.memory.used
+        end(group)
+        assert worker.memory.used == 0
+    assert used["the first call"] - used["nothing"] == 4 * tokens
+    assert used["a later call"] - used["nothing"] == 4
 
 
 def test_forks_are_counted_each(worker: Worker) -> None:
