@@ -57,7 +57,5 @@ def _turn_end(
 
 def _occurrences(text: str, added: Mapping[str, int]) -> list[str]:
     """The special tokens in a text, in its order; of several at one place the longest."""
-    if not added:
-        return []
-    names = sorted(added, key=len, reverse=True)
-    return re.findall("|".join(map(re.escape, names)), text)
+    names = sorted((name for name in added if name and name in text), key=len, reverse=True)
+    return re.findall("|".join(map(re.escape, names)), text) if names else []
