@@ -191,8 +191,8 @@ export interface Generate {
   /** Subtracted per occurrence from the logits of tokens already generated. Default: 0. */
   readonly frequency_penalty?: number | undefined;
   /**
-   * The same request with the same seed gives the same tokens, independently of the batch. null:
-   * the seed follows from the broker's number of the request. At least 0, at most
+   * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
+   * one that follows from the broker's number of the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -609,8 +609,8 @@ export interface Token {
   /** `inspect`: the time of the controller's round before this token, in microseconds. */
   readonly round_us: number;
   /**
-   * `inspect`: the controller's bias for the most likely tokens and for this one, without tokens
-   * whose bias is 0 and tokens that it forbids.
+   * `inspect`: what the controller's bias added to the most likely tokens, and to this one; without
+   * those that it left as they were, and those that it forbade.
    */
   readonly bias: Readonly<Record<string, number>>;
   /** The answer to the controller's `Query` about this token, for replays of the controller. */
