@@ -18,7 +18,7 @@ from .wasm_binary import Binary, read
 from .wasm_reader import Reader, WasmError
 
 MAX_TABLE_ELEMENTS = 512
-"""Most elements of tables that are copied; a fork with so many takes up to 4 ms."""
+"""Maximum elements of the copied tables; a fork with that number takes up to 4 ms."""
 MAX_REFERENCES = 512
 """Most functions that such tables may refer to."""
 
