@@ -24,10 +24,10 @@ from tokenbus.workers.gpu.sampling.distributions import TokenOptions
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.steered_engine import Bench, counting
 from .controlled import Controllers
 from .moved import give
 from .moved import transcript as transcript_of
-from .steered import Bench, counting
 from .test_resumption_controlled import Run, check_nothing_is_left
 
 VOCAB = 150
