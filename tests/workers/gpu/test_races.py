@@ -229,7 +229,7 @@ def test_of_equal_logits_the_lower_tokens_are_the_likelier(size: int) -> None:
     ordered = logits.sort(dim=-1, descending=True, stable=True)
     for most in (1, 2, 5, 20, 130, size // 2, size):
         if most <= size:
-            values, ids = races._likeliest(logits, most)
+            values, ids = races.likeliest(logits, most)
             assert torch.equal(ids, ordered.indices[:, :most])
             assert torch.equal(values, ordered.values[:, :most])
 
