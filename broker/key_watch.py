@@ -38,7 +38,7 @@ class KeyWatch:
             log.error("a key is not allowed: %s", fault)
         return keys
 
-    def news(self, now: float) -> Keys | None:
+    def changed(self, now: float) -> Keys | None:
         """The allowed keys if they may have changed since they were read, else None."""
         if now < self._look_at:
             return None

@@ -369,7 +369,7 @@ class BrokerServer:
             self._health.touch(READY, now)
         try:
             self._check_files()
-            keys = self._keys.news(now) if self._keys is not None else None
+            keys = self._keys.changed(now) if self._keys is not None else None
             if keys is not None:
                 self._post(self.core.on_keys(*keys, now))
             self._post(self.core.tick(now))
