@@ -224,13 +224,13 @@ def stored_modules(answer: Msg) -> list[StoredModule]:
 
 
 def _store_call(
-    word: bytes,
+    message_type: bytes,
     message: Upload | Tag | Tags | Delete,
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
     """A call to the module store; all of them are idempotent."""
-    return Call(word, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
+    return Call(message_type, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:

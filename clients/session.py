@@ -445,10 +445,10 @@ class ClientSession:
         else:
             log.warning("the broker reported: %s", error)
 
-    def _oldest(self, word: str | None) -> Call | None:
+    def _oldest(self, message_type: str | None) -> Call | None:
         """The first call of a type that was sent and is not answered yet."""
         for call in self._calls.values():
-            if call.sent and not call.received and call.type.decode() == word:
+            if call.sent and not call.received and call.type.decode() == message_type:
                 return call
         return None
 
@@ -507,8 +507,10 @@ class ClientSession:
             what = f"nothing arrived for {call.stall_s:g} s"
             self._failed(call, UnavailableError(Code.WORKER_LOST, what), now, tell_broker=True)
 
-    def _send(self, word: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:
-        self.outgoing.append(encode_frames(Message(word, body, attachments), self._encoding))
+    def _send(self, message_type: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        self.outgoing.append(
+            encode_frames(Message(message_type, body, attachments), self._encoding)
+        )
 
 
 def no_broker(front: str) -> str:

@@ -71,11 +71,11 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
         raise RequestError(Code.BAD_MESSAGE, "the body is nested too deeply") from None
 
 
-def body_type(table: Mapping[bytes, Any], word: bytes) -> Any:
+def body_type(table: Mapping[bytes, Any], message_type: bytes) -> Any:
     """The struct of a message type in ``table``; raises RequestError with ``unknown_type``."""
-    kind = table.get(word)
+    kind = table.get(message_type)
     if kind is None:
-        shown = word[:40].decode("ascii", "backslashreplace")
+        shown = message_type[:40].decode("ascii", "backslashreplace")
         known = ", ".join(sorted(name.decode() for name in table))
         raise RequestError(
             Code.UNKNOWN_TYPE, f"unknown message type {shown!r}; the types are {known}"

@@ -34,8 +34,8 @@ def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Messag
             Code.BAD_MESSAGE,
             f"the message has {len(frames)} frames; it must have a type and a body",
         )
-    word, body = frames[0], frames[1]
-    return Message(word, decode_as(body_type(table, word), body), tuple(frames[2:]))
+    message_type, body = frames[0], frames[1]
+    return Message(message_type, decode_as(body_type(table, message_type), body), tuple(frames[2:]))
 
 
 def decode_worker_frames(

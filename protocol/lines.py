@@ -36,11 +36,11 @@ def decode_line(line: str, table: Mapping[bytes, Any]) -> Message:
 
 def split_line(line: str) -> tuple[bytes, bytes]:
     """The type and the body of a line, undecoded; raises RequestError if it has no type."""
-    word, _, body = line.strip().partition(" ")
-    if not word:
+    message_type, _, body = line.strip().partition(" ")
+    if not message_type:
         raise RequestError(Code.BAD_MESSAGE, "the line is empty; it must be '<TYPE> <JSON>'")
     try:
-        return word.encode("ascii"), body.encode()
+        return message_type.encode("ascii"), body.encode()
     except UnicodeEncodeError as error:
         raise RequestError(Code.BAD_MESSAGE, f"the line is not valid text: {error}") from None
 
@@ -52,16 +52,16 @@ def line_frames(line: str, binary: bool = False) -> Frames:
     msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an attachment
     of up to ``MAX_MODULE_BYTES``. Raises RequestError.
     """
-    word, body = split_line(line)
-    if word == b"HELLO":
-        return [word, _hello(body, binary)]
-    if word == b"UPLOAD":
-        return [word, *_attached_module(body)]
+    message_type, body = split_line(line)
+    if message_type == b"HELLO":
+        return [message_type, _hello(body, binary)]
+    if message_type == b"UPLOAD":
+        return [message_type, *_attached_module(body)]
     if encoding_of(body) != "json":
         raise RequestError(
             Code.BAD_MESSAGE, f"the body begins with {body[:8]!r}; in a line it must be JSON"
         )
-    return [word, body]
+    return [message_type, body]
 
 
 def frames_line(frames: Sequence[bytes]) -> str:
@@ -77,8 +77,8 @@ def frames_binary(frames: Sequence[bytes]) -> bytes:
 
 def error_line(error: TokenbusError, line: str) -> str:
     """The ``ERROR`` that answers a line which is refused before it is sent to the broker."""
-    word = line.strip().partition(" ")[0].encode("utf-8", "replace")
-    return encode_line(Message(b"ERROR", error_body(error, None, word)))
+    message_type = line.strip().partition(" ")[0].encode("utf-8", "replace")
+    return encode_line(Message(b"ERROR", error_body(error, None, message_type)))
 
 
 def _hello(body: bytes, binary: bool) -> bytes:

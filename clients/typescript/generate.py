@@ -223,15 +223,15 @@ def _reading(kind: Type) -> str | None:
 def _table(doc: str, name: str, kinds: list[Type]) -> str:
     words = messages.CLIENT_MESSAGES if name == "ClientMessages" else messages.SERVER_MESSAGES
     rows = "".join(
-        f"  readonly {word.decode()}: {_type(kind)};\n"
-        for word, kind in zip(words, kinds, strict=True)
+        f"  readonly {message_type.decode()}: {_type(kind)};\n"
+        for message_type, kind in zip(words, kinds, strict=True)
     )
     return f"{_comment(doc)}export interface {name} {{\n{rows}}}\n"
 
 
 def _dispatch() -> str:
     rows = []
-    for word, kind in messages.SERVER_MESSAGES.items():
+    for message_type, kind in messages.SERVER_MESSAGES.items():
         info = type_info(kind)
         reading = _reading(info)
         assert reading is not None
@@ -239,7 +239,9 @@ def _dispatch() -> str:
         many = "[]" if isinstance(info, ListType) else ""
         sent = f"(body as Parameters<typeof read{struct}>[0]{many})"
         read = reading.format(sent) if many else f"read{struct}{sent}"
-        rows.append(f'    case "{word.decode()}":\n      return {{ type, body: {read} }};\n')
+        rows.append(
+            f'    case "{message_type.decode()}":\n      return {{ type, body: {read} }};\n'
+        )
     return (
         "/** A message to a client. */\n"
         "export type ServerMessage = {\n"

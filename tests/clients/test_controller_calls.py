@@ -30,7 +30,7 @@ def test_a_module_travels_as_an_attachment_and_its_answer_is_a_stored_module() -
     bench.session.submit(call, bench.now)
     [frames] = bench.session.outgoing
     assert (frames[0], frames[2:]) == (b"UPLOAD", [b"\0asm\xff\xfe"])
-    bench.hear("MSG", {"stream_id": call.number, "result": {"module": "ab", "size": 6}})
+    bench.receive("MSG", {"stream_id": call.number, "result": {"module": "ab", "size": 6}})
     answer, ended = bench.events(call)
     assert isinstance(answer, Msg)
     assert isinstance(ended, Ended)

@@ -58,11 +58,11 @@ def test_it_pings_and_notices_a_silent_broker(bench: Bench) -> None:
 
 
 def test_a_ping_acknowledges_the_position_of_the_last_pong_on_its_connection(bench: Bench) -> None:
-    bench.hear("PONG", {"position": 3})
+    bench.receive("PONG", {"position": 3})
     bench.pass_time(2.1)
     assert bench.sent() == [("PING", {"ack": 3})]
     bench.session.connected(bench.now)
-    bench.hear("PONG", {"position": 4})
+    bench.receive("PONG", {"position": 4})
     bench.welcome(resumed=True)
     bench.sent()
     bench.pass_time(2.1)
@@ -81,8 +81,8 @@ def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
     bench.welcome(resumed=True, streams=[call.number])
     assert bench.sent() == [("ATTACH", {"stream_id": call.number, "received": 2})]
     stray = Token(token=9, stream_id=call.number, logprob=0.0, finish_reason=None, pos=4)
-    bench.hear("TOKEN", [stray])
-    bench.hear("MSG", {"stream_id": call.number, "attached": 2})
+    bench.receive("TOKEN", [stray])
+    bench.receive("MSG", {"stream_id": call.number, "attached": 2})
     bench.tokens(call, 7, 8, last=True)
     assert ids(bench.events(call)) == [5, 6, 7, 8]
 
@@ -94,8 +94,8 @@ def test_a_stream_that_ends_before_the_answer_to_its_attach_goes_on_with_that(be
     bench.welcome(resumed=True, streams=[call.number])
     bench.sent()
     end = Token(token=8, stream_id=call.number, logprob=0.0, finish_reason="length", pos=3)
-    bench.hear("TOKEN", [end])
-    bench.hear("MSG", {"stream_id": call.number, "attached": 2})
+    bench.receive("TOKEN", [end])
+    bench.receive("MSG", {"stream_id": call.number, "attached": 2})
     bench.tokens(call, 7, 8, last=True)
     events = bench.events(call)
     assert ids(events) == [5, 6, 7, 8]
@@ -120,8 +120,8 @@ def test_a_broker_that_was_restarted_is_asked_for_streams_that_have_begun(bench:
     bench.pass_time(2.0)
     assert [word for word, _ in bench.sent() if word != "PING"] == ["GENERATE"]
     unknown = {"code": "unknown_stream", "message": "no such stream"}
-    bench.hear("ERROR", unknown | {"stream_id": begun.number})
-    bench.hear("ERROR", unknown | {"stream_id": once.number})
+    bench.receive("ERROR", unknown | {"stream_id": begun.number})
+    bench.receive("ERROR", unknown | {"stream_id": once.number})
     bench.pass_time(2.0)
     assert [word for word, _ in bench.sent() if word != "PING"] == ["GENERATE"]
     error = error_of(bench.events(once))
@@ -137,9 +137,9 @@ def test_a_fork_that_ends_before_the_attach_arrives_does_not_end_the_stream(benc
     bench.welcome(resumed=True, streams=[call.number])
     bench.sent()
     end = Token(token=8, stream_id=call.number, logprob=0.0, finish_reason="length", live=1)
-    bench.hear("TOKEN", [end])
-    bench.hear("MSG", {"stream_id": call.number, "attached": 0})
-    bench.hear("TOKEN", [end])
+    bench.receive("TOKEN", [end])
+    bench.receive("MSG", {"stream_id": call.number, "attached": 0})
+    bench.receive("TOKEN", [end])
     bench.tokens(call, 5, last=True, seq=1)
     events = bench.events(call)
     assert ids(events) == [8, 5]
@@ -152,7 +152,7 @@ def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: 
     assert first["seed"] is not None, "another try must bring the same tokens"
     bench.tokens(call, 5, 6)
     bench.tokens(call, 50, seq=1)
-    bench.hear("PONG", {"session": False})
+    bench.receive("PONG", {"session": False})
     assert [w for w, _ in bench.sent()] == ["HELLO"]
     bench.welcome(session="other")
     bench.pass_time(1.0)
@@ -167,10 +167,10 @@ def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: 
 def test_entries_of_an_earlier_try_are_not_taken_for_the_new_one(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
     old = call.number
-    bench.hear("ERROR", {"code": "worker_lost", "message": "gone", "stream_id": old})
+    bench.receive("ERROR", {"code": "worker_lost", "message": "gone", "stream_id": old})
     bench.pass_time(1.0)
     stray = Token(token=9, stream_id=old, logprob=0.0, finish_reason=None)
-    bench.hear("TOKEN", [stray])
+    bench.receive("TOKEN", [stray])
     bench.tokens(call, 5, last=True)
     assert ids(bench.events(call)) == [5]
 
@@ -179,7 +179,7 @@ def test_a_refused_request_is_tried_again_when_the_error_says_so(bench: Bench) -
     call = bench.submit(generate(retry_s=30.0))
     bench.sent()
     body = {"code": "queue_full", "message": "full", "stream_id": call.number, "retry_after_s": 3}
-    bench.hear("ERROR", body)
+    bench.receive("ERROR", body)
     bench.pass_time(2.8)
     assert "GENERATE" not in [w for w, _ in bench.sent()]
     bench.pass_time(0.4)
@@ -193,7 +193,7 @@ def test_trying_again_ends_when_its_time_is_over(bench: Bench) -> None:
         if call.ended:
             break
         body = {"code": "no_worker", "message": "none", "stream_id": number}
-        bench.hear("ERROR", body)
+        bench.receive("ERROR", body)
         bench.pass_time(0.5)
     error = error_of(bench.events(call))
     assert error is not None
@@ -203,7 +203,7 @@ def test_trying_again_ends_when_its_time_is_over(bench: Bench) -> None:
 
 def test_a_wrong_request_is_not_tried_again(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
-    bench.hear(
+    bench.receive(
         "ERROR",
         {
             "code": "invalid_field",
@@ -325,10 +325,10 @@ def test_a_cancel_that_was_lost_is_sent_again_when_the_session_is_taken_up(bench
 def test_a_buffer_is_there_when_the_ping_behind_it_is_answered(bench: Bench) -> None:
     call = bench.submit(buffer_call("b", "text", 5.0))
     (_, _), (_, ping) = bench.sent()
-    bench.hear("PONG", {"n": ping["n"]})
+    bench.receive("PONG", {"n": ping["n"]})
     assert error_of(bench.events(call)) is None
     refused = bench.submit(buffer_call("b", "text", 5.0))
-    bench.hear("ERROR", {"code": "too_large", "message": "too large", "type": "BUFFER"})
+    bench.receive("ERROR", {"code": "too_large", "message": "too large", "type": "BUFFER"})
     error = error_of(bench.events(refused))
     assert error is not None
     assert error.code == "too_large"
@@ -337,9 +337,9 @@ def test_a_buffer_is_there_when_the_ping_behind_it_is_answered(bench: Bench) -> 
 def test_a_new_session_gets_the_buffers_again(bench: Bench) -> None:
     call = bench.submit(buffer_call("b", [1, 2], 5.0))
     (_, _), (_, ping) = bench.sent()
-    bench.hear("PONG", {"n": ping["n"]})
+    bench.receive("PONG", {"n": ping["n"]})
     bench.events(call)
-    bench.hear("PONG", {"session": False})
+    bench.receive("PONG", {"session": False})
     bench.sent()
     bench.welcome(session="new")
     assert [w for w, _ in bench.sent()] == ["BUFFER"]
@@ -349,15 +349,15 @@ def test_a_buffer_that_was_dropped_is_not_sent_to_a_new_session(bench: Bench) ->
     for content in ("text", None):
         bench.submit(buffer_call("b", content, 5.0))
         (_, _), (_, ping) = bench.sent()
-        bench.hear("PONG", {"n": ping["n"]})
-    bench.hear("PONG", {"session": False})
+        bench.receive("PONG", {"n": ping["n"]})
+    bench.receive("PONG", {"session": False})
     bench.sent()
     bench.welcome(session="new")
     assert bench.sent() == []
 
 
 def test_an_unknown_message_is_dropped(bench: Bench) -> None:
-    bench.hear("FLY", {})
+    bench.receive("FLY", {})
     bench.session.on_frames([b"TOKEN"], bench.now)
     call = bench.submit(generate())
     bench.tokens(call, 1, last=True)

@@ -75,7 +75,7 @@ class Play:
     def client_known(self) -> None:
         """A message whose fields have the right names and often the right types."""
         draws = self.draws
-        word = draws.pick(FROM_CLIENT)
+        message_type = draws.pick(FROM_CLIENT)
         body: dict[str, Any] = {"stream_id": draws.number() % 6}
         given = draws.number()
         if given & 1:
@@ -96,7 +96,7 @@ class Play:
             body |= {"ack": given % 5}
         attached = [draws.take(draws.number() % 20)] if given & 128 else []
         encode = draws.pick([msgspec.json.encode, msgspec.msgpack.encode])
-        frames = [word, encode(body), *attached]
+        frames = [message_type, encode(body), *attached]
         self._out(self.broker.on_clients([(draws.pick(CLIENTS), frames)], self.now))
 
     def worker_raw(self) -> None:
@@ -124,7 +124,7 @@ class Play:
     def worker_known(self) -> None:
         """A message about a request or a worker that there is, or was."""
         draws = self.draws
-        word = draws.pick(FROM_WORKER)
+        message_type = draws.pick(FROM_WORKER)
         address = draws.pick([self._session(), self._worker(), 0, 2**64 - 1])
         flags = draws.pick([0, 1, 2, 3, 2**32 - 1])
         body = {
@@ -139,7 +139,7 @@ class Play:
         }
         frames = [draws.take(draws.number() % 9) for _ in range(draws.number() % 3)]
         header = encode_header(self._request(), address, flags)
-        self._work(word, header, msgspec.msgpack.encode(body), *frames)
+        self._work(message_type, header, msgspec.msgpack.encode(body), *frames)
 
     def tokens(self) -> None:
         """The tokens of a step, of this worker's requests or of others."""

@@ -79,8 +79,8 @@ def _front_frames() -> Iterator[bytes]:
 
 
 def _back_frames() -> Iterator[bytes]:
-    for word, body in samples(BACK, "msgpack"):
-        yield as_input([word, encode_header(7, 8, 1), body, b"attached"])
+    for message_type, body in samples(BACK, "msgpack"):
+        yield as_input([message_type, encode_header(7, 8, 1), body, b"attached"])
 
 
 # --- headers --------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ _FLOATS = (0.0, 0.5, 1.0, -1.5, 1e-300, 86_400.0)
 
 def samples(table: Mapping[bytes, Any], encoding: Encoding, each: int = 3) -> Iterator[list[bytes]]:
     """Type and body of messages of each type in ``table``: the same ones in each run."""
-    for word, kind in table.items():
-        draw = Random(word)
+    for message_type, kind in table.items():
+        draw = Random(message_type)
         for _ in range(each):
-            yield [word, encode_body(sample(kind, draw), encoding)]
+            yield [message_type, encode_body(sample(kind, draw), encoding)]
 
 
 def sample(kind: Any, draw: Random) -> Any:

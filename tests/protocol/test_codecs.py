@@ -128,25 +128,27 @@ TABLES = {
     "worker": TO_BROKER,
     "broker": TO_WORKER,
 }
-EVERY = [(side, word) for side, table in TABLES.items() for word in table]
+EVERY = [(side, message_type) for side, table in TABLES.items() for message_type in table]
 
 
-@pytest.mark.parametrize(("side", "word"), EVERY, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("side", "message_type"), EVERY, ids=lambda v: v if isinstance(v, str) else ""
+)
 @settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_message_comes_back_from_every_codec_as_it_was(
-    side: str, word: bytes, data: st.DataObject
+    side: str, message_type: bytes, data: st.DataObject
 ) -> None:
     table = TABLES[side]
-    body = data.draw(values(table[word]))
+    body = data.draw(values(table[message_type]))
     attachments = tuple(data.draw(st.lists(st.binary(max_size=9), max_size=2)))
-    message = Message(word, body, attachments)
+    message = Message(message_type, body, attachments)
     for encoding in ("json", "msgpack"):
         assert decode_frames(encode_frames(message, encoding), table) == message
         header = Header(7, 2**63, 1)
         framed = encode_frames(message, encoding, header)
         assert decode_worker_frames(framed, table) == (header, message)
-    plain = Message(word, body)
+    plain = Message(message_type, body)
     assert decode_line(encode_line(plain), table) == plain
 
 

@@ -24,11 +24,11 @@ class Bench:
 
     def welcome(self, **fields: Any) -> None:
         body = {"version": 1, "encoding": "json", "session": "tok"} | fields
-        self.hear("WELCOME", body)
+        self.receive("WELCOME", body)
 
-    def hear(self, word: str, body: Any) -> None:
+    def receive(self, message_type: str, body: Any) -> None:
         """A message of the broker's."""
-        self.session.on_frames([word.encode(), msgspec.json.encode(body)], self.now)
+        self.session.on_frames([message_type.encode(), msgspec.json.encode(body)], self.now)
 
     def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
         """The next entries of a call's stream."""
@@ -41,7 +41,7 @@ class Bench:
             entry.seq = seq
         if last:
             entries[-1].finish_reason = "length"
-        self.hear("TOKEN", entries)
+        self.receive("TOKEN", entries)
 
     def submit(self, call: Call) -> Call:
         self.session.submit(call, self.now)

@@ -130,7 +130,7 @@ class GpuWorker(Peer):
                 one = self.running[header.request]
                 received = decode_as(Attach, frames[2]).received
                 answer = Msg(stream_id=one.stream_id, attached=received, moves=one.moves)
-                self._say(b"MSG", one, encode_body(answer, "msgpack"))
+                self._send(b"MSG", one, encode_body(answer, "msgpack"))
                 self._tokens(one, one.sent[received:])
             case b"CANCEL":
                 self.running.pop(header.request, None)
@@ -157,14 +157,14 @@ class GpuWorker(Peer):
         if moves:
             number = body.stream_id
             notice = System(event="moved", message="lost", stream_id=number, moves=moves)
-            self._say(b"SYSTEM", one, encode_body(notice, "msgpack"))
+            self._send(b"SYSTEM", one, encode_body(notice, "msgpack"))
 
     def _journal(self, one: Running) -> None:
         body = Journal(type="GENERATE", ended=one.ended, moves=one.moves)
         sent = encode_body(one.sent, "msgpack")
-        self._say(b"JOURNAL", one, encode_body(body, "msgpack"), sent, *one.frames)
+        self._send(b"JOURNAL", one, encode_body(body, "msgpack"), sent, *one.frames)
 
-    def _say(self, kind: bytes, one: Running, *parts: bytes) -> None:
+    def _send(self, kind: bytes, one: Running, *parts: bytes) -> None:
         header = encode_header(one.header.request, one.header.address, one.header.flags)
         self.out.append([kind, header, *parts])
 

@@ -53,10 +53,10 @@ class Client(Dealer):
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus.front)
-        self.say(b"HELLO", {})
+        self.send(b"HELLO", {})
 
-    def say(self, word: bytes, body: Any) -> None:
-        self.socket.send_multipart([word, json.dumps(body).encode()])
+    def send(self, message_type: bytes, body: Any) -> None:
+        self.socket.send_multipart([message_type, json.dumps(body).encode()])
 
 
 class Worker(Dealer):
@@ -73,17 +73,17 @@ class Worker(Dealer):
             capacity=100,
             **more,
         )
-        self.say(b"REGISTER", msgpack.encode(register))
-        self.hear(b"REGISTERED")
+        self.send(b"REGISTER", msgpack.encode(register))
+        self.receive(b"REGISTERED")
 
-    def say(self, word: bytes, body: bytes, request: int = 0) -> None:
-        self.socket.send_multipart(pack([word, encode_header(request), body]))
+    def send(self, message_type: bytes, body: bytes, request: int = 0) -> None:
+        self.socket.send_multipart(pack([message_type, encode_header(request), body]))
 
-    def hear(self, word: bytes) -> tuple[Header, bytes]:
+    def receive(self, message_type: bytes) -> tuple[Header, bytes]:
         """The next message of that type."""
         while True:
             frames = unpack(self.socket.recv_multipart())
-            if frames[0] == word:
+            if frames[0] == message_type:
                 return decode_header(frames[1]), frames[2]
 
 
@@ -130,15 +130,15 @@ class System:
         """A request whose controller has started: its id, and its stream."""
         stream = next(self.streams)
         body = {"stream_id": stream, "model": "m", "prompt": [5], "controller": "mine"}
-        self.client.say(b"GENERATE", body)
-        request = self.gpu.hear(b"GENERATE")[0].request
-        self.gpu.say(b"START", b"", request)
-        self.controller.hear(b"START")
+        self.client.send(b"GENERATE", body)
+        request = self.gpu.receive(b"GENERATE")[0].request
+        self.gpu.send(b"START", b"", request)
+        self.controller.receive(b"START")
         return request, stream
 
     def send(self, op: Variable) -> None:
         """An operation, unanswered."""
-        self.controller.say(b"VARIABLE", msgpack.encode(op), op.request)
+        self.controller.send(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
         """The answers that come, as they are the first time, until none came for ``wait_s``."""

@@ -30,7 +30,7 @@ class World:
         self._sent: dict[int, list[Token]] = {}
         """By stream: what the worker has sent of this attempt."""
         self.session.connected(self.now)
-        self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "a"})
+        self._receive("WELCOME", {"version": 1, "encoding": "msgpack", "session": "a"})
         for _ in range(CALLS):
             call = generate_call([1], {"n": SEQS, "retry_s": 60.0, "seed": 1})
             events: list[Event] = []
@@ -58,11 +58,11 @@ class World:
             case "fail":
                 body = {"code": "worker_lost", "message": "", "stream_id": self.calls[which].number}
                 self._sent.pop(self.calls[which].number, None)
-                self._hear("ERROR", body)
+                self._receive("ERROR", body)
             case "lost":
                 self._sent.clear()
-                self._hear("PONG", {"session": False})
-                self._hear("WELCOME", {"version": 1, "encoding": "msgpack", "session": "b"})
+                self._receive("PONG", {"session": False})
+                self._receive("WELCOME", {"version": 1, "encoding": "msgpack", "session": "b"})
             case "resume":
                 self._resume(lost=number)
         self._work()
@@ -85,7 +85,7 @@ class World:
         self.session.connected(self.now)
         welcome = {"version": 1, "encoding": "msgpack", "session": "a", "resumed": True}
         self.session.outgoing = []
-        self._hear("WELCOME", welcome | {"streams": list(self._sent)})
+        self._receive("WELCOME", welcome | {"streams": list(self._sent)})
         attached = [
             msgspec.msgpack.decode(f[1]) for f in self.session.outgoing if f[0] == b"ATTACH"
         ]
@@ -93,7 +93,7 @@ class World:
         self._tokens([self._token(call, seq, False) for call, seq in KEYS])
         for body in attached:
             stream = body["stream_id"]
-            self._hear("MSG", {"stream_id": stream, "attached": body["received"]})
+            self._receive("MSG", {"stream_id": stream, "attached": body["received"]})
             self._send(self._sent[stream][body["received"] :])
 
     def _token(self, which: int, seq: int, with_text: bool) -> Token | None:
@@ -123,8 +123,8 @@ class World:
         body = pack_columns(entries, texts=True) if self.columns else entries
         self.session.on_frames([b"TOKEN", encode_body(body, "msgpack")], self.now)
 
-    def _hear(self, word: str, body: Any) -> None:
-        self.session.on_frames([word.encode(), msgspec.msgpack.encode(body)], self.now)
+    def _receive(self, message_type: str, body: Any) -> None:
+        self.session.on_frames([message_type.encode(), msgspec.msgpack.encode(body)], self.now)
 
     def state(self) -> list[Any]:
         """The state of the calls themselves."""

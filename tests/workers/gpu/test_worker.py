@@ -146,14 +146,14 @@ def _dealer(bus: Bus) -> Any:
     return socket
 
 
-def _say(socket: Any, word: bytes, body: Any) -> None:
-    socket.send_multipart([word, msgspec.json.encode(body)])
+def _send(socket: Any, message_type: bytes, body: Any) -> None:
+    socket.send_multipart([message_type, msgspec.json.encode(body)])
 
 
-def _hear(socket: Any, word: bytes) -> Any:
+def _hear(socket: Any, message_type: bytes) -> Any:
     while True:
         frames = socket.recv_multipart()
-        if frames[0] == word:
+        if frames[0] == message_type:
             return msgspec.json.decode(frames[1])
 
 
@@ -161,15 +161,15 @@ def test_a_stream_is_picked_up_again_on_a_new_connection(bus: Bus) -> None:
     request = {"stream_id": 1, "prompt": [5, 6], "max_tokens": 900, "ignore_eos": True}
     for _ in range(20):
         old = _dealer(bus)
-        _say(old, b"HELLO", {})
+        _send(old, b"HELLO", {})
         session = _hear(old, b"WELCOME")["session"]
-        _say(old, b"GENERATE", request)
+        _send(old, b"GENERATE", request)
         got: list[int] = []
         while len(got) < 20:
             got += [e["token"] for e in _hear(old, b"TOKEN")]
         old.close(0)
         new = _dealer(bus)
-        _say(new, b"HELLO", {"session": session})
+        _send(new, b"HELLO", {"session": session})
         welcome = _hear(new, b"WELCOME")
         assert welcome["resumed"]
         if welcome["streams"]:
@@ -177,7 +177,7 @@ def test_a_stream_is_picked_up_again_on_a_new_connection(bus: Bus) -> None:
         # The stream was over before the broker saw that its client had gone.
         new.close(0)
     assert welcome["streams"] == [1]
-    _say(new, b"ATTACH", {"stream_id": 1, "received": len(got)})
+    _send(new, b"ATTACH", {"stream_id": 1, "received": len(got)})
     while True:
         frames = new.recv_multipart()
         if frames[0] == b"MSG":

@@ -73,8 +73,8 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     assert system.status.load["requests"] == 2
     # What is not answered at once is asked again, and counted again.
     assert system.status.load["ops"] >= 11
-    system.client.say(b"CANCEL", {"stream_id": stream})
-    system.gpu.hear(b"CANCEL")
+    system.client.send(b"CANCEL", {"stream_id": stream})
+    system.gpu.receive(b"CANCEL")
     end = encode_token_header([], [request])
     system.gpu.socket.send_multipart(pack([b"TOKEN", end]))
     until(lambda: system.status.load.get("variables") == 1, 120.0, "its variables are gone")
@@ -115,11 +115,11 @@ def test_an_operation_that_is_wrong_is_answered_with_an_error(
     if isinstance(fields[4], bytes):
         # A name is a str on the wire: these bytes stand where its characters would.
         body = body.replace(b"\xc4\x02\xff\xfe", b"\xa2\xff\xfe")
-    system.controller.say(b"VARIABLE", body, request)
-    header, answer = system.controller.hear(b"VARIABLE_ANSWER")
+    system.controller.send(b"VARIABLE", body, request)
+    header, answer = system.controller.receive(b"VARIABLE_ANSWER")
     assert header.request == request
     assert text in str(msgpack.decode(answer, type=VariableAnswer).error)
-    system.controller.say(b"VARIABLE", b"no msgpack at all", request)
+    system.controller.send(b"VARIABLE", b"no msgpack at all", request)
     assert system.one(Variable(request, 0, 2, "get", "name")).version == 0
 
 
