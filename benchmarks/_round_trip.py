@@ -1,7 +1,7 @@
 """A bare round trip between two processes through a third with two ROUTER sockets: zmq alone.
 
-What a message between two workers costs at the least, as both go through the broker: the peer of
-each figure here that is the time of an answer from another process.
+It is the least cost of a message between two workers, which goes through the broker, and so the
+peer of each measured answer from another process.
 
 ``python benchmarks/_round_trip.py relay FRONT BACK`` passes messages on between its two ROUTERs;
 ``python benchmarks/_round_trip.py echo BACK`` sends each message back.

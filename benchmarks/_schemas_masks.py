@@ -28,7 +28,7 @@ MAX_TOKENS = 1024
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
-"""Of what no other thread or process takes part in: other load does not count."""
+"""CPU time of this thread, which other load does not affect."""
 
 
 class Judged(NamedTuple):

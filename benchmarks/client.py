@@ -156,7 +156,7 @@ class Worker:
         return found
 
     def send(self, messages: list[list[bytes]], per_s: float | None) -> None:
-        """Sends these, so many a second; None: as fast as it can."""
+        """Sends the messages, ``per_s`` in a second; None: as fast as possible."""
         began = time.perf_counter()
         for number, frames in enumerate(messages):
             if per_s is not None:

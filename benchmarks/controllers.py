@@ -208,7 +208,7 @@ def _free_spares() -> None:
 def _without_close(
     make: Callable[[], Controller], together: int = 1, after: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time of making a controller, so many at once, without that of their ends."""
+    """The median time of making a controller, several at once, without the time of their ends."""
     times = []
     for _ in range(400):
         made = []

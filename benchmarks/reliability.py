@@ -1,4 +1,4 @@
-"""What it costs that nothing is lost: the journal, moves, overload, and memory over many streams.
+"""The cost of losing nothing: the journal, moves, overload, and memory over many streams.
 
 - The journal: tokens/s through the broker, which runs at its limit, with it and without it in
   turns; and the bytes that it keeps for each token of a plain stream.
@@ -349,7 +349,7 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of broker and worker over so many streams, after a tenth as many."""
+    """The growth of broker and worker over ``count`` streams, after a tenth as many."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()

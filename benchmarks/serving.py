@@ -116,7 +116,7 @@ NOTES = {
 
 
 class Runs(Protocol):
-    """What takes runs: a ``Loader``."""
+    """The interface of a ``Loader``."""
 
     def run(self, **order: Any) -> dict[str, Any]: ...
 

@@ -95,7 +95,7 @@ class Loop:
         self.give(b"RESULT", results, 0, CONTROLLER)
 
     def turn(self) -> None:
-        """What ``run`` does again and again."""
+        """Runs one iteration of ``run``."""
         worker = self.worker
         worker._take()
         worker._answer_attaching()

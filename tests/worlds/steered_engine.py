@@ -142,7 +142,7 @@ class Bench:
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """What ``GpuWorker._step`` does."""
+        """Runs the same code as ``GpuWorker._step``."""
         engine = self.engine
         self._deliver(while_waiting=not engine.has_work)
         self._receive_outputs(self.steering.expire())

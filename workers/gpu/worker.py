@@ -373,12 +373,13 @@ class GpuWorker:
         """A stream goes on behind another broker, which gets its journal."""
         self._streams.send_journal(stream)
         if self._streams.get(stream.request) is stream:
-            # What its controller worker and this one sent each other may be lost.
+            # Messages between its controller worker and this one may be lost.
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
-        """Drops the streams that the broker has given to others while there was no lease. Of those
-        that go on here it gets the journals, as it was restarted or out of reach."""
+        """Drops the streams that the broker has given to others while there was no lease. The
+        broker receives the journals of requests that continue here, as it was restarted or
+        disconnected."""
         kept = self._bus.kept(answer, link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
             if stream.link != link:
@@ -388,7 +389,7 @@ class GpuWorker:
                 self._arrivals.drop(request)
                 self._streams.drop(request)
         self._bus.registered(answer, link)
-        # What was reported before was dropped, or was for another broker.
+        # Earlier reports were dropped, or went to another broker.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)

@@ -424,8 +424,8 @@ def test_nothing_is_made_of_a_number_of_forks_before_it_is_checked(
 def test_the_numbers_of_forks_do_not_depend_on_which_sequence_forks_first(
     order: tuple[int, ...],
 ) -> None:
-    """What a sequence draws, what its controller sees and what a client counts go by its number, so
-    that a request that is run again gives the same."""
+    """A sequence's sampling, its controller and its client use its number, so a request that runs
+    again gives the same result."""
     group, results = opened(decides([fork(2)] * 9))
     assert [result.children for result in results] == [[1], [], []]
     made: dict[int, list[list[int]]] = {}

@@ -336,9 +336,9 @@ class Engine:
         sequences, and so on, or ``numbers`` where the caller has names for them.
 
         Blocks are shared until one of them is written to. Forks of a sequence that is ready sample
-        from the same logits, so that no forward is spent on them; each draws its own token, since
-        its number is part of what decides. Beyond ``max_forks`` the sequence ends with an error
-        and no fork is made.
+        from the same logits, so that they need no forward. Each draws its own token, because the
+        random numbers depend on the sequence number. Above ``max_forks`` the sequence ends with an
+        error and no fork is made.
         """
         parent = self._live.named(request, seq)
         if n < 1:

@@ -44,9 +44,9 @@ class PendingStep:
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
     """Rows of the forward that are kept for sequences that were deferred in this step."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """Of a forward that computes one token of each of these sequences: they, and its positions."""
+    """The sequences and positions of a forward that computes one token of each sequence."""
     chunked: list[Part] = field(default_factory=list)
-    """Of any other: what it computes."""
+    """The parts that any other forward computes."""
     launched_at: float = field(default_factory=time.monotonic)
 
     @property

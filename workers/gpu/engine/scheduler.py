@@ -22,9 +22,9 @@ SCORE_ROWS = 256
 """Scored tokens of a sequence in one step at most: each takes a row of logits ``[vocab]``."""
 MAX_HELD = 4
 """Running and deferred sequences, as a multiple of ``max_num_seqs``, from which on none is
-admitted. A deferred sequence holds no slot but keeps its row of logits (``vocab`` * 4 bytes): while
-a controller worker does not respond, the whole queue would otherwise be admitted and deferred, and
-the device would run out of memory."""
+admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` * 4 bytes). Without
+this bound, the whole queue would be admitted and deferred while a controller worker does not
+respond, and the device would run out of memory."""
 
 
 class Chunk(NamedTuple):
@@ -81,12 +81,12 @@ class Batch:
 class Scheduler:
     """The tables of the live sequences, and what each step computes.
 
-    Every live sequence is in exactly one table: ``waiting`` (for a slot and for blocks),
-    ``running`` (in a slot, with blocks), ``deferred`` (it has blocks and logits, and its decision
-    has not arrived), ``suspended`` (until it is resumed). A deferred sequence gives its slot up;
-    when it is rescheduled it runs again at once, so that more than ``max_num_seqs`` may run for a
-    while. A step then skips the last in order, and none is admitted. Nor is one admitted while
-    ``MAX_HELD`` times as many run or are deferred.
+    Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
+    blocks, and ``running`` ones have both. ``deferred`` sequences have blocks and logits, but their
+    decision has not arrived. ``suspended`` ones wait to be resumed. A deferred sequence gives its
+    slot up; when it is rescheduled it runs again at once, so that more than ``max_num_seqs`` may
+    run for a while. A step then skips the last in order, and none is admitted. Nor is one admitted
+    while ``MAX_HELD`` times as many run or are deferred.
     """
 
     def __init__(
@@ -101,13 +101,14 @@ class Scheduler:
         """Whether each had a slot: a fork may find none and be sampled all the same."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
-        """How often a table, or what is to be computed of a sequence, was changed from outside a
-        step: while it stays the same, a batch of decodes is followed by the same one."""
+        """Number of changes to the tables, or to the remaining work of a sequence, from outside a
+        step. While it is unchanged, a batch of decodes is followed by the same batch."""
         self._rescheduled: list[Sequence] = []
         """Those that were rescheduled since the last step was scheduled."""
         self._stalled = False
-        """No sequence runs, and the first waiting one is not admitted, as the deferred ones leave
-        too few blocks or are too many: no step does anything until one of the tables changes."""
+        """Whether no sequence runs and the first waiting one cannot be admitted, because the
+        deferred ones leave too few blocks or are too many. No step then does anything until a table
+        changes."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
@@ -327,9 +328,10 @@ class Scheduler:
         return [s for s in (*self.suspended, *self.waiting.returned) if s.block_table.blocks]
 
     def _victim(self, scheduled: set[int]) -> Sequence:
-        """The sequence that loses its blocks to one that runs: one that is not admitted, where such
-        a one has any; else one that is not in this step yet, lowest in priority, the last to
-        arrive. There is one: the sequence that needs the blocks is not in this step yet."""
+        """The sequence that loses its blocks to a running one. It is a sequence that is not
+        admitted, if one has blocks; else the last to arrive of the lowest priority that is not in
+        this step yet. Such a sequence always exists: the sequence that needs the blocks is not in
+        this step yet."""
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=_rank)
 

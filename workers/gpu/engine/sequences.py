@@ -94,7 +94,7 @@ class LiveSequences:
         return sequence
 
     def changed(self) -> None:
-        """What is to be computed is not what was known."""
+        """The remaining work of a sequence has changed."""
         self._scheduler.changed()
 
     def has_any_of(self, step: PendingStep) -> bool:

@@ -4,11 +4,11 @@ begin    schedule ─▶ forward: one token of each decode, chunks of prompts �
          (decisions of controllers arrive: masks, splices, forks, deferred sequences)
 finish   sample the rows ─▶ append to each sequence, or end it
 
-The device is a queue. Where steps overlap, ``finish`` hands it the sampling of this step and,
-behind it, the forward of the next one, before it waits for the tokens: so the device has work while
-tokens are taken, sent and decided upon. A sequence that continues needs no value for that, only one
-more position; its token goes from one to the other on the device. An end that is not known
-beforehand is found one step later, and the row that was computed for it is discarded.
+The device is a queue. If steps overlap, ``finish`` launches the sampling of this step and then the
+forward of the next one, before it waits for the tokens. So the device has work while tokens are
+processed, sent and decided upon. A sequence that continues needs no value for that, only one more
+position; its token goes from one to the other on the device. An end that is not known beforehand is
+found one step later, and the row that was computed for it is discarded.
 """
 
 from __future__ import annotations

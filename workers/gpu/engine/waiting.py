@@ -131,8 +131,9 @@ class WaitingQueue:
 class _Order:
     """Sequences by priority, their client's share of what runs, arrival, and tick.
 
-    Those of one client and priority are a sorted list; the heads of these lists are one more, with
-    the share of each, so that a change of a share moves one head for each priority.
+    The sequences of one client and priority are a sorted list. Another list has the heads of these
+    lists with the share of each client, so that a change of a share moves one head for each
+    priority.
     """
 
     def __init__(self, shares: dict[int, int]) -> None:

@@ -71,7 +71,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layers: dict[int, LayerShape]
-    """Of this rank."""
+    """The shapes of this rank's layers."""
     soft_caps: bool = False
     """Its attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None

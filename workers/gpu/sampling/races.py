@@ -7,15 +7,15 @@ Tarlow, Minka 2014). Logits that change by 1e-6 change the winner only where two
 close as that. A place in the sum of all probabilities would come to lie on another token far more
 often, as that sum has as many limits as there are tokens.
 
-Where the whole vocabulary may be drawn from, its parts of some hundred tokens race first, by the
-sums of their weights, and then the tokens of the part that won: the probabilities are the same, and
-a vocabulary of 131,072 tokens takes 768 random numbers. Where ``top_k`` cuts, the tokens
-that it leaves race.
+If the whole vocabulary may be drawn from, parts of a few hundred tokens race first, by the sums of
+their weights, and then the tokens of the winning part. The probabilities are the same, and a
+vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the remaining tokens
+race.
 
-The numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key, which follows
-from (seed, sequence, position), and of the candidate, in integers of 64 bits, the same on every
-device. 53 of these bits are the uniform number whose logarithm is -E, so that a token of a
-probability of 1e-9 is drawn as often as that.
+The numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and of the
+candidate, in 64-bit integers, so that every device computes the same. The key follows from (seed,
+sequence, position). 53 of these bits are the uniform number whose logarithm is -E, so that a token
+of a probability of 1e-9 is drawn as often as that.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
 
 
 def step_of(numbers: Integers) -> Integers:
-    """What SplitMix64 adds up to its output of this number, for candidates' numbers in int64."""
+    """SplitMix64's increment up to the output of each candidate's number, in int64."""
     return numbers * _GOLDEN
 
 

@@ -39,8 +39,7 @@ class Row:
 
 
 class RowParameters:
-    """What does not change from token to token of how the tokens of n rows are chosen: the columns
-    of their requests' parameters."""
+    """The sampling parameters of n rows that stay the same from token to token, as columns."""
 
     def __init__(self, rows: Sequence[tuple[Sampling, int, int]]) -> None:
         """``rows``: sampling parameters, seed and number of the sequence of each row."""

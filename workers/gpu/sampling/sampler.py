@@ -391,8 +391,8 @@ def _most_likely(rows: Rows) -> int:
 
 
 def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """So many tokens of each row, of which ``every`` has all log-probabilities, and these; on their
-    way to the host."""
+    """The ``most`` likely tokens of each row and their log-probabilities, on their way to the host;
+    ``every`` has the log-probabilities of all tokens."""
     if not most:
         return None
     logprobs, ids = every.topk(min(most, every.shape[-1]), -1)

@@ -22,10 +22,11 @@ _ROW = np.dtype(
 
 
 class History:
-    """Keeps what is sent; ``find`` gives the stream of a request, None where it is not kept.
+    """Stores the entries that are sent; ``find`` returns the stream of a request, None if it is not
+    stored.
 
-    A row of columns takes 28 bytes and no object of its own, but for its text: columns are kept
-    step by step, and every ``SORTED_AFTER`` steps they are sorted by request in one pass.
+    A row of columns takes 28 bytes and, apart from its text, no object of its own. Columns are
+    stored step by step, and every ``SORTED_AFTER`` steps they are sorted by request in one pass.
     """
 
     def __init__(self, find: Callable[[int], Stream | None]) -> None:

@@ -48,8 +48,9 @@ class MaskFile:
         """u32 ``[ROWS, bias_bytes / 4]``: see ``biases.py``."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
-        """Where the other process opens it, and the inode by which it knows that this is the one: a
-        process that was started again, or in another container, may have one at the same place."""
+        """The path at which the other process opens the file, and its inode. The inode identifies
+        it, because a restarted process, or one in another container, may have another file at the
+        same path."""
 
     def close(self) -> None:
         """Closes the descriptor. The memory is freed when no process maps it any more."""
@@ -59,8 +60,8 @@ class MaskFile:
 class MaskFiles:
     """The files of the controller workers whose requests run here, one for each size of a mask.
 
-    A file is open as long as one of the requests that use it is live: a controller worker that
-    registers again has another id, and its requests end, so that no file outlives its purpose.
+    A file is open as long as one of the requests that use it is live. A controller worker that
+    registers again has another id, and its requests end, so that its file is closed.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from ....protocol.worker_messages import Replay
 
 @dataclass(slots=True)
 class Given:
-    """What the client of a sequence has that its controller gives once more: none of it is sent
-    again."""
+    """The entries of a sequence that its client already has and that its restarted controller
+    repeats: they are not sent again."""
 
     entries: int = 0
     """Entries behind the resume point: appended and dropped tokens."""

@@ -48,7 +48,8 @@ class Steered:
     wakes: dict[int, int] = field(default_factory=dict)
     """By sequence: how often it was woken since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
-    """Of a request whose controller was started again, by sequence: what its client has already."""
+    """By sequence of a request whose controller was restarted: the entries that its client already
+    has."""
 
     def note(self, one: StepResult) -> None:
         """Keeps what a round logged and wrote, for the sequence's next token."""

@@ -71,8 +71,8 @@ class Steering:
     """Requests with controllers. ``post`` sends frames over a link.
 
     ``timeout_s``: how long a decision may take before its sequence ends with an error, by
-    ``clock``, which counts seconds; ``again_s``: how much longer where a controller is started
-    again, which may have to wait for a controller worker.
+    ``clock``, which counts seconds. ``again_s``: how much longer it may take after a controller was
+    restarted, which may have to wait for a controller worker.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class Steering:
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
-        """Sequences whose decision has not arrived, and when it is overdue; ``inf`` where there is
-        one that says to wait: of a suspended sequence, and of a fork that waits for its logits."""
+        """Sequences whose decision has not arrived, and when it is overdue. The time is ``inf``
+        after a decision to wait: for a suspended sequence, and for a fork that waits for its
+        logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
         """Forks of sequences that have no logits yet, and all decisions that follow them."""
         self._behind: dict[Key, Key] = {}
@@ -208,7 +209,8 @@ class Steering:
         updates: dict[int, list[StepSequence]] = {}
         others, columns = outputs.others, outputs.columns
         if columns is not None:
-            # What was kept for a sequence goes with its token, which then is more than a token.
+            # Stored logs and writes of a sequence are sent with its token, which then does not fit
+            # into columns.
             noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
             if noted:
                 columns, with_notes = columns.without(noted)

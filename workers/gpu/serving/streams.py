@@ -54,7 +54,7 @@ class SentRows(NamedTuple):
 
     rows: np.ndarray
     texts: list[str | None] | None
-    """Of each row; None where no row has one."""
+    """The text of each row; None if no row has text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Stream:
     message: Generate | None = None
     """The engine's request of a generation."""
     usage: PromptUsage | None = None
-    """Of its prompt; None while no engine has it."""
+    """The usage of its prompt; None while no engine has the request."""
     started: bool = False
     """Whether anything was sent."""
     num_tokens: int = 0
@@ -107,7 +107,7 @@ class Stream:
     metrics: ModelMetrics | None = None
     """Those of its model, while an engine has it."""
     move: Move | None = None
-    """Of one that has moved, until its client is notified."""
+    """The move of a moved stream, until its client is notified."""
     moves: int = 0
     """How often it had moved when it came here."""
 

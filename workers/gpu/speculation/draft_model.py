@@ -1,10 +1,10 @@
 """A draft model: a small model that writes ahead of the large one, which verifies what it wrote.
 
 It has a KV cache of its own, and computes for each sequence what it has not computed yet: the
-tokens that were accepted, and then one token after another. Where the large model's tokens are
-sampled, the draft's are sampled by the same counter-based numbers, so that two distributions that
-are close give the same token most of the time (a maximal coupling in all but name). The idea of
-verified drafts is from Leviathan, Kalman and Matias (2023).
+tokens that were accepted, and then one token after another. If the large model's tokens are
+sampled, the draft's are sampled with the same counter-based numbers. So two similar distributions
+give the same token most of the time, almost as in a maximal coupling. The idea of verified drafts
+is from Leviathan, Kalman and Matias (2023).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class DraftModel:
         self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
         """The assumed cost of a forward, over a forward of the large model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """Of each sequence what is computed of it here: the same tokens with other blocks. The
-        least recently drafted first."""
+        """The draft model's state of each sequence: the same tokens with other blocks. The least
+        recently drafted first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """The ``count`` tokens that are likely to follow each of these sequences. None follow where
@@ -141,8 +141,8 @@ class DraftModel:
         room: int,
         copies: list[tuple[int, int]],
     ) -> Chunk | None:
-        """What is to be computed of a sequence's text before its draft, at most ``room`` tokens;
-        None where there are no blocks for it."""
+        """The part of a sequence's text to compute before its draft, at most ``room`` tokens; None
+        if there are no blocks for it."""
         text = self._texts.pop(sequence, None) or _empty(sequence)
         self._texts[sequence] = text
         tokens, table = sequence.tokens, text.block_table
@@ -201,7 +201,7 @@ class DraftModel:
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
-                # What was drawn before that one; its number is not known here.
+                # The token before that one was drawn elsewhere, and its number is unknown here.
                 text.tokens.append(0)
             text.drawn = row
             at = len(text.tokens)

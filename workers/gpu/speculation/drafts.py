@@ -44,7 +44,8 @@ class Drafting:
     idle: int = 0
     """Steps without a draft of the draft model."""
     guess: Guess | None = None
-    """Of a match that was not drafted from. What becomes of it costs nothing and says as much."""
+    """A match that was not drafted from. Its outcome costs nothing and is as informative as that of
+    a draft."""
 
     def look(self, tokens: list[int]) -> Match | None:
         """The match of a sequence with these tokens."""

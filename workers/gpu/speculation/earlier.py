@@ -66,7 +66,7 @@ class EarlierTexts:
     def _advance(self) -> None:
         text = self._waiting[0]
         until = min(len(text), self._indexed + ADVANCE)
-        # Of the last run nothing is known that follows it.
+        # The token after the last run is not known yet.
         add_runs(self._newer, text, self._indexed, until)
         self._size += until - self._indexed
         self._indexed = until

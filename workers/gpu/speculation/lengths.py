@@ -2,11 +2,11 @@
 
 While a forward waits for memory to give the weights, a row more costs little; then it is bound by
 arithmetic, and each row costs as much as the one before (``Costs.of``). Where any sequence of a
-step has a draft, the step costs ``draft_cost`` more for each of its sequences. Of a draft whose
-tokens are accepted with probabilities p, q, r, ... each, where those before it were, the tokens
-give p + pq + pqr + ... more tokens. Drafts are made so long that the tokens of a step over its cost
-are the most. So a lone sequence gets long drafts, and the more sequences share a step the more
-certain a draft must be.
+step has a draft, the step costs ``draft_cost`` more for each of its sequences. If the tokens of a
+draft are accepted with probabilities p, q, r, ... each, given that those before them were, the
+draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the tokens of a step divided by
+its cost. So a lone sequence gets long drafts, and the more sequences share a step the more certain
+a draft must be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FADE = 0.9
 PRIOR = 2.0
 """The weight of the first guess, in observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
-"""The probability that a token of a draft is accepted, for a match of up to 2, 4, 8, 16 and more
-tokens, and for one that a draft model writes, before any was observed."""
+"""The initial probability that a token of a draft is accepted: for a match of up to 2, 4, 8, 16 and
+more tokens, and for a token from a draft model."""
 WRITTEN = len(FIRST_GUESSES) - 1
 """The kind of a draft that a draft model writes."""
 MAX_WRITTEN = 8
@@ -70,8 +70,8 @@ class Acceptance:
     verified: list[float] = field(default_factory=lambda: [PRIOR] * len(FIRST_GUESSES))
 
     def observe(self, kind: int, drafted: int, accepted: int) -> None:
-        """Of a draft of ``drafted`` tokens so many were accepted. The first that was not is the
-        last that says anything."""
+        """Records that ``accepted`` of ``drafted`` tokens were accepted. The first refused token is
+        the last one that gives information."""
         verified = accepted + (accepted < drafted)
         fading = FADE**verified
         self.accepted[kind] = self.accepted[kind] * fading + accepted

@@ -8,9 +8,8 @@ texts of the session's earlier requests are looked at too (``earlier.py``). The 
 (prompt lookup decoding, 2023).
 
 Where a text departs from what it repeats (a name that was replaced, a value of a record), it often
-comes back soon. So behind the last match one or two tokens are enough. What departed once, departs
-again: how likely a token of a draft is, is seen from what followed the other places of the run
-before it.
+comes back soon. So behind the last match one or two tokens are enough. The likelihood of a draft
+token follows from the tokens after the other places of the run before it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A CUDA device of fake tensors: they have shapes, data types and a device, but no data.
 
-Real steps of a large model run on it without a GPU and without its memory. What a step launches is
-counted, and what would make the host wait for the device is a fault. A CPU build of torch cannot
-index or copy CUDA tensors from Python, so these few methods are replaced by the operations that
-they call.
+Real steps of a large model run on it without a GPU and without its memory. The launches of a step
+are counted, and an operation that would make the host wait for the device is a fault. A CPU build
+of torch cannot index or copy CUDA tensors from Python, so these few methods are replaced by the
+operations that they call.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_TOKENS = 32
 MAX_SEQUENCES = 16
 """With more, torch's attention over copies that lie together is faster where texts are long."""
 NO_EMBEDDING = -2
-"""What ``decoder_forward`` gives where an id has no embedding."""
+"""The result of ``decoder_forward`` if an id has no embedding."""
 EMBEDDINGS_COMPARED = 64
 """Embeddings that are compared with what the model makes of them."""
 FIRST_POSITIONS = 1024
@@ -192,7 +192,7 @@ class _Rotations:
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
         self._hidden = torch.empty(1, decoder.head.weight.shape[1])
-        """Of their dtype and device."""
+        """Buffers with the dtype and device of the weights."""
         self._computed = 0
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.native: Any = (_Rotation * max(1, len(decoder.kinds)))()

@@ -1,8 +1,8 @@
 """How many threads compute a forward on a CPU: what is fastest now, by measuring.
 
 A step of few tokens has many short parallel regions. On an idle machine two threads halve the time
-of each; where the bus, a client or another worker uses one of the cores, each region waits for a
-thread that does not run, and one thread alone is several times as fast. So for each size of a step
+of each. If the bus, a client or another worker uses one of the cores, each region waits for a
+thread that does not run, and a single thread is several times as fast. So for each size of a step
 another number of threads is tried now and then, and at once when steps get slower. A size of which
 nothing is known yet begins with what was found for the one next to it.
 """

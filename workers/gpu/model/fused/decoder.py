@@ -1,10 +1,11 @@
 """A decoder's forward in few operations, over the weights of a transformers model.
 
 One token of a small model costs more in small operations than in matrix products: transformers'
-modules run some hundred of them for each token. ``FusedDecoder`` is the same computation with one
-product for queries, keys and values, one for both halves of a gated MLP, the rotary embedding in
-place, the residual added by the product, and no module calls. It is read from a model's structure
-(``fused_model``), and a model is used through it only where its logits are the model's own.
+modules run some hundred of them for each token. ``FusedDecoder`` is the same computation without
+module calls. It has one product for queries, keys and values, and one for both halves of a gated
+MLP. The rotary embedding is applied in place, and the product adds the residual. It is read from a
+model's structure (``fused_model``), and a model is used through it only where its logits are the
+model's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading a ``FusedDecoder`` from a transformers model.
 
 A model is recognised by its parts, not by its name: decoder layers of ``self_attn`` and a gated
-``mlp`` with norms around them, as Llama has them and Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3,
-OLMo 2, SmolLM3 and Granite after it. Every module must be known; what a name cannot say (the gain
+``mlp`` with norms around them. Llama has these parts, and so do Mistral, Qwen 2 and 3, Gemma 1 to
+3, Phi-3, OLMo 2, SmolLM3 and Granite. Every module must be known; what a name cannot say (the gain
 of a norm, the scale of the embeddings) is measured on the module itself. The caller compares
 logits, so a model that computes something else with the same parts is found out.
 

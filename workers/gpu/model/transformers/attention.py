@@ -22,7 +22,7 @@ from ..kv_cache import KVCache, Mirror
 NAME = "tokenbus"
 NAME_COMPILED = "tokenbus_compiled"
 _NOTHING = torch.empty(())
-"""What a product is not added to."""
+"""The addend of a product without one."""
 
 
 @dataclass(slots=True)

@@ -136,7 +136,8 @@ def test_a_trap_is_reported_with_its_phase(
 
 
 def test_twenty_hostile_requests_at_once_hold_nobody_up(system: System) -> None:
-    """What they take of the machine, they take; but the stream receives tokens meanwhile."""
+    """The hostile requests use as much of the machine as they can, but the stream receives tokens
+    meanwhile."""
     names = [system.upload(guest(**calls)) for calls, _ in LOOPS.values() if "grow" not in calls]
     ended: list[str] = []
     during: list[int] = []
