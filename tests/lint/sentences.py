@@ -30,6 +30,7 @@ DIALECT = re.compile(
     r"|(?<!there )(?<!There )\b(is|are|was|were) no "
     r"(?!longer|more|less|fewer|different|better|worse|later|one)[a-z]"
     r"|\bMOST_\w+"
+    r"|\bhears\b|\bof late\b|\b(one|right) behind (it|the|another)\b"
 )
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "clients/*/README.md")
 FOLDERS = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
