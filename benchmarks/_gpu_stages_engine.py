@@ -175,6 +175,11 @@ class Checks:
         """Drafts by the model itself."""
         config = {"speculation": True, "max_num_seqs": 8}
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
+        model = engine._speculation._model
+        assert model is not None
+        # As a small model has it, so that it drafts; and only it.
+        model.forward_cost = 0.01
+        engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)
         self._world.expect(accepted > 0, "no token of the draft model was accepted")
 

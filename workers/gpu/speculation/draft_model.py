@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
 from msgspec import structs
@@ -51,6 +52,21 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
             f"{name} has {draft.vocab_size} tokens and {loaded.name!r} has {loaded.vocab_size}; a "
             "draft model needs the same vocabulary"
         )
+
+
+@dataclass(slots=True)
+class Guessed:
+    """The tokens of one place of all drafts."""
+
+    tokens: torch.Tensor
+    """int64 ``[texts]``, on the device."""
+    on_host: torch.Tensor
+    """The same on the host, once the device has reached this point."""
+
+    def fetch(self) -> list[int]:
+        """The same as Python's numbers. The device must have reached this point."""
+        found: list[int] = self.on_host.tolist()
+        return found
 
 
 class DraftModel:
@@ -181,11 +197,11 @@ class DraftModel:
             forward.work.result()
             return [], []
         rows = Rows.of([self._row(owners[text]) for text in texts])
-        works: list[Work[torch.Tensor]] = []
+        works: list[Work[Guessed]] = []
         for place in range(count):
             if place:
                 chunks, packed = self._runner.pack(self._next(texts, place))
-                forward = self._runner.launch(packed, _value(works[-1]))
+                forward = self._runner.launch(packed, _tokens(works[-1]))
                 texts_now = [chunk.sequence for chunk in chunks]
                 order = [texts_now.index(text) for text in texts]
             else:
@@ -193,7 +209,7 @@ class DraftModel:
             works.append(self._queue.submit(_guesses(forward.work, order, rows, place)))
         for text in texts:
             text.drawn = -1
-        found: list[list[int]] = [work.result().tolist() for work in works]
+        found = [work.result().fetch() for work in works]
         return texts, found
 
     def _next(self, texts: Items[Sequence], place: int) -> Batch:
@@ -254,13 +270,19 @@ def _agreement(one: list[int], other: list[int]) -> int:
     return low
 
 
-def _value(work: Work[torch.Tensor]) -> Callable[[], torch.Tensor]:
-    return lambda: work.value
+def _tokens(work: Work[Guessed]) -> Callable[[], torch.Tensor]:
+    return lambda: work.value.tokens
 
 
 def _guesses(
     forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
-) -> Callable[[], torch.Tensor]:
+) -> Callable[[], Guessed]:
     """The tokens that follow each row of a forward, as work for the device."""
     at = Rows(rows.parameters, rows.positions + place, seen=rows.seen)
-    return lambda: guess(forward.value, order, at)
+
+    def run() -> Guessed:
+        tokens = guess(forward.value, order, at)
+        # Reading them from the device would wait for all of its work, and in pageable memory too.
+        return Guessed(tokens, tokens.to("cpu", non_blocking=True))
+
+    return run
