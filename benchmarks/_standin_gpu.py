@@ -32,7 +32,7 @@ from tokenbus.workers.gpu.engine.packing import Packed
 from tokenbus.workers.gpu.model.device_queue import Work
 from tokenbus.workers.gpu.model.runner import Runner
 from tokenbus.workers.gpu.sampling.row_parameters import Rows
-from tokenbus.workers.gpu.sampling.sampler import Drawn
+from tokenbus.workers.gpu.sampling.sampler import Drawn, Numbers
 from tokenbus.workers.gpu.serving.steering import Steering
 from tokenbus.workers.gpu.worker import GpuWorker
 
@@ -99,7 +99,7 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
         # The host's share of a dense bias: one copy, to where the device reads it.
         np.stack(dense)
     fixed = np.full(count, -1.0)
-    numbers = torch.from_numpy(np.stack([tokens.astype(np.float64), fixed, allowed]))
+    numbers = Numbers(np.stack([tokens.astype(np.float64), fixed, allowed]))
     return Drawn(rows, vocab, torch.from_numpy(tokens), numbers)
 
 

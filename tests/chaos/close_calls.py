@@ -35,13 +35,13 @@ def main() -> int:
     choose = sampler._choose
 
     def choose_and_look(
-        own: torch.Tensor, best: torch.Tensor, rows: sampler.Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen, allowed = choose(own, best, rows)
+        own: torch.Tensor, rows: sampler.Rows, best: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        chosen, allowed = choose(own, rows, best)
         kept = chosen.clone()
         for _ in range(TRIES):
             noisy = own + NOISE * torch.randn_like(own)
-            other, _ = choose(noisy, sampler._best(noisy), rows)
+            other, _ = choose(noisy, rows)
             for i in (other != kept).nonzero().flatten().tolist():
                 print(CLOSE_CALL, rows.parameters.seeds[i], flush=True)
         return kept, allowed

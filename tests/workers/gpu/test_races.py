@@ -213,7 +213,7 @@ def test_the_fewest_tokens_that_reach_top_p_are_kept(size: int) -> None:
     of = draws(len(logits))
     of = dataclasses.replace(of, top_p=np.repeat(shares, 2 * len(scales)).astype(np.float32))
     weights = races._probabilities(logits, of)
-    kept = races._keep_top_p(weights.clone(), of.top_p)
+    kept = races._keep_top_p(weights.clone(), of)
     for i, row in enumerate(logits):
         wanted = kept_weights(row, of.of(np.array([i])))
         assert torch.equal(kept[i] > 0, wanted > 0)

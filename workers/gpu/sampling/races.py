@@ -35,8 +35,13 @@ PART = 64
 """Tokens of a part of a row in which the likeliest tokens are looked for."""
 CACHED = 2**18
 """The number of random numbers at a time on a CPU: a mebibyte, which stays in its cache."""
+AHEAD_BYTES = 2**25
+"""Random numbers of further steps that CUDA computes at a time take at most this many bytes."""
+MAX_AHEAD = 32
+"""Steps whose random numbers are computed at a time."""
 SORTED = 2**13
 """Up to this many tokens it is faster, on a CPU, to sort their weights than to search for one."""
+_UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
 """The first number of a token's place in its part; those of parts begin at 0."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -61,12 +66,30 @@ class Draws:
     any_top_k: bool = field(init=False)
     any_top_p: bool = field(init=False)
     any_min_p: bool = field(init=False)
+    ahead: Ahead | None = field(init=False, default=None)
+    """The random numbers of the next steps, on CUDA."""
+    _columns: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.any_temperature = bool((self.temperature != 1).any())
         self.any_top_k = bool(self.top_k.any())
         self.any_top_p = bool((self.top_p < 1).any())
         self.any_min_p = bool(self.min_p.any())
+
+    @property
+    def limit(self) -> np.ndarray:
+        """``top_p`` in float64, infinite where it keeps all tokens."""
+        return np.where(self.top_p < 1, self.top_p.astype(np.float64), math.inf)
+
+    def column(self, name: str, device: torch.device) -> torch.Tensor:
+        """An array of this name on a device, ``[n, 1]``. It is copied to CUDA once: the draws of a
+        batch are the same in each of its steps."""
+        found = self._columns.get(name)
+        if found is None:
+            found = on_device(getattr(self, name), device).unsqueeze(-1)
+            if device.type == "cuda":
+                self._columns[name] = found
+        return found
 
     def of(self, rows: np.ndarray | slice) -> Draws:
         """Those of these rows."""
@@ -77,6 +100,36 @@ class Draws:
             self.top_p[rows],
             self.min_p[rows],
         )
+
+
+@dataclass(slots=True)
+class Ahead:
+    """The logarithms of the random numbers of consecutive steps of a batch.
+
+    They depend on no logits. A device computes those of many steps with the launches of one.
+    """
+
+    positions: np.ndarray
+    """The positions of the first step, ``[rows]``."""
+    logs: torch.Tensor
+    """float64 ``[steps, rows, candidates]``."""
+
+    def at(self, positions: np.ndarray) -> torch.Tensor | None:
+        """The numbers of the step at these positions; None if it is not one of these steps."""
+        step = int(positions[0] - self.positions[0])
+        if not 0 <= step < len(self.logs) or (positions - self.positions != step).any():
+            return None
+        return self.logs[step]
+
+    def precedes(self, positions: np.ndarray) -> bool:
+        """Whether the step at these positions is the one after these steps."""
+        return bool((positions - self.positions == len(self.logs)).all())
+
+
+def costs_launches(tensor: torch.Tensor) -> bool:
+    """Whether each operation on a tensor costs the host a launch: then few operations on much are
+    better than many on little."""
+    return tensor.is_cuda
 
 
 def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
@@ -93,12 +146,31 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
     """The logarithm of a uniform number in [0, 1) for each row's key and each candidate; float64
     ``[rows, candidates]``. ``steps``: of ``step_of``, ``[candidates]`` or ``[rows, candidates]``.
     """
-    if steps.is_cuda:
+    if costs_launches(steps):
         mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
-    else:
-        # NumPy starts an operation in half the time.
-        mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
+        # In one operation: a scalar that is a tensor decides about the type of the product.
+        return (mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) * _UNIT).log_()
+    # NumPy starts an operation in half the time.
+    mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
     return ((mixed >> 11) & (2**53 - 1)).double().mul_(2.0**-53).log_()
+
+
+def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
+    """``log_uniforms`` of each row's key at these positions. On CUDA, a batch that draws the second
+    time in turn has those of its next steps computed too."""
+    count, candidates = len(positions), len(steps)
+    before = draws.ahead
+    found = before.at(positions) if before is not None else None
+    if found is not None and found.shape[-1] == candidates:
+        return found
+    num_steps = 1
+    if before is not None and before.precedes(positions):
+        num_steps = max(1, min(MAX_AHEAD, AHEAD_BYTES // (8 * count * candidates)))
+    further = positions + np.arange(num_steps)[:, None]
+    logs = log_uniforms(keys(draws.streams, further).ravel(), steps)
+    logs = logs.view(num_steps, count, candidates)
+    draws.ahead = Ahead(positions, logs)
+    return logs[0]
 
 
 def step_of(numbers: Integers) -> Integers:
@@ -110,8 +182,12 @@ def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> to
     """A token for each row of ``logits`` ``[rows, vocab]``, float32; int64 ``[rows]``. The result
     of a row does not depend on the others. ``positions``: of each row's token in its sequence."""
     count, size = logits.shape
+    step = count if costs_launches(logits) else max(1, CACHED // size)
+    if costs_launches(logits) and not draws.any_top_k:
+        _, steps = _competitors(size, logits.device)
+        weights = _left_weights(logits, draws)
+        return _race_with(weights, _logs_of_all(draws, positions, steps))
     of = keys(draws.streams, positions)
-    step = count if logits.is_cuda else max(1, CACHED // size)
     if step >= count and not draws.any_top_k:
         return _from_all(logits, draws, of)
     few = (draws.top_k > 0) & (draws.top_k < size)
@@ -136,29 +212,41 @@ def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> to
 
 def _from_all(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
     """From all tokens that ``top_p`` and ``min_p`` leave, in turn."""
+    return _race(_left_weights(logits, draws), of)
+
+
+def _left_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """The weights of all tokens, 0 where ``top_p`` or ``min_p`` cut."""
     weights = _probabilities(logits, draws)
     if draws.any_top_p:
-        weights = _keep_top_p(weights, draws.top_p)
+        weights = _keep_top_p(weights, draws)
     if draws.any_min_p:
-        least = on_device(draws.min_p, logits.device).unsqueeze(-1)
+        least = draws.column("min_p", logits.device)
         weights *= _as_floats(torch.ge, weights, least * weights.amax(-1, keepdim=True))
-    return _race(weights, of)
+    return weights
 
 
 def _race(weights: torch.Tensor, of: np.ndarray) -> torch.Tensor:
-    """The winners among all tokens: of a part of the vocabulary, and of a token of this part."""
+    """The winners among all tokens, by the random numbers of these keys."""
+    _, steps = _competitors(weights.shape[-1], weights.device)
+    return _race_with(weights, log_uniforms(of, steps))
+
+
+def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+    """The winners among all tokens: of a part of the vocabulary, and of a token of this part.
+    ``logs``: the logarithms of the random numbers of the parts, and of the places in a part."""
     count, size = weights.shape
     part, steps = _competitors(size, weights.device)
     parts = len(steps) - part
     if size % part:
         weights = torch.nn.functional.pad(weights, (0, parts * part - size))
-    logs = log_uniforms(of, steps)
     split = torch.unflatten(weights, -1, (parts, part))
     won = (split.sum(-1) / logs[:, :parts]).argmin(-1)
     within = split[_up_to(count, weights.device), won]
     place = (within / logs[:, parts:]).argmin(-1)
+    drawn = torch.add(place, won, alpha=part)
     # A row without any weight may have led past the end.
-    return won.mul_(part).add_(place).clamp_(max=size - 1)
+    return drawn.clamp_(max=size - 1) if size % part else drawn
 
 
 @lru_cache(maxsize=16)
@@ -179,7 +267,10 @@ def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """For all tokens of these rows, at their temperatures; a tensor of its own."""
     if draws.any_temperature:
         # The largest logit is 0, so that a low temperature does not multiply rounding.
-        by = on_device(draws.temperature, logits.device).unsqueeze(-1)
+        by = draws.column("temperature", logits.device)
+        if costs_launches(logits):
+            # Logits of a GPU are rounded to more than this adds, and it takes two launches less.
+            return torch.softmax(logits / by, -1)
         logits = (logits - logits.amax(-1, keepdim=True)).div_(by)
     return torch.softmax(logits, -1)
 
@@ -192,34 +283,36 @@ def _as_floats(
     return compare(one, other, out=torch.empty_like(one))
 
 
-def _keep_top_p(weights: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Weights with those set to 0 before which, in descending order, ``top_p`` of their sum is
     reached. Among equal ones the lower tokens come first."""
-    share = on_device(top_p, weights.device).unsqueeze(-1)
+    # Infinite where all are kept: rounding must not leave one out.
+    share = draws.column("limit", weights.device)
     limit = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    # Where all are kept, rounding must not leave one out.
-    limit.masked_fill_(share == 1, math.inf)
     least = _least_kept(weights, limit)
-    kept = _as_floats(torch.ge, weights, least).mul_(weights)
-    if kept.is_cuda or not (kept.sum(-1, keepdim=True) - least < limit).all():
-        # Some of the equal ones are left out.
-        above = _as_floats(torch.gt, weights, least).mul_(weights)
-        room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
-        equal = weights == least
-        equal &= equal.cumsum(-1) <= room
-        kept = torch.where(equal, weights, above)
-    return kept
+    if not costs_launches(weights):
+        kept = _as_floats(torch.ge, weights, least).mul_(weights)
+        if (kept.sum(-1, keepdim=True) - least < limit).all():
+            return kept
+    # Some of the equal ones are left out.
+    above = _as_floats(torch.gt, weights, least).mul_(weights)
+    room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
+    equal = weights == least
+    equal &= equal.cumsum(-1) <= room
+    return torch.where(equal, weights, above)
 
 
 def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     """The least weight of each row for which the sum of all greater ones is below ``limit``."""
-    if weights.is_cuda or weights.shape[-1] <= SORTED:
-        if weights.is_cuda:
+    if costs_launches(weights) or weights.shape[-1] <= SORTED:
+        if costs_launches(weights):
             ordered = weights.sort(-1, descending=True).values
         else:
             # NumPy sorts numbers alone several times as fast.
             ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        if costs_launches(weights):
+            return ordered.masked_fill_(before >= limit, math.inf).amin(-1, keepdim=True)
         last = (before < limit).sum(-1, keepdim=True) - 1
         return ordered.gather(-1, last.clamp_(min=0))
     # Bit by bit, from the highest, as positive floats are in the order of their bits.
@@ -239,15 +332,15 @@ def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch
     """From the tokens that ``top_k``, ``top_p`` and ``min_p`` leave, in turn."""
     device, most = logits.device, int(draws.top_k.max())
     values, ids = likeliest(logits, most)
-    by = on_device(draws.temperature, device).unsqueeze(-1)
+    by = draws.column("temperature", device)
     kept = ((values - values[:, :1]).double() / by).exp_()
     if (draws.top_k != most).any():
-        kept *= _up_to(most, device) < on_device(draws.top_k, device).unsqueeze(-1)
+        kept *= _up_to(most, device) < draws.column("top_k", device)
     if draws.any_top_p:
         summed = kept.cumsum(-1)
-        kept *= summed - kept < on_device(draws.top_p, device).unsqueeze(-1) * summed[:, -1:]
+        kept *= summed - kept < draws.column("top_p", device) * summed[:, -1:]
     if draws.any_min_p:
-        kept *= kept >= on_device(draws.min_p, device).unsqueeze(-1)
+        kept *= kept >= draws.column("min_p", device)
     place = (kept / log_uniforms(of, step_of(ids))).argmin(-1, keepdim=True)
     return ids.gather(-1, place).squeeze(-1)
 

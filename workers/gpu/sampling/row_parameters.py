@@ -53,6 +53,8 @@ class RowParameters:
         """How the tokens of these are drawn."""
         self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
         """The rows whose logits bias or penalties change."""
+        self.any_bias = any(s.logit_bias for s in samplings)
+        """Whether any request has biases, which may forbid tokens."""
         self.samplings = samplings
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.plain = not (self.random or self.bent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf, isnan
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..model.device_queue import on_device
 from .biases import Bias
 from .distributions import Answers, answer
 from .native_rows import reduce_rows
-from .races import PART, draw_tokens
+from .races import PART, costs_launches, draw_tokens
 from .row_parameters import Row, Rows
 
 NAN = "the model's logits contain NaN"
@@ -54,6 +55,50 @@ class Sampled:
 
 
 @dataclass(slots=True)
+class OnHost:
+    """Copies of a device's tensors on the host, in the types in which they were computed: to
+    convert them there would cost launches."""
+
+    tokens: torch.Tensor
+    """int64 ``[rows]``."""
+    logprobs: torch.Tensor
+    """``[rows]``."""
+    allowed: torch.Tensor | None
+    """Whether each row allows any token; None: all of them do."""
+
+    @classmethod
+    def of(
+        cls, tokens: torch.Tensor, logprobs: torch.Tensor, allowed: torch.Tensor | None
+    ) -> OnHost:
+        """These tensors, on their way from the device."""
+        return cls(
+            tokens.to("cpu", non_blocking=True),
+            logprobs.to("cpu", non_blocking=True),
+            None if allowed is None else allowed.to("cpu", non_blocking=True),
+        )
+
+    def numbers(self) -> np.ndarray:
+        """float64 ``[3, rows]``: tokens, log-probabilities, and whether any token was allowed. The
+        device must have reached this point."""
+        found = np.ones((3, len(self.tokens)))
+        found[0], found[1] = self.tokens.numpy(), self.logprobs.float().numpy()
+        if self.allowed is not None:
+            found[2] = self.allowed.numpy()
+        return found
+
+
+@dataclass(slots=True, frozen=True)
+class Numbers:
+    """The same where a CPU has computed all of them already: float64 ``[3, rows]``."""
+
+    values: np.ndarray
+
+    def numbers(self) -> np.ndarray:
+        """As they are."""
+        return self.values
+
+
+@dataclass(slots=True)
 class Drawn:
     """The tokens chosen from each row, on its way from the device: see ``fetch``."""
 
@@ -61,9 +106,8 @@ class Drawn:
     vocab: int
     tokens: torch.Tensor
     """int64 ``[rows]``, on the device."""
-    numbers: torch.Tensor
-    """float64 ``[3, rows]``, on the host once the device has reached this point: tokens,
-    log-probabilities, and whether any token was allowed."""
+    on_host: OnHost | Numbers
+    """The tokens and what is known of them, once the device has reached this point."""
     likely: tuple[torch.Tensor, torch.Tensor] | None = None
     """The most likely tokens ``[rows, most]`` and their log-probabilities, on the host too."""
     answers: Answers | None = None
@@ -71,7 +115,7 @@ class Drawn:
 
     def fetch(self) -> Sampled:
         """The same as Python's numbers. The device must have reached this point."""
-        numbers = self.numbers.numpy()
+        numbers = self.on_host.numbers()
         tokens, values, fine = numbers.tolist()
         result = Sampled(list(map(int, tokens)), values, numbers[:2])
         # A sum with NaN is NaN.
@@ -124,7 +168,7 @@ def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
     best = torch.from_numpy(tokens)
     if not rows.parameters.plain or rows.masks or rows.biases:
         best = _change(own, best, rows, numbers)
-    return Drawn(rows, own.shape[-1], best, torch.from_numpy(numbers))
+    return Drawn(rows, own.shape[-1], best, Numbers(numbers))
 
 
 @torch.inference_mode()
@@ -132,30 +176,30 @@ def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarr
     """The tokens of rows of which not all take the ``best`` one; ``numbers``, of that one, become
     theirs."""
     likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    chosen, allowed = _choose(own, best, rows)
+    chosen, allowed = _choose(own, rows, best)
     less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
     numbers[0] = chosen.numpy()
     numbers[1] += less.numpy()
-    numbers[2] = allowed.numpy()
+    if allowed is not None:
+        numbers[2] = allowed.numpy()
     return chosen
 
 
 @torch.inference_mode()
 def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
     """The same by torch's operations, on any device; with the ``most`` likely tokens."""
-    chosen, allowed = _choose(own, _best(own), rows)
+    chosen, allowed = _choose(own, rows)
     every = torch.log_softmax(own, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-    results = torch.stack([chosen.double(), logprobs.double(), allowed.double()])
-    numbers = results.to("cpu", non_blocking=True)
-    return Drawn(rows, own.shape[-1], chosen, numbers, _likely(every, most))
+    on_host = OnHost.of(chosen, logprobs, allowed)
+    return Drawn(rows, own.shape[-1], chosen, on_host, _likely(every, most))
 
 
 @torch.inference_mode()
 def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
     """The tokens that ``draw`` chooses, int64 ``[rows]`` on the device, and nothing else."""
     own = _rows_of(logits, which)
-    chosen, _ = _choose(own, _best(own), rows)
+    chosen, _ = _choose(own, rows)
     return chosen
 
 
@@ -208,7 +252,7 @@ def _best(own: torch.Tensor) -> torch.Tensor:
     as long as the maximum of each part of a row, and then the place in one of these."""
     size = own.shape[-1]
     whole = size - size % PART
-    if own.is_cuda or not whole:
+    if costs_launches(own) or not whole:
         return own.max(-1).indices
     most = torch.unflatten(own[:, :whole], -1, (-1, PART)).amax(-1)
     if whole < size:
@@ -218,14 +262,21 @@ def _best(own: torch.Tensor) -> torch.Tensor:
     return places.gather(-1, own.gather(-1, places).max(-1).indices.unsqueeze(-1)).squeeze(-1)
 
 
-def _choose(own: torch.Tensor, best: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of each row, and whether the row allows any token at all."""
-    chosen = best
+def _choose(
+    own: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The token of each row, and whether the row allows any token at all; None: all rows do.
+    ``best``: the most likely tokens, if they are known; it is overwritten."""
     random = rows.parameters.random
-    allowed = torch.ones(len(best), dtype=torch.bool, device=own.device)
-    bending = _changed_rows(rows, best)
+    bending = _changed_rows(rows, own, best)
+    if len(random) == len(own) and bending in ([], random):
+        # No row takes its best token, and none has to be selected.
+        bent = _bend(own.clone(), bending, rows) if bending else own
+        chosen = _draw(bent, rows)
+        return chosen, _allowed(bent, chosen, rows) if bending else None
+    chosen = _best(own) if best is None else best
     if not bending and not random:
-        return chosen, allowed
+        return chosen, None
     places = {i: place for place, i in enumerate(bending)}
     at = _ints(bending, own)
     bent = _bend(own[at], bending, rows) if bending else own
@@ -241,9 +292,20 @@ def _choose(own: torch.Tensor, best: torch.Tensor, rows: Rows) -> tuple[torch.Te
             to, of = zip(*both, strict=True)
             drawn[_ints(to, own)] = bent[_ints(of, own)]
         chosen[index] = _draw(drawn, rows)
-    if bending:
-        allowed[at] = bent.gather(-1, chosen[at].unsqueeze(-1)).squeeze(-1) > float("-inf")
+    allowed = _allowed(bent, chosen[at], rows) if bending else None
+    if allowed is not None and len(bending) < len(own):
+        every = torch.ones(len(own), dtype=torch.bool, device=own.device)
+        every[at] = allowed
+        allowed = every
     return chosen, allowed
+
+
+def _allowed(bent: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+    """Whether the token that was chosen from each of these rows is allowed. None if all of them
+    are: neither masks nor biases forbid any."""
+    if not rows.masks and not rows.biases and not rows.parameters.any_bias:
+        return None
+    return bent.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
 
 
 def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -255,7 +317,7 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 # --- what changes the logits ----------------------------------------------------------------------
 
 
-def _changed_rows(rows: Rows, best: torch.Tensor) -> list[int]:
+def _changed_rows(rows: Rows, own: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, a greedy row with a mask and nothing else is not among them where the mask allows the
@@ -264,8 +326,9 @@ def _changed_rows(rows: Rows, best: torch.Tensor) -> list[int]:
     found = set(rows.parameters.bent).union(rows.biases)
     tokens: list[int] | None = None
     for i, mask in rows.masks.items():
-        if i not in found and not best.is_cuda and not rows.parameters.temperature[i]:
-            tokens = best.tolist() if tokens is None else tokens
+        if i not in found and not costs_launches(own) and not rows.parameters.temperature[i]:
+            if tokens is None:
+                tokens = (_best(own) if best is None else best).tolist()
             if _allows(mask, tokens[i]):
                 continue
         found.add(i)
@@ -296,15 +359,31 @@ def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
     _penalise(bent, samplings, [rows.seen.get(i, ((), ())) for i in which])
     masked = [place for place, i in enumerate(which) if i in rows.masks]
     if masked:
-        words = ~np.stack([rows.masks[which[place]] for place in masked])
-        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        forbidden = on_device(bits[:, : bent.shape[1]].view(np.bool_), bent.device)
+        words = np.stack([rows.masks[which[place]] for place in masked])
+        forbidden = _forbidden(words, bent)
         if len(masked) == len(which):
             bent.masked_fill_(forbidden, float("-inf"))
         else:
             index = _ints(masked, bent)
             bent[index] = bent[index].masked_fill_(forbidden, float("-inf"))
     return bent
+
+
+def _forbidden(words: np.ndarray, bent: torch.Tensor) -> torch.Tensor:
+    """Whether masks ``[rows, words]`` forbid each token, ``[rows, vocab]``. A device gets the bits,
+    an eighth of as many booleans."""
+    vocab = bent.shape[1]
+    if not costs_launches(bent):
+        bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits[:, :vocab].view(np.bool_))
+    packed = on_device(words.view(np.int32), bent.device).unsqueeze(-1)
+    return ((packed & _bits(bent.device)) == 0).flatten(1)[:, :vocab]
+
+
+@lru_cache(maxsize=16)
+def _bits(device: torch.device) -> torch.Tensor:
+    """The values of the 32 bits of a word, int32."""
+    return on_device((np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32), device)
 
 
 def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
@@ -318,7 +397,7 @@ def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
 def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
     """Adds the biases of controllers, each to the row at its place."""
     dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
-    if dense and not bent.is_cuda and bent.dtype == torch.float32:
+    if dense and not costs_launches(bent) and bent.dtype == torch.float32:
         # NumPy reads them where they are.
         rows = bent.numpy()
         for place, values in dense:
@@ -358,6 +437,9 @@ def _penalise(
         if s.presence_penalty or s.frequency_penalty:
             for token, count in Counter(generated).items():
                 less.append((i, token, s.presence_penalty + s.frequency_penalty * count))
+    if costs_launches(bent) and (seen or less):
+        _penalise_at_once(bent, seen, less)
+        return
     if seen:
         where, tokens, amounts = zip(*seen, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
@@ -368,6 +450,28 @@ def _penalise(
         where, tokens, amounts = zip(*less, strict=True)
         index = (_ints(where, bent), _ints(tokens, bent))
         bent.index_put_(index, -_floats(amounts, bent), accumulate=True)
+
+
+def _penalise_at_once(
+    bent: torch.Tensor,
+    seen: Sequence[tuple[int, int, float]],
+    less: Sequence[tuple[int, int, float]],
+) -> None:
+    """The same with few launches: one copy from the host, and one update of each token."""
+    vocab = bent.shape[1]
+    entries = {(i, t): (factor, 1 / factor, 0.0) for i, t, factor in seen}
+    for i, t, amount in less:
+        entries[i, t] = (*entries.get((i, t), (1.0, 1.0, 0.0))[:2], -amount)
+    places = np.array([i * vocab + t for i, t in entries], dtype=np.int64)
+    amounts = np.array(list(entries.values()), dtype=np.float32).T.ravel()
+    # One buffer: the places as int64, and two numbers in each word after them.
+    padded = np.pad(amounts, (0, len(amounts) % 2)).view(np.int64)
+    columns = on_device(np.concatenate([places, padded]), bent.device)
+    numbers = columns[len(places) :].view(torch.float32)[: len(amounts)]
+    factor, inverse, added = numbers.view(3, -1)
+    flat, index = bent.view(-1), columns[: len(places)]
+    old = flat.index_select(0, index)
+    flat.index_copy_(0, index, torch.addcmul(added, old, torch.where(old > 0, inverse, factor)))
 
 
 def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

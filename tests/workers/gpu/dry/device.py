@@ -23,6 +23,7 @@ from tokenbus.workers.gpu.model.fused import from_transformers as fused_model
 from tokenbus.workers.gpu.model.fused.decoder import AttentionOptions
 from tokenbus.workers.gpu.model.kv_cache import LayerShape
 from tokenbus.workers.gpu.sampling import sampler
+from tokenbus.workers.gpu.speculation import draft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -142,6 +143,7 @@ class Device(TorchDispatchMode):
                 if getattr(module, name, None) is function:
                     patches.setattr(module, name, stand_in)
         patches.setattr(sampler.Drawn, "fetch", _fetch)
+        patches.setattr(draft_model.Guessed, "fetch", _fetch_guessed)
         patches.setattr(loader, "_probe", _shapes)
         patches.setattr(loader, "_fused", lambda name, *model: fused_model.fused_model(*model))
         # These two are read from the values of a forward.
@@ -290,13 +292,20 @@ def _shapes(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Att
 
 def _fetch(self: sampler.Drawn) -> sampler.Sampled:
     """Tokens, which the device does not have: those of a text that repeats itself."""
-    assert self.numbers.device.type == "cpu"
+    assert isinstance(self.on_host, sampler.OnHost)
+    assert self.on_host.tokens.device.type == self.on_host.logprobs.device.type == "cpu"
     tokens: list[int] = (1 + self.rows.positions % PERIOD).tolist()
     values = [-1.0] * len(tokens)
     found = sampler.Sampled(tokens, values, np.array([tokens, values], dtype=np.float64))
     for row in self.rows.parameters.top_logprobs:
         found.top[row] = {tokens[row]: -1.0}
     return found
+
+
+def _fetch_guessed(self: draft_model.Guessed) -> list[int]:
+    """The tokens of a draft."""
+    assert self.on_host.device.type == "cpu"
+    return [1] * len(self.on_host)
 
 
 @contextmanager

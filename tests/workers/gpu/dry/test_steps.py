@@ -15,6 +15,7 @@ import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.sampling.races import MAX_AHEAD
 
 from ..meter import Meter
 from .device import PERIOD, Device, fake_device, llama_8b
@@ -24,15 +25,17 @@ STEPS = 4
 BATCH = 64
 LAYER_BUDGET = 18
 """Launches of a decoder layer within the graph."""
+DRAW_BUDGET = 18
+"""Launches that compute random numbers, of one step or of ``MAX_AHEAD``."""
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
-    "greedy": ({"temperature": 0.0}, 16),
-    "temperature": ({"temperature": 0.8}, 52),
-    "top_p": ({"temperature": 0.8, "top_p": 0.9}, 78),
-    "top_k": ({"temperature": 0.8, "top_k": 40}, 71),
-    "min_p": ({"temperature": 0.8, "min_p": 0.1}, 57),
-    "penalties": ({"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1}, 72),
-    "bias": ({"temperature": 0.0, "logit_bias": {1: 2.0}}, 28),
-    "top_logprobs": ({"temperature": 0.0, "top_logprobs": 5}, 19),
+    "greedy": ({"temperature": 0.0}, 10),
+    "temperature": ({"temperature": 0.8}, 18),
+    "top_p": ({"temperature": 0.8, "top_p": 0.9}, 38),
+    "top_k": ({"temperature": 0.8, "top_k": 40}, 60),
+    "min_p": ({"temperature": 0.8, "min_p": 0.1}, 22),
+    "penalties": ({"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1}, 24),
+    "bias": ({"temperature": 0.0, "logit_bias": {1: 2.0}}, 22),
+    "top_logprobs": ({"temperature": 0.0, "top_logprobs": 5}, 13),
 }
 
 
@@ -110,8 +113,23 @@ def test_a_decode_step_stays_within_its_budget_and_waits_for_nothing(
     assert per_step(device) <= budget, device.launches
 
 
-def test_masks_wait_for_nothing(device: Device, engine: Engine) -> None:
+def test_the_random_numbers_of_many_steps_take_the_launches_of_one(
+    device: Device, engine: Engine
+) -> None:
     fill(engine, {"temperature": 0.8})
+    with device.counting():
+        for _ in range(MAX_AHEAD):
+            engine.step()
+    assert not device.faults
+    budget = MAX_AHEAD * BUDGETS["temperature"][1] + DRAW_BUDGET
+    assert sum(device.launches.values()) + device.replays <= budget
+
+
+@pytest.mark.parametrize(("temperature", "budget"), [(0.8, 27), (0.0, 22)])
+def test_masks_travel_as_bits_and_wait_for_nothing(
+    device: Device, engine: Engine, temperature: float, budget: int
+) -> None:
+    fill(engine, {"temperature": temperature})
     mask = np.full(engine.mask_words, 2**32 - 1, dtype=np.uint32)
     with device.counting():
         for _ in range(STEPS):
@@ -121,6 +139,8 @@ def test_masks_wait_for_nothing(device: Device, engine: Engine) -> None:
             engine.finish(step)
     assert not device.faults
     assert device.replays == STEPS
+    assert per_step(device) <= budget, device.launches
+    assert device.uploaded / STEPS <= 1.02 * BATCH * mask.nbytes
 
 
 def test_forks_splices_and_prompts_in_chunks_wait_for_nothing(
@@ -167,6 +187,26 @@ def test_drafts_and_their_verification_wait_for_nothing(
         for _ in range(STEPS):
             engine.step()
     assert engine._speculation.accepted_tokens > before
+    assert not device.faults
+
+
+def test_a_draft_model_waits_for_nothing_but_its_tokens(
+    device: Device, loaded: LoadedModel
+) -> None:
+    config = {"speculation": True, "max_num_seqs": 4, "kv_cache_bytes": 2**30, "overlap": True}
+    engine = Engine(loaded, EngineConfig(**config), draft_model=loaded)  # type: ignore[arg-type]
+    drafts = engine._speculation._model
+    assert drafts is not None
+    # As a small model has it: this one is as large as the model that verifies.
+    drafts.forward_cost = 0.01
+    rng = random.Random(3)
+    for number in range(4):
+        prompt = [rng.randrange(1000) for _ in range(40)]
+        engine.add(number, prompt, Sampling(max_tokens=200, ignore_eos=True, temperature=0.8))
+    with device.counting():
+        for _ in range(2 * STEPS):
+            engine.step()
+    assert engine._speculation.draft_tokens > 0
     assert not device.faults
 
 

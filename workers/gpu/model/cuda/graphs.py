@@ -54,6 +54,8 @@ class _Buffers:
         self._largest = largest
         self.ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
+        self._blocks, self._shape = np.zeros(0, dtype=np.int64), (0, 0)
+        """The tables that ``block_table`` has, their width, and the number of rows."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         # One copy from the host writes all of these.
@@ -89,7 +91,10 @@ class _Buffers:
 
     def fill_table(self, blocks: np.ndarray, width: int, size: int, spare: int) -> None:
         """Writes the block tables ``[rows * width]`` of the first rows. The other ones of ``size``
-        get the block ``spare``."""
+        get the block ``spare``. Most steps have the tables of the step before them."""
+        if self._shape == (width, size) and np.array_equal(self._blocks, blocks):
+            return
+        self._blocks, self._shape = blocks, (width, size)
         count = len(blocks) // width
         table = on_device(blocks.astype(np.int32), self._device).view(count, width)
         self.block_table[:count, :width].copy_(table)
