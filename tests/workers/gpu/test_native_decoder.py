@@ -15,7 +15,7 @@ from tokenbus.workers.gpu.model.cpu_native import library as native_library
 from tokenbus.workers.gpu.model.cpu_native.decoder import MAX_SEQUENCES, MAX_TOKENS
 from tokenbus.workers.gpu.model.cpu_native.huge_pages import HUGE, collapse
 from tokenbus.workers.gpu.model.cpu_native.library import library
-from tokenbus.workers.gpu.model.cuda.varlen import choose_layout
+from tokenbus.workers.gpu.model.cuda.choice import choose_layout
 from tokenbus.workers.gpu.model.loader import wrap_model
 from tokenbus.workers.gpu.model.runner import Runner
 

@@ -16,6 +16,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import engine as engine_module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.cuda.choice import choose_layout
 from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout
 from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 
@@ -83,6 +84,6 @@ def test_the_stand_in_has_the_parameters_of_torch() -> None:
 
 
 def test_on_a_cpu_blocks_are_gathered() -> None:
-    layout = varlen.choose_layout(load_model("embedded"))
+    layout = choose_layout(load_model("embedded"))
     assert not layout.in_place
     assert "cpu" in layout.why

@@ -24,7 +24,7 @@ from ....protocol.messages import FinishReason, ForwardPath
 from ....protocol.metrics import Histogram
 from ....protocol.sampling import Sampling
 from ..model.cpu_native.allocator import keep_freed_memory
-from ..model.cuda.varlen import choose_layout
+from ..model.cuda.choice import choose_layout
 from ..model.device_queue import device_queue
 from ..model.kv_cache import Layout, cpu_bytes, token_bytes
 from ..model.loader import LoadedModel, ModelLoadError, OnProgress

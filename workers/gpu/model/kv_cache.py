@@ -15,6 +15,8 @@ BLOCK_SIZE = 16
 """Tokens of a block that is gathered."""
 FLASH_BLOCK_SIZE = 256
 """Tokens of a block that FlashAttention reads in place: its second version takes no smaller one."""
+TRITON_BLOCK_SIZE = 64
+"""Tokens of a block that the Triton kernels read in place: an iteration over keys is one block."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
@@ -27,14 +29,18 @@ class Layout(NamedTuple):
     block_size: int
     """Tokens of a block."""
     in_place: bool
-    """FlashAttention reads the blocks; else they are gathered for SDPA."""
+    """A kernel reads the blocks; else they are gathered for SDPA."""
     why: str
-    """Why FlashAttention does not read the blocks; empty if it does."""
+    """Why no kernel reads the blocks; empty if one does."""
+    triton: bool = False
+    """The kernel is Triton's; else FlashAttention."""
 
     @property
     def attention(self) -> str:
         """The attention that reads them, for people."""
-        return "FlashAttention over blocks" if self.in_place else "SDPA over gathered blocks"
+        if not self.in_place:
+            return "SDPA over gathered blocks"
+        return "Triton over blocks" if self.triton else "FlashAttention over blocks"
 
 
 class LayerShape(NamedTuple):

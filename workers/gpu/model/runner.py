@@ -30,6 +30,8 @@ from .fused.projections import packing_budget
 from .kv_cache import KVCache, Layout, Mirror, token_bytes
 from .loader import FUSED_TOLERANCE, PROBE_TOLERANCE, LoadedModel, OnProgress, difference
 from .transformers.attention import NAME, NAME_COMPILED, Group, PackedBatch, attend
+from .triton import attention as triton_attention
+from .triton.decoder import NotFusible, TritonDecoder
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +76,14 @@ class Runner:
         self._name = loaded.name
         self._layout = layout
         model = loaded.model
-        model.set_attn_implementation(varlen.NAME if layout.in_place else NAME)
+        model.set_attn_implementation(_attention_name(layout))
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._model: Any = model
         self._decoder: FusedDecoder | None = None
         self._head: PackedHead | None = None
         self._native: NativeDecoder | None = None
         self._threads: ThreadChooser | None = None
-        self._attend: Attend = varlen.attend if layout.in_place else attend
+        self._attend = _attend_of(layout)
         self._mirror: dict[int, Mirror] = {}
         # One block more than is allocated: graphs and probes write to it.
         self._cache = KVCache(
@@ -95,6 +97,10 @@ class Runner:
             self._decoder.pack(packing_budget())
         elif plain:
             self._head = packed_head(model)
+        self._why_no_kernels = "its layers run as transformers' modules" if layout.triton else ""
+        self._triton: TritonDecoder | None = None
+        if self._decoder is not None and layout.triton:
+            self._triton = self._triton_decoder(self._decoder)
         self._graphs: DecodeGraphs | None = None
         self._why_no_graphs = self._refused_graphs(compiled)
         self._longest = -(-loaded.context_length // layout.block_size)
@@ -145,13 +151,17 @@ class Runner:
             graphs=len(self._graphs) if self._graphs is not None else 0,
         )
         if self._layout.in_place or self._device.type != "cpu":
-            reasons = {"attention": self._layout.why, "CUDA graphs": self._why_no_graphs}
+            reasons = {
+                "attention": self._layout.why,
+                "layers": self._why_no_kernels,
+                "CUDA graphs": self._why_no_graphs,
+            }
             found.fallbacks = [f"{name}: {why}" for name, why in reasons.items() if why]
         return found
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
-        size, in_place, _ = self._layout
+        size, in_place = self._layout.block_size, self._layout.in_place
         mirrors = self.mirrors_for(batch.num_tokens, len(batch.chunks))
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
@@ -262,7 +272,7 @@ class Runner:
         if why:
             log.warning("%s runs without torch.compile: %s", self._name, why)
             self._model = model
-            model.set_attn_implementation(varlen.NAME if self._layout.in_place else NAME)
+            model.set_attn_implementation(_attention_name(self._layout))
         return not why
 
     def _probe(self, start: int, count: int) -> Packed:
@@ -278,6 +288,29 @@ class Runner:
         """The logits of a probe, by torch."""
         ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
         return self._compute(ids, positions, rows, self._context(packed)).float()
+
+    def _triton_decoder(self, decoder: FusedDecoder) -> TritonDecoder | None:
+        """The decoder's layers in fewer kernels; None, with the reason in ``path``, if they cannot
+        be or if the logits differ."""
+        try:
+            found = TritonDecoder(decoder)
+            prompt, step = self._probe(0, PROBE_TOKENS), self._probe(PROBE_TOKENS, 1)
+            for packed in (prompt, step):
+                wanted = self._compute_probe(packed).clone()
+                self._triton = found
+                away = difference(self._compute_probe(packed), wanted)
+                self._triton = None
+                limit = FUSED_TOLERANCE if self._model.dtype == torch.float32 else PROBE_TOLERANCE
+                if not away <= limit:
+                    raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+        except Exception as error:
+            self._triton = None
+            self._why_no_kernels = str(error)
+            return None
+        finally:
+            self._cache.clear_blocks([self._cache.num_blocks - 1])
+        self._why_no_kernels = ""
+        return found
 
     def _native_decoder(self, decoder: FusedDecoder) -> NativeDecoder:
         """The native code for forwards of few tokens. Raises Unsupported; also where its logits
@@ -326,6 +359,10 @@ class Runner:
         rows: torch.Tensor,
         context: PackedBatch | varlen.VarlenBatch,
     ) -> torch.Tensor:
+        if self._triton is not None:
+            return self._triton.forward(
+                ids, positions, rows, context, triton_attention.attend_stored
+            )
         if self._decoder is not None:
             return self._decoder.forward(ids, positions, rows, context, self._attend)
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
@@ -370,6 +407,20 @@ class Runner:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return on_device(values, self._device)
+
+
+def _attention_name(layout: Layout) -> str:
+    """The name of the attention for transformers."""
+    if layout.triton:
+        return triton_attention.NAME
+    return varlen.NAME if layout.in_place else NAME
+
+
+def _attend_of(layout: Layout) -> Attend:
+    """The attention of a ``FusedDecoder``."""
+    if layout.triton:
+        return triton_attention.attend
+    return varlen.attend if layout.in_place else attend
 
 
 def _known_ids(packed: Packed, drawn: torch.Tensor | None) -> np.ndarray:

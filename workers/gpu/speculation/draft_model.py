@@ -20,7 +20,7 @@ from msgspec import structs
 from ..engine.block_manager import BlockManager
 from ..engine.scheduler import Batch, Chunk
 from ..engine.sequence import Sequence
-from ..model.cuda.varlen import choose_layout
+from ..model.cuda.choice import choose_layout
 from ..model.device_queue import DeviceQueue, Work
 from ..model.kv_cache import token_bytes
 from ..model.loader import LoadedModel, ModelLoadError, OnProgress

@@ -1,14 +1,14 @@
 """Attention on CUDA: PyTorch's FlashAttention reads the blocks in place.
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a sequence's
-results independent of what else is in the batch. Where it cannot be used, blocks are gathered for
-SDPA as on a CPU; ``choose_layout`` tests it on the device before it is used.
+results independent of what else is in the batch. ``attention_choice`` tests it on the device before
+it is used.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from ...engine.packing import PackedSpans
 from ..device_queue import on_device
-from ..kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache, Layout
+from ..kv_cache import FLASH_BLOCK_SIZE, KVCache
 from ..loader import LoadedModel
 from ..transformers.attention import register
 
@@ -49,6 +49,10 @@ class VarlenBatch:
     """``[N, blocks]``, int32."""
     longest_chunk: int
     longest: int
+    spans: PackedSpans | None = None
+    """The chunks on the host; None in a graph, whose chunks have one token each."""
+    tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """The tiles of the Triton kernels by numbers of heads, made once per step."""
 
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
@@ -66,6 +70,7 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
         block_table=ints(spans.blocks).view(-1, spans.width),
         longest_chunk=int(spans.queries.max()),
         longest=int(spans.keys.max()),
+        spans=spans,
     )
 
 
@@ -108,7 +113,7 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The same for ``query`` ``[T, heads, dim]``, which it returns like. Models whose scores are
-    capped are not run with it (``choose_layout``)."""
+    capped are not run with it (``why_not``)."""
     context.cache.write(layer, context.slot_mapping, key, value)
     keys, values = context.cache.layers[layer]
     found: torch.Tensor = varlen_attn(
@@ -132,14 +137,6 @@ def attend(
 register(NAME, varlen_attention)
 
 
-def choose_layout(loaded: LoadedModel) -> Layout:
-    """The layout of this model's keys and values on its device."""
-    reason = _why_not(loaded)
-    if reason is None:
-        return Layout(FLASH_BLOCK_SIZE, True, "")
-    return Layout(BLOCK_SIZE, False, reason)
-
-
 def why_no_kernel() -> str:
     """Why this torch has no attention over blocks; empty if it has."""
     if varlen_attn is None or "block_table" not in inspect.signature(varlen_attn).parameters:
@@ -147,10 +144,8 @@ def why_no_kernel() -> str:
     return ""
 
 
-def _why_not(loaded: LoadedModel) -> str | None:
-    """Why FlashAttention cannot read the blocks of this model; None where it can."""
-    if loaded.device.type != "cuda":
-        return f"the device is {loaded.device.type}"
+def why_not(loaded: LoadedModel) -> str | None:
+    """Why FlashAttention cannot read the blocks of this model; None if it can."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     if loaded.soft_caps:

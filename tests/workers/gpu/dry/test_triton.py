@@ -1,0 +1,134 @@
+"""Steps of an 8B shape by the Triton kernels on a CUDA device of fake tensors: their launches.
+
+The kernels themselves do not run: fake tensors take the operations that launch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine.engine import Engine
+from tokenbus.workers.gpu.model.cuda import choice
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+
+from .device import Device, fake_device, llama_8b
+from .test_steps import BATCH, LAYERS, STEPS, fill, make, per_step
+
+LAYER_BUDGET = 9
+AROUND = 15
+"""Launches of a forward around its layers."""
+KERNELS = ("split_attention", "prefill_attention", "norm", "gated", "rotary_store")
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    """The device, with Triton and without FlashAttention over blocks."""
+    with fake_device() as device, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(choice, "missing_triton", lambda device: "")
+        patches.setattr(choice.varlen, "why_not", lambda loaded: "torch 2.11")
+        yield device
+
+
+@pytest.fixture(scope="module")
+def loaded(device: Device) -> LoadedModel:
+    return wrap_model("8b", llama_8b(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def engine(loaded: LoadedModel) -> Engine:
+    return make(loaded)
+
+
+@pytest.fixture(autouse=True)
+def empty(engine: Engine) -> Iterator[None]:
+    """No requests are left after a test."""
+    yield
+    for number in range(BATCH):
+        engine.abort(number)
+    while engine.has_work:
+        engine.step()
+
+
+def kernels(launches: Any) -> dict[str, int]:
+    """The launches of Triton kernels among all."""
+    prefix = "tokenbus_triton."
+    found = {name.removeprefix(prefix): n for name, n in launches.items() if prefix in name}
+    assert set(found) <= set(KERNELS)
+    return found
+
+
+def test_the_engine_names_triton_and_captures_graphs(engine: Engine) -> None:
+    assert engine.path.attention == "Triton over blocks"
+    assert engine.path.graphs
+    assert not engine.path.fallbacks
+
+
+def test_a_layer_of_a_graph_has_nine_kernels(device: Device, engine: Engine) -> None:
+    assert kernels(device.captured) == {
+        "split_attention": LAYERS,
+        "norm": 2 * LAYERS + 1,
+        "gated": LAYERS,
+        "rotary_store": LAYERS,
+    }
+    assert sum(device.captured.values()) <= AROUND + LAYERS * LAYER_BUDGET, device.captured
+    assert not [fault for fault in device.faults if "capture" in fault]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+def test_a_decode_step_is_a_replay_and_waits_for_nothing(
+    device: Device, engine: Engine, sampling: dict[str, Any]
+) -> None:
+    fill(engine, sampling)
+    with device.counting():
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+    assert device.replays == STEPS
+    assert not kernels(device.launches)
+    assert per_step(device) <= 80
+
+
+def test_a_mixed_step_has_one_launch_more_a_layer(device: Device, engine: Engine) -> None:
+    fill(engine, {"temperature": 0.0}, BATCH - 1)
+    engine.add(BATCH - 1, [1] * 8000, Sampling(max_tokens=3, ignore_eos=True, temperature=0.0))
+    engine.step()
+    with device.counting():
+        engine.step()
+    assert not device.faults
+    assert device.replays == 0
+    found = kernels(device.launches)
+    assert found["split_attention"] == found["prefill_attention"] == LAYERS
+    assert sum(device.launches.values()) <= 40 + LAYERS * (LAYER_BUDGET + 1), device.launches
+
+
+def test_masks_forks_splices_and_prompts_wait_for_nothing(device: Device, engine: Engine) -> None:
+    fill(engine, {"temperature": 0.8}, BATCH // 2)
+    mask = np.full(engine.mask_words, 2**32 - 1, dtype=np.uint32)
+    with device.counting():
+        for number in range(STEPS):
+            step = engine.begin()
+            engine.fork(number, 0, 2)
+            engine.splice(STEPS + number, 0, 2, [5, 6, 7])
+            engine.set_mask(2 * STEPS + number, 0, mask)
+            engine.add(BATCH - 1 - number, [1] * 3000, Sampling(max_tokens=20, ignore_eos=True))
+            engine.finish(step)
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+
+
+def test_drafts_wait_for_nothing(device: Device, loaded: LoadedModel) -> None:
+    drafting = make(loaded, speculation=True, max_num_seqs=8)
+    for number in range(8):
+        sampling = Sampling(max_tokens=200, ignore_eos=True, temperature=0.0)
+        drafting.add(number, [1 + i % 5 for i in range(50)], sampling)
+    for _ in range(4):
+        drafting.step()
+    with device.counting():
+        for _ in range(STEPS):
+            drafting.step()
+    assert not device.faults

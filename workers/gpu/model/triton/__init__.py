@@ -1,0 +1,1 @@
+"""Attention over paged keys and the small operations of a decoder layer, in Triton."""

@@ -1,0 +1,260 @@
+"""Attention over paged keys by the Triton kernels: the tiles of a step, and the launches.
+
+A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: its keys are split among
+several programs. The kernel of a chunk depends on nothing but the chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ..cuda.varlen import VarlenBatch
+from ..device_queue import on_device
+from ..kv_cache import KVCache
+from ..transformers.attention import register
+from .ops import (
+    MAX_SPLITS,
+    MIN_SPLIT,
+    PREFILL_ATTENTION,
+    SPLIT_ATTENTION,
+    tile_rows,
+)
+
+NAME = "tokenbus_triton"
+MAX_SHORT = 32
+"""Tokens of a chunk whose keys are split: a draft and its last token fit."""
+TARGET_PROGRAMS = 528
+"""Programs that a launch should have: four for each multiprocessor of an H100."""
+MAX_PARTIAL_BYTES = 256 * 2**20
+"""A launch whose partial results take more is divided."""
+MAX_DECODES = 4096
+COUNTERS = 1 << 16
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch over short chunks."""
+
+    tiles: torch.Tensor
+    """``[n, 3]``, int32: the chunk, its first token in the tile, the tile's place."""
+    places: int
+    """Tiles whose keys may be split, each of which has a place for its partial results."""
+    part_rows: int
+    """Rows of a tile that have a result."""
+
+
+@dataclass(slots=True)
+class Tiles:
+    """The tiles of a step, for one number of query heads a key head."""
+
+    short: list[Launch]
+    long: torch.Tensor
+    """``[n, 3]``, int32, as in a ``Launch``; empty if all chunks are short."""
+
+
+class Workspace:
+    """Memory that the kernels share from step to step. A stream at a time uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        """Programs that have finished a tile: 0 between launches."""
+        rows = torch.arange(MAX_DECODES, dtype=torch.int32, device=device)
+        self.decodes = torch.stack((rows, torch.zeros_like(rows), rows), 1)
+        """The tiles of chunks of one token each."""
+        self.none = rows[:0].view(0, 3)
+
+
+_WORKSPACES: WeakKeyDictionary[KVCache, Workspace] = WeakKeyDictionary()
+
+
+def workspace_of(cache: KVCache) -> Workspace:
+    """The workspace of a KV cache, made at the first call: not within a capture."""
+    found = _WORKSPACES.get(cache)
+    if found is None:
+        keys, _ = next(iter(cache.layers.values()))
+        found = _WORKSPACES[cache] = Workspace(keys.device)
+    return found
+
+
+def decode_tiles(count: int, group: int, workspace: Workspace) -> Tiles:
+    """The tiles of ``count`` chunks of one token. Nothing is copied to the device."""
+    return Tiles([Launch(workspace.decodes[:count], count, group)], workspace.none)
+
+
+def tiles_of(
+    queries: np.ndarray, keys: np.ndarray, group: int, kv_heads: int, dim: int, device: torch.device
+) -> Tiles:
+    """The tiles of chunks with these numbers of tokens, and of keys up to their ends."""
+    short = queries <= MAX_SHORT
+    rows = _split(queries, short, tile_rows(group, long=False) // group)
+    ends = np.minimum(
+        (keys - queries)[rows[:, 0]] + rows[:, 1] + tile_rows(group, long=False) // group,
+        keys[rows[:, 0]],
+    )
+    part_rows = group if queries.max(initial=1) == 1 else tile_rows(group, long=False)
+    partial = MAX_SPLITS * part_rows * (dim + 2) * 4 * kv_heads
+    most = max(1, min(MAX_PARTIAL_BYTES // partial, COUNTERS // kv_heads))
+    launches = []
+    for at in range(0, len(rows), most):
+        part = rows[at : at + most].copy()
+        is_split = ends[at : at + most] > MIN_SPLIT
+        part[:, 2] = np.where(is_split, np.cumsum(is_split) - 1, 0)
+        launches.append(Launch(on_device(part, device), int(is_split.sum()), part_rows))
+    long = _split(queries, ~short, tile_rows(group, long=True) // group)
+    # The last tiles of a chunk have the most keys: they begin first.
+    return Tiles(launches, on_device(long[::-1].copy(), device))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tiles: Tiles,
+    workspace: Workspace,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    max_programs: int | None = None,
+) -> torch.Tensor:
+    """Attention of ``query`` ``[num_tokens, heads, dim]`` over a layer's paged keys and values,
+    which contain those of the new tokens; returns ``[num_tokens, heads, dim]``.
+
+    ``chunks``: the starts ``[N + 1]`` of the chunks in ``query``, the numbers of keys ``[N]`` they
+    attend to, their block table ``[N, blocks]``, all int32. ``max_programs``: programs that share
+    the keys of a tile, by default as many as fill a GPU; the result does not depend on it.
+    """
+    num_tokens, heads, dim = query.shape
+    kv_heads = cache[0].shape[2]
+    if query.stride(1) != dim or query.stride(2) != 1:
+        query = query.contiguous()
+    out = torch.empty((num_tokens, heads, dim), dtype=query.dtype, device=query.device)
+    scale = dim**-0.5 if scaling is None else scaling
+    numbers = (scale, sliding_window or 0, softcap or 0.0)
+    for launch in tiles.short:
+        count = len(launch.tiles)
+        programs = max_programs or min(MAX_SPLITS, -(-TARGET_PROGRAMS // (count * kv_heads)))
+        shape = (launch.places, kv_heads, MAX_SPLITS, launch.part_rows)
+        partials = [
+            torch.empty((*shape, last), dtype=torch.float32, device=query.device)
+            for last in (dim, 2)
+        ]
+        given = [*partials, workspace.done]
+        SPLIT_ATTENTION(out, query, list(cache), [launch.tiles, *chunks], given, programs, *numbers)
+    if len(tiles.long):
+        PREFILL_ATTENTION(out, query, list(cache), [tiles.long, *chunks], *numbers)
+    return out
+
+
+def attend_stored(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: VarlenBatch,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of a layer whose cache contains ``key`` and ``value`` (``fused.Attend``)."""
+    cache = context.cache.layers[layer]
+    workspace = workspace_of(context.cache)
+    return paged_attention(
+        query,
+        cache,
+        (context.starts, context.lengths, context.block_table),
+        _tiles(context, query.shape[1] // cache[0].shape[2], cache[0], workspace),
+        workspace,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: VarlenBatch,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``attend_stored`` after the keys and values are written to the cache."""
+    context.cache.write(layer, context.slot_mapping, key, value)
+    return attend_stored(
+        layer,
+        query,
+        key,
+        value,
+        context,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def triton_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_batch: VarlenBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention for transformers: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads,
+    dim]``."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    found = attend(
+        layer,
+        q,
+        k,
+        v,
+        packed_batch,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return found.unsqueeze(0), None
+
+
+register(NAME, triton_attention)
+
+
+def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Workspace) -> Tiles:
+    """The tiles of a step for a layer with ``keys`` and this number of query heads a key head."""
+    _, _, kv_heads, dim = keys.shape
+    found: Tiles | None = context.tiles.get((group, kv_heads))
+    if found is None:
+        spans = context.spans
+        if spans is None:
+            found = decode_tiles(len(context.lengths), group, workspace)
+        else:
+            found = tiles_of(spans.queries, spans.keys, group, kv_heads, dim, keys.device)
+        context.tiles[group, kv_heads] = found
+    return found
+
+
+def _split(queries: np.ndarray, chosen: np.ndarray, tokens: int) -> np.ndarray:
+    """The tiles ``[n, 3]`` of ``tokens`` tokens of the chosen chunks, without places, int32."""
+    (chunks,) = np.nonzero(chosen)
+    counts = -(-queries[chunks] // tokens)
+    rows = np.zeros((int(counts.sum()), 3), dtype=np.int32)
+    rows[:, 0] = np.repeat(chunks, counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    rows[:, 1] = (np.arange(len(rows)) - first) * tokens
+    return rows

@@ -1,0 +1,325 @@
+"""Paged attention in Triton: one kernel that splits the keys of short chunks, one for long chunks.
+
+A tile has ``BLOCK_M`` rows: up to ``BLOCK_M // GROUP`` tokens of one chunk, each with the ``GROUP``
+query heads of one key head. Each key and value is therefore read once for all heads of its group. A
+loop iteration covers ``BLOCK_N`` keys. Rows of a tile do not mix, and the split of the keys follows
+from the tile's own positions, so a row's result does not depend on the rest of the batch.
+
+The online softmax is that of FlashAttention (Dao et al., 2022), the split that of Flash-Decoding.
+Exponents are of base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RUNTIME = (
+    "tiles",
+    "starts",
+    "lengths",
+    "block_table",
+    "table_width",
+    "window",
+    "scale",
+    "cap",
+)
+"""Arguments for whose values and alignment no variant of a kernel is compiled."""
+
+
+@triton.jit
+def _attend_keys(
+    q,
+    highest,
+    total,
+    acc,
+    positions,
+    keys,
+    values,
+    table,
+    head,
+    first,
+    last,
+    window,
+    scale,
+    cap,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the keys of the positions ``[first, last)`` to the online softmax of a tile.
+
+    ``first`` is a multiple of BLOCK_N. ``highest`` and ``total`` are ``[BLOCK_M]``, ``acc`` is
+    ``[BLOCK_M, BLOCK_D]``. ``scale`` includes the factor log2(e), unless scores are capped.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    within = tl.arange(0, BLOCK_N)
+    for start in range(first, last, BLOCK_N):
+        at = start + within
+        exists = at < last
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            slots = block * BLOCK_SIZE + start % BLOCK_SIZE + within
+        else:
+            blocks = tl.load(table + at // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+            slots = blocks * BLOCK_SIZE + at % BLOCK_SIZE
+        offsets = (slots * KV_HEADS + head) * DIM
+        present = exists[:, None] & (dims < DIM)[None, :]
+        k = tl.load(keys + offsets[:, None] + dims[None, :], mask=present, other=0.0)
+        v = tl.load(values + offsets[:, None] + dims[None, :], mask=present, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_CAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), which is exact where exp overflows.
+            scores = cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / cap)) + 1.0)) * 1.4426950408889634
+        seen = (at[None, :] <= positions[:, None]) & exists[None, :]
+        if HAS_WINDOW:
+            seen = seen & (at[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen no key has -inf here, and -inf minus -inf is NaN.
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        highest = new
+    return highest, total, acc
+
+
+@triton.jit(do_not_specialize=("part_rows", "max_programs", *RUNTIME))
+def split_kernel(
+    out,
+    query,
+    keys,
+    values,
+    tiles,
+    starts,
+    lengths,
+    block_table,
+    partials,
+    sums,
+    done,
+    part_rows,
+    max_programs,
+    table_width,
+    query_stride,
+    num_heads,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Short chunks. The grid is ``[tiles, KV_HEADS, max_programs]``.
+
+    ``tiles`` ``[tiles, 3]``: the chunk, its first token in the tile, the tile's place among the
+    partial results. The keys of a tile are divided into at most MAX_SPLITS splits; a program
+    computes every ``max_programs``-th of them. The last program of a tile to finish combines them
+    in order. ``partials`` ``[places, KV_HEADS, MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[...,
+    part_rows, 2]`` have room for the partial results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0
+    before the kernel and after it.
+    """
+    tile, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk = tl.load(tiles + 3 * tile)
+    first_token = tl.load(tiles + 3 * tile + 1)
+    place = tl.load(tiles + 3 * tile + 2).to(tl.int64)
+    begin = tl.load(starts + chunk)
+    count = tl.load(starts + chunk + 1) - begin
+    length = tl.load(lengths + chunk)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first_token + rows // GROUP
+    real = (rows < BLOCK_M // GROUP * GROUP) & (token < count)
+    positions = length - count + token
+    query_rows = (begin + token).to(tl.int64)
+    query_heads = head * GROUP + rows % GROUP
+    stored = real[:, None] & (dims < DIM)[None, :]
+
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(length - count + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
+    limit = tl.minimum(length - count + first_token + BLOCK_M // GROUP, length)
+    size = tl.maximum(tl.cdiv(tl.cdiv(limit - lowest, MAX_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    splits = tl.cdiv(limit - lowest, size)
+    programs = tl.minimum(max_programs, splits)
+    if program >= programs:
+        return
+
+    q = tl.load(
+        query + (query_rows * query_stride + query_heads * DIM)[:, None] + dims[None, :],
+        mask=stored,
+        other=0.0,
+    )
+    parts = (place * KV_HEADS + head) * MAX_SPLITS * part_rows + rows
+    kept = real & (rows < part_rows)
+    kept_dims = kept[:, None] & (dims < DIM)[None, :]
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(program, splits, max_programs):
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        highest, total, acc = _attend_keys(
+            q,
+            highest,
+            total,
+            acc,
+            positions,
+            keys,
+            values,
+            block_table + chunk.to(tl.int64) * table_width,
+            head,
+            lowest + split * size,
+            tl.minimum(lowest + (split + 1) * size, limit),
+            window,
+            scale,
+            cap,
+            KV_HEADS,
+            DIM,
+            BLOCK_D,
+            BLOCK_N,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_CAP,
+            PRECISION,
+        )
+        if splits > 1:
+            part = parts + split * part_rows
+            tl.store(partials + part[:, None] * DIM + dims[None, :], acc, mask=kept_dims)
+            tl.store(sums + 2 * part, highest, mask=kept)
+            tl.store(sums + 2 * part + 1, total, mask=kept)
+
+    if splits > 1:
+        # All threads have stored their parts before one of them announces it.
+        tl.debug_barrier()
+        before = tl.atomic_add(done + tile * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+        if before + 1 < programs:
+            return
+        tl.store(done + tile * KV_HEADS + head, 0)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for split in range(splits):
+            part = parts + split * part_rows
+            # From L2, where the stores of other multiprocessors are.
+            one = tl.load(
+                partials + part[:, None] * DIM + dims[None, :],
+                mask=kept_dims,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            its = tl.load(sums + 2 * part, mask=kept, other=float("-inf"), cache_modifier=".cg")
+            its_total = tl.load(sums + 2 * part + 1, mask=kept, other=0.0, cache_modifier=".cg")
+            new = tl.maximum(highest, its)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            decay, factor = tl.exp2(highest - base), tl.exp2(its - base)
+            total = total * decay + its_total * factor
+            acc = acc * decay[:, None] + one * factor[:, None]
+            highest = new
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out + (query_rows * num_heads + query_heads)[:, None] * DIM + dims[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def prefill_kernel(
+    out,
+    query,
+    keys,
+    values,
+    tiles,
+    starts,
+    lengths,
+    block_table,
+    table_width,
+    query_stride,
+    num_heads,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Long chunks: a program computes a tile over all of its keys. The grid is ``[tiles,
+    KV_HEADS]``. ``tiles`` are those of ``split_kernel``, without places."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    chunk = tl.load(tiles + 3 * tile)
+    first_token = tl.load(tiles + 3 * tile + 1)
+    begin = tl.load(starts + chunk)
+    count = tl.load(starts + chunk + 1) - begin
+    length = tl.load(lengths + chunk)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first_token + rows // GROUP
+    real = (rows < BLOCK_M // GROUP * GROUP) & (token < count)
+    positions = length - count + token
+    query_rows = (begin + token).to(tl.int64)
+    query_heads = head * GROUP + rows % GROUP
+    stored = real[:, None] & (dims < DIM)[None, :]
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(length - count + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
+    limit = tl.minimum(length - count + first_token + BLOCK_M // GROUP, length)
+
+    q = tl.load(
+        query + (query_rows * query_stride + query_heads * DIM)[:, None] + dims[None, :],
+        mask=stored,
+        other=0.0,
+    )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    highest, total, acc = _attend_keys(
+        q,
+        highest,
+        total,
+        acc,
+        positions,
+        keys,
+        values,
+        block_table + chunk.to(tl.int64) * table_width,
+        head,
+        lowest,
+        limit,
+        window,
+        scale,
+        cap,
+        KV_HEADS,
+        DIM,
+        BLOCK_D,
+        BLOCK_N,
+        BLOCK_SIZE,
+        HAS_WINDOW,
+        HAS_CAP,
+        PRECISION,
+    )
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out + (query_rows * num_heads + query_heads)[:, None] * DIM + dims[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=stored)

@@ -1,0 +1,289 @@
+"""The Triton kernels as operations of torch, so that fake tensors and CUDA graphs take them.
+
+Triton is imported when an operation runs on real tensors. With ``TRITON_INTERPRET=1`` set before
+that import, the operations run on a CPU. Fake tensors need no Triton.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+MAX_SPLITS = 16
+"""Parts into which the keys of a tile are split at most."""
+MIN_SPLIT = 256
+"""Keys of a part at least, except for the last one."""
+SHORT_ROWS = 16
+"""Rows of a tile of a short chunk: ``tl.dot`` takes no fewer."""
+LONG_ROWS = 128
+"""Rows of a tile of a long chunk."""
+DEEP, SHALLOW = 5, 2
+"""Stages of the loop over keys. The first ones load the block table: two tiles of keys and values
+fit in DEEP stages, and one in SHALLOW ones."""
+DEEP_BYTES = 160 * 2**10
+"""Shared memory of a program that DEEP stages need (A100 and later data centre GPUs have it)."""
+ROTARY_HEADS = 8
+"""Heads of a program of the rotary kernel."""
+
+_LIBRARY: Any = torch.library.Library("tokenbus_triton", "DEF")  # type: ignore[no-untyped-call]
+
+
+def tile_rows(group: int, long: bool) -> int:
+    """Rows of a tile for ``group`` query heads that share a key head."""
+    return max(LONG_ROWS if long else SHORT_ROWS, _power(group))
+
+
+def split_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    cache: list[torch.Tensor],
+    chunks: list[torch.Tensor],
+    partials: list[torch.Tensor],
+    max_programs: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> None:
+    """Attention of short chunks.
+
+    ``out`` and ``query`` are ``[num_tokens, heads, dim]``, ``cache`` the keys and values of a
+    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table, ``partials`` what
+    ``Workspace`` gives for them. ``window`` 0: none; ``cap`` 0: none.
+    """
+    from .attention_kernels import split_kernel
+
+    if len(chunks[0]) == 0:
+        return
+    given = _attention(query, cache, chunks, scale, window, cap)
+    group, kv_heads = query.shape[1] // cache[0].shape[2], cache[0].shape[2]
+    block_m = tile_rows(group, long=False)
+    dim = query.shape[2]
+    split_kernel[(len(chunks[0]), kv_heads, max_programs)](
+        out,
+        query,
+        *cache,
+        *chunks,
+        *partials,
+        partials[0].shape[3],
+        max_programs,
+        *given.values,
+        BLOCK_M=block_m,
+        BLOCK_N=_block_n(dim, query.dtype),
+        MAX_SPLITS=MAX_SPLITS,
+        MIN_SPLIT=MIN_SPLIT,
+        num_warps=4,
+        num_stages=_stages(query.device),
+        **given.constants,
+    )
+
+
+def prefill_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    cache: list[torch.Tensor],
+    chunks: list[torch.Tensor],
+    scale: float,
+    window: int,
+    cap: float,
+) -> None:
+    """Attention of long chunks, with the arguments of ``split_attention``."""
+    from .attention_kernels import prefill_kernel
+
+    if len(chunks[0]) == 0:
+        return
+    given = _attention(query, cache, chunks, scale, window, cap)
+    group, kv_heads = query.shape[1] // cache[0].shape[2], cache[0].shape[2]
+    dim = query.shape[2]
+    prefill_kernel[(len(chunks[0]), kv_heads)](
+        out,
+        query,
+        *cache,
+        *chunks,
+        *given.values,
+        BLOCK_M=tile_rows(group, long=True),
+        BLOCK_N=_block_n(dim, query.dtype),
+        num_warps=8 if dim > 64 else 4,
+        num_stages=_stages(query.device),
+        **given.constants,
+    )
+
+
+def norm(
+    normed: torch.Tensor,
+    hidden: torch.Tensor,
+    update: torch.Tensor | None,
+    gain: torch.Tensor,
+    eps: float,
+    scale: float,
+    post_gain: torch.Tensor | None,
+    post_eps: float,
+) -> None:
+    """Adds ``scale`` times ``update``, normalized with ``post_gain`` if there is one, to
+    ``hidden`` in place, and writes its RMS norm to ``normed``; all ``[num_tokens, width]``."""
+    from .layer_kernels import norm_kernel
+
+    rows, width = hidden.shape
+    if rows == 0:
+        return
+    block = _power(width)
+    norm_kernel[(rows,)](
+        normed,
+        hidden,
+        hidden if update is None else update,
+        gain,
+        gain if post_gain is None else post_gain,
+        scale,
+        eps,
+        post_eps,
+        WIDTH=width,
+        BLOCK=block,
+        HAS_UPDATE=update is not None,
+        HAS_POST=post_gain is not None,
+        num_warps=min(16, max(1, block // 512)),
+    )
+
+
+def gated(out: torch.Tensor, gate_up: torch.Tensor, gelu: bool) -> None:
+    """``silu(gate) * up`` of ``gate_up`` ``[num_tokens, 2 * width]``, or with GELU's tanh form."""
+    from .layer_kernels import gated_kernel
+
+    if out.numel() == 0:
+        return
+    block = 1024
+    gated_kernel[(-(-out.numel() // block),)](
+        out, gate_up, out.numel(), WIDTH=out.shape[1], BLOCK=block, GELU=gelu, num_warps=4
+    )
+
+
+def rotary_store(
+    heads: torch.Tensor,
+    rotation: list[torch.Tensor],
+    slots: torch.Tensor,
+    cache: list[torch.Tensor],
+    gains: list[torch.Tensor],
+    eps: list[float],
+) -> None:
+    """Rotates the queries of ``heads`` ``[num_tokens, heads + 2 * kv_heads, dim]`` in place, and
+    stores rotated keys, and values, to their slots of the cache.
+
+    ``rotation`` has cosines and sines (``fused.Rotation``), or nothing; ``gains`` and ``eps``
+    those of the norms of queries and keys, or nothing.
+    """
+    from .layer_kernels import rotary_kernel
+
+    num_tokens, num_heads, dim = heads.shape
+    if num_tokens == 0:
+        return
+    kv_heads = cache[0].shape[2]
+    rotated = rotation[0].shape[-1] if rotation else dim
+    rotary_kernel[(num_tokens, -(-num_heads // ROTARY_HEADS))](
+        heads,
+        *(rotation or (heads, heads)),
+        slots,
+        *cache,
+        *(gains or (heads, heads)),
+        *(eps or (0.0, 0.0)),
+        NUM_HEADS=num_heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=rotated // 2,
+        BLOCK_HEADS=ROTARY_HEADS,
+        BLOCK_HALF=_power(rotated // 2),
+        BLOCK_REST=_power(dim - rotated),
+        HAS_NORMS=bool(gains),
+        HAS_ROTATION=bool(rotation),
+        num_warps=2,
+    )
+
+
+class _Arguments:
+    """The arguments that both attention kernels take."""
+
+    def __init__(self, values: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.values = values
+        self.constants = constants
+
+
+def _attention(
+    query: torch.Tensor,
+    cache: list[torch.Tensor],
+    chunks: list[torch.Tensor],
+    scale: float,
+    window: int,
+    cap: float,
+) -> _Arguments:
+    _, heads, dim = query.shape
+    _, block_size, kv_heads, _ = cache[0].shape
+    log2e = 1.4426950408889634
+    # Capped scores get this factor after the cap.
+    factor = scale if cap else scale * log2e
+    values = (chunks[3].shape[1], query.stride(0), heads, window, factor, cap)
+    constants = {
+        "GROUP": heads // kv_heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        # A product of tiles takes no fewer than 16.
+        "BLOCK_D": max(16, _power(dim)),
+        "BLOCK_SIZE": block_size,
+        "HAS_WINDOW": window > 0,
+        "HAS_CAP": cap > 0,
+        # Without TF32: float32 models are compared with plain attention.
+        "PRECISION": "ieee",
+    }
+    return _Arguments(values, constants)
+
+
+@cache
+def _stages(device: torch.device) -> int:
+    """Iterations over keys that are in progress at once."""
+    if device.type != "cuda":
+        return DEEP
+    properties = torch.cuda.get_device_properties(device)
+    found = getattr(properties, "shared_memory_per_block_optin", 0)
+    return DEEP if found >= DEEP_BYTES else SHALLOW
+
+
+def _block_n(dim: int, dtype: torch.dtype) -> int:
+    """Keys of an iteration: as many as shared memory has room for, twice or three times."""
+    keys = 64 if dim <= 128 else 32
+    return keys // 2 if dtype == torch.float32 else keys
+
+
+def _power(number: int) -> int:
+    """The smallest power of 2 that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _define(schema: str, function: Any) -> Any:
+    """Defines an operation that writes to its arguments and returns nothing."""
+    _LIBRARY.define(schema)
+    name = schema.split("(", 1)[0]
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, function, key)
+    torch.library.register_fake(f"tokenbus_triton::{name}", lambda *_, **__: None)
+    return getattr(torch.ops.tokenbus_triton, name)
+
+
+SPLIT_ATTENTION = _define(
+    "split_attention(Tensor(a!) out, Tensor query, Tensor[] cache, Tensor[] chunks, "
+    "Tensor(b!)[] partials, int max_programs, float scale, int window, float cap) -> ()",
+    split_attention,
+)
+PREFILL_ATTENTION = _define(
+    "prefill_attention(Tensor(a!) out, Tensor query, Tensor[] cache, Tensor[] chunks, "
+    "float scale, int window, float cap) -> ()",
+    prefill_attention,
+)
+NORM = _define(
+    "norm(Tensor(a!) normed, Tensor(b!) hidden, Tensor? update, Tensor gain, float eps, "
+    "float scale, Tensor? post_gain, float post_eps) -> ()",
+    norm,
+)
+GATED = _define("gated(Tensor(a!) out, Tensor gate_up, bool gelu) -> ()", gated)
+ROTARY_STORE = _define(
+    "rotary_store(Tensor(a!) heads, Tensor[] rotation, Tensor slots, Tensor(b!)[] cache, "
+    "Tensor[] gains, float[] eps) -> ()",
+    rotary_store,
+)
