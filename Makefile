@@ -4,6 +4,7 @@ PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
+TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PACKAGES := protocol transport broker workers clients grammars inprocess
@@ -12,7 +13,7 @@ NATIVE := $(wildcard workers/gpu/model/cpu_native/*.c workers/gpu/model/cpu_nati
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-paused test-long fuzz chaos ray lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long fuzz chaos ray triton lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -87,6 +88,12 @@ chaos: install
 ray: install
 	$(PY) -m pip install --quiet --editable '.[ray]'
 	$(PY) -m pytest -p no:xdist tests/cluster/ray_nodes.py $(ARGS)
+
+# The kernels for GPUs in Triton's interpreter, on a CPU; installs Triton (285 MB). make test skips
+# these tests, as the interpreter must be chosen before Triton is imported.
+triton: install
+	$(PY) -m pip install --quiet $(TRITON)
+	TRITON_INTERPRET=1 $(PYTEST) tests/workers/gpu/triton $(ARGS)
 
 # The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
 lint: install

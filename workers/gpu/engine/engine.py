@@ -106,8 +106,8 @@ class Engine:
         layout = choose_layout(loaded)
         if config.require_fast_attention and not layout.in_place:
             raise ModelLoadError(
-                f"{loaded.name} is not served, as require_fast_attention is set and FlashAttention "
-                f"cannot read its blocks: {layout.why}"
+                f"{loaded.name} is not served, as require_fast_attention is set and no kernel "
+                f"can read its blocks: {layout.why}"
             )
         size = config.kv_cache_bytes or _cache_bytes(loaded, layout, config, draft_model)
         draft_size = 0
