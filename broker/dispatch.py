@@ -538,24 +538,24 @@ class Dispatcher:
         settings, session, queues = self._settings, request.session, self.queues.values()
         number, size = self.queued, sum(queue.bytes for queue in queues)
         most = room_for(request.priority, settings.max_queued)
-        most_bytes = room_for(request.priority, settings.max_queued_bytes)
-        if number >= most or size + request.bytes > most_bytes:
+        max_bytes = room_for(request.priority, settings.max_queued_bytes)
+        if number >= most or size + request.bytes > max_bytes:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"{number} requests wait for a worker already; with this one they would have "
-                f"{size + request.bytes} bytes, of {most_bytes} that are allowed at its priority, "
+                f"{size + request.bytes} bytes, of {max_bytes} that are allowed at its priority, "
                 f"or be more than {most}; try again later",
                 retry_after_s=self._pace.retry_after_s(self.now),
             )
         if session.key:
             use = session.use
-            self._check_share("key", use, request, (number, size), (most, most_bytes))
+            self._check_share("key", use, request, (number, size), (most, max_bytes))
             # A key may have half of the room that other keys leave, and its sessions share that
             # likewise.
             most = (most - number + use.queued) // 2
-            most_bytes = (most_bytes - size + use.queued_bytes) // 2
+            max_bytes = (max_bytes - size + use.queued_bytes) // 2
             number, size = use.queued, use.queued_bytes
-        self._check_share("session", session, request, (number, size), (most, most_bytes))
+        self._check_share("session", session, request, (number, size), (most, max_bytes))
         self._check_wait(request)
 
     def _check_share(

@@ -133,14 +133,14 @@ class Moves:
             journal = recent.beyond.pop()
             while journal.size > recent.most and journal.oldest is not None:
                 self._give_up(journal)
-        if recent.total > recent.most_in_all:
+        if recent.total > recent.max_total:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
         """All journals together exceed their bound."""
         recent = self._recent
         journals = [session.journal for session in self._sessions]
-        while recent.total > recent.most_in_all:
+        while recent.total > recent.max_total:
             self._give_up(max((j for j in journals if j.oldest is not None), key=lambda j: j.size))
 
     def _give_up(self, journal: Journal) -> None:

@@ -105,7 +105,7 @@ class Recent:
         self.most = max_journal_bytes - max_journal_bytes // 8
         """Maximum size of a journal; the rest of the bound is reserved for messages in this
         buffer."""
-        self.most_in_all = max_total_bytes - max_total_bytes // 8
+        self.max_total = max_total_bytes - max_total_bytes // 8
         self.beyond: set[Journal] = set()
         """Journals that exceed this size."""
         self._largest = self._grown = 0
@@ -115,8 +115,8 @@ class Recent:
         """Packed TOKENs of the current event; ``settle`` is called at its end."""
         self._memory = _NONE
         full = min(SEGMENTS - 2, -(-max_total_bytes // SEGMENT_BYTES))
-        self._most_here = full * SEGMENT_BYTES
-        self._bytes = self._most_here + 2 * SEGMENT_BYTES
+        self._max_here = full * SEGMENT_BYTES
+        self._bytes = self._max_here + 2 * SEGMENT_BYTES
         """The size of the memory."""
         self._free = list(range(full + 2))[::-1]
         """Segments that are not in use. The last of the list, which was used most recently, is used
@@ -143,7 +143,7 @@ class Recent:
     def limit(self) -> int:
         """Bytes that may be in this buffer."""
         left = min(self._max_journal - self._largest, self._max_total - self.total)
-        return min(self._most_here, left)
+        return min(self._max_here, left)
 
     def reserve(self) -> None:
         """Allocates the memory of all segments now, 64 MiB in about 25 ms.

@@ -21,7 +21,7 @@ from array import array
 from .regex.bounds import shown
 from .regex.dfa import Dfa
 
-LONGEST_TEXT = 65_536
+MAX_TEXT_BYTES = 65_536
 """Bytes of UTF-8 of a text."""
 MAX_STATES = 65_535
 """States, the dead one included: the guest engine has 16 bits for a state."""
@@ -39,7 +39,7 @@ def compile_substring(text: str) -> Dfa:
 
     About 1.4 states for a byte of prose and at most 2; a few more than the minimal automaton has if
     the end of the text also occurs elsewhere in it. Raises SubstringError if the text has more than
-    ``LONGEST_TEXT`` bytes of UTF-8, needs more than ``MAX_STATES`` states, or has a lone
+    ``MAX_TEXT_BYTES`` bytes of UTF-8, needs more than ``MAX_STATES`` states, or has a lone
     surrogate.
     """
     try:
@@ -48,9 +48,9 @@ def compile_substring(text: str) -> Dfa:
         raise SubstringError(
             f"the text has a lone surrogate at character {error.start:,}, which UTF-8 cannot write"
         ) from None
-    if len(data) > LONGEST_TEXT:
+    if len(data) > MAX_TEXT_BYTES:
         raise SubstringError(
-            f"the text has {len(data):,} bytes; at most {LONGEST_TEXT:,} are allowed "
+            f"the text has {len(data):,} bytes; at most {MAX_TEXT_BYTES:,} are allowed "
             f"(text {shown(text)})"
         )
     letters = sorted(set(data))

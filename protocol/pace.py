@@ -7,7 +7,7 @@ RETRY_AFTER_S = 1.0
 """Seconds until a client should try again if the rate is not known."""
 MEMORY = 16
 """Number of past events in the average, whose weights decay."""
-FEWEST = 4
+MIN_TIMES = 4
 """The rate is unknown until the event has happened at this number of times."""
 BOUNDS_S = (0.1, 60.0)
 """The shortest and the longest time for which a client is asked to wait, in seconds."""
@@ -47,7 +47,7 @@ class Pace:
 
     def per_s(self, now: float) -> float | None:
         """Events per second; None if the rate is not known."""
-        if self._times < FEWEST:
+        if self._times < MIN_TIMES:
             return None
         longer_s = max(0.0, now - self._at - self._gap_s)
         return self._number / (self._gap_s + longer_s / min(self._times, MEMORY))

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TypedDict
 
 PR_SET_PDEATHSIG = 1
-LARGEST_ORDER = 1 << 20
+MAX_ORDER_BYTES = 1 << 20
 """In bytes; it holds an environment."""
 
 
@@ -73,7 +73,7 @@ def serve(orders: socket.socket) -> Order | None:
                     selector.unregister(key.fd)
                     _report(key.fd, *running.pop(key.fd))
                     continue
-                text, pipes, _, _ = socket.recv_fds(orders, LARGEST_ORDER, 1)
+                text, pipes, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
                 if not text:
                     for child, _ in running.values():
                         os.kill(child, signal.SIGKILL)

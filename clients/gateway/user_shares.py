@@ -59,7 +59,7 @@ class UserShares:
         """Whether the process ends and leaves its streams to the next one; ``server.py`` sets
         it."""
         self._most = max_streams
-        self._most_bytes = max_body_bytes
+        self._max_bytes = max_body_bytes
         self._streams = 0
         self._body_bytes = 0
         self._pace = Pace()
@@ -122,14 +122,14 @@ class UserShares:
             return
         name = current_user.get()
         user = self._users.get(name) or _User()
-        if fits_share(user.body_bytes, self._body_bytes, self._most_bytes, size):
+        if fits_share(user.body_bytes, self._body_bytes, self._max_bytes, size):
             self._take(name, user, 0, size)
             return
         kind = UserLimitError if user.body_bytes else UnavailableError
         raise kind(
             Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
             f"the bodies of your open requests would have {user.body_bytes + size} bytes, those of "
-            f"all {self._body_bytes + size}, of {self._most_bytes} for which this gateway has "
+            f"all {self._body_bytes + size}, of {self._max_bytes} for which this gateway has "
             "room; try again later",
             retry_after_s=self._pace.retry_after_s(time.monotonic()),
         )

@@ -13,7 +13,7 @@ from .stops import Stopped
 
 MAX_STATES = 65_535
 """States, the dead one included: the guest engine has 16 bits for a state."""
-LONGEST_STOP = 1_024
+MAX_STOP_BYTES = 1_024
 """Bytes of UTF-8 of a stop."""
 _LOOKED_AT = 200_000
 """Number of places that are examined to find the part that grew."""
@@ -105,7 +105,7 @@ def stop_at(
     nowhere before, not even overlapping. A part of None matches every text.
 
     Limits and errors as of ``sequence``. Also raises CombinationError if the stop is empty, has
-    more than ``LONGEST_STOP`` bytes or a lone surrogate, and if no text of the part ends with its
+    more than ``MAX_STOP_BYTES`` bytes or a lone surrogate, and if no text of the part ends with its
     first stop, as with ``.*`` and a newline; to let the stop follow the part, use
     ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
     """
@@ -113,9 +113,9 @@ def stop_at(
         data = stop.encode()
     except UnicodeEncodeError:
         raise CombinationError(f"the stop {shown(stop)} has a lone surrogate") from None
-    if not 1 <= len(data) <= LONGEST_STOP:
+    if not 1 <= len(data) <= MAX_STOP_BYTES:
         raise CombinationError(
-            f"the stop has {len(data):,} bytes; 1 to {LONGEST_STOP:,} are allowed ({shown(stop)})"
+            f"the stop has {len(data):,} bytes; 1 to {MAX_STOP_BYTES:,} are allowed ({shown(stop)})"
         )
     inner = _any_text() if part is None else part
     budget = Budget(max_states, max_seconds)

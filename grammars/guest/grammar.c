@@ -69,7 +69,7 @@ EXPORT("grammar_wake") uint32_t export_wake(void) {
 // A free slot for a new sequence, if need be in the memory of the mask cache; negative for none.
 static int32_t new_place(void) {
     const int32_t place = free_place();
-    if (place != NO_ROOM || chunk_count <= LEAST_CHUNKS) return place;
+    if (place != NO_ROOM || chunk_count <= MIN_CHUNKS) return place;
     forget();
     arena_to_stay();
     return free_place();

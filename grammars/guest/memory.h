@@ -8,8 +8,8 @@
 
 #define EXPORT(name) __attribute__((export_name(name)))
 
-// LEAST_CHUNKS: so many are always left to the arena.
-enum { PAGE = 65536, CHUNK = 1 << 20, MAX_CHUNKS = 512, LEAST_CHUNKS = 8 };
+// MIN_CHUNKS: so many are always left to the arena.
+enum { PAGE = 65536, CHUNK = 1 << 20, MAX_CHUNKS = 512, MIN_CHUNKS = 8 };
 
 __attribute__((import_module("tokenbus"), import_name("fail"), noreturn)) void host_fail(
     const char *text, uint32_t n);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-LONGEST_PATTERN = 200_000
+MAX_PATTERN_CHARACTERS = 200_000
 """Characters of a pattern, or of all lexemes of a lexer together."""
 MAX_ENTRIES = 2_000_000
 """Positions in all states of a subset construction together, some 100 MB."""

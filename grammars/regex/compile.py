@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .blame import grown
-from .bounds import LONGEST_PATTERN, Budget, Exhausted, RegexError
+from .bounds import MAX_PATTERN_CHARACTERS, Budget, Exhausted, RegexError
 from .dfa import Dfa, LexerDfa, lexer_table, table
 from .minimize import minimise
 from .positions import positions_of, spelled_out
@@ -60,9 +60,9 @@ def compile_choice(
     if not texts:
         raise RegexError("the language is empty: there is no text to choose from", "")
     length = sum(map(len, texts))
-    if length > LONGEST_PATTERN:
+    if length > MAX_PATTERN_CHARACTERS:
         raise RegexError(
-            f"the texts have {length:,} characters; at most {LONGEST_PATTERN:,} are allowed",
+            f"the texts have {length:,} characters; at most {MAX_PATTERN_CHARACTERS:,} are allowed",
             texts[0],
         )
     budget = Budget(max_states, max_seconds)
@@ -84,10 +84,10 @@ def compile_lexer(
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)
-    if not lexemes or length > LONGEST_PATTERN:
+    if not lexemes or length > MAX_PATTERN_CHARACTERS:
         raise RegexError(
             f"the lexer has {len(lexemes):,} lexemes of {length:,} characters together; 1 or more, "
-            f"of at most {LONGEST_PATTERN:,} characters together, are allowed",
+            f"of at most {MAX_PATTERN_CHARACTERS:,} characters together, are allowed",
             "",
         )
     trees: list[Tree] = []

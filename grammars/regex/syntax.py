@@ -11,7 +11,7 @@ import importlib.util
 import re
 from typing import Any
 
-from .bounds import LONGEST_PATTERN, Budget, RegexError
+from .bounds import MAX_PATTERN_CHARACTERS, Budget, RegexError
 
 _SKIPPED = re.compile(r"(?:\(\?(?:#[^)]*|[aimsux]+)\))*")
 _SKIPPED_VERBOSE = re.compile(r"(?:\s+|#[^\n]*(?:\n|\Z)|\(\?(?:#[^)]*|[aimsux]+)\))*")
@@ -84,9 +84,10 @@ def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
     Raises RegexError with Python's message if the pattern is not a regular expression, Exhausted
     when the time is used up.
     """
-    if len(pattern) > LONGEST_PATTERN:
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise RegexError(
-            f"the pattern has {len(pattern):,} characters; at most {LONGEST_PATTERN:,} are allowed",
+            f"the pattern has {len(pattern):,} characters; at most {MAX_PATTERN_CHARACTERS:,} are "
+            "allowed",
             pattern,
         )
     try:

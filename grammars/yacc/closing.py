@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .grammar import Grammar
 from .lr1 import Items, State
 
-LONGEST_REST = 1024
+MAX_REST_TOKENS = 1024
 """Terminals of a rest; an item that needs more has no rest."""
 
 
@@ -85,7 +85,7 @@ def find_rests(
             symbol = waiting.pop()
             if symbol < terminals:
                 out.append(symbol)
-                if len(out) > LONGEST_REST:
+                if len(out) > MAX_REST_TOKENS:
                     return None
             else:
                 waiting.extend(reversed(grammar.productions[best[symbol]].rhs))

@@ -92,7 +92,7 @@ def test_the_bounds_of_a_journal_and_of_all_hold_at_any_time(seed: int) -> None:
             while journal.size > recent.most and journal.oldest is not None:
                 world.live = {at: one for at, one in world.live.items() if one != journal.oldest}
                 journal.end(journal.oldest)
-        while recent.total > recent.most_in_all:
+        while recent.total > recent.max_total:
             journal = max(journals, key=lambda one: one.size)
             assert journal.oldest is not None
             world.live = {at: one for at, one in world.live.items() if one != journal.oldest}

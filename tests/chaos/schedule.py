@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door")
 """The kinds of processes. ``door`` is the gateway that has streams: it is only stopped."""
-LONGEST_STOP_S = 8.0
+MAX_STOP_S = 8.0
 """Longer than a lease; shorter than a session waits for its client."""
 
 
@@ -31,7 +31,7 @@ def blows(seed: int, kinds: Sequence[str] = KINDS, only_kills: bool = False) -> 
     while True:
         kind = chance.choice(kinds)
         stops = chance.random() < 0.5 or kind == "door"
-        stop_s = round(chance.uniform(0.5, LONGEST_STOP_S), 1)
+        stop_s = round(chance.uniform(0.5, MAX_STOP_S), 1)
         stop = stop_s if stops and not only_kills else None
         yield Blow(number, kind, chance.randrange(12), stop)
         number += 1

@@ -101,7 +101,7 @@ def main() -> None:
     options = [
         f"-runs={given.runs}",
         f"-seed={given.seed}",
-        f"-max_len={target.most_bytes}",
+        f"-max_len={target.max_bytes}",
         f"-timeout={HANG_S}",
         f"-rss_limit_mb={MAX_MB}",
         f"-artifact_prefix={folder}/",
@@ -143,7 +143,7 @@ def _try_mutations(
     for data in islice(mutated(corpus, target.words, Random(given.seed)), given.runs):
         signal.alarm(HANG_S)
         try:
-            tries.one(data[: target.most_bytes])
+            tries.one(data[: target.max_bytes])
         except BaseException:
             (BUILD / given.target / "failed").write_bytes(data)
             raise

@@ -231,4 +231,4 @@ def corpus() -> Iterator[bytes]:
             yield draw.randbytes(size)
 
 
-TARGET = Target(run, corpus, tuple(FROM_CLIENT), most_bytes=1024)
+TARGET = Target(run, corpus, tuple(FROM_CLIENT), max_bytes=1024)

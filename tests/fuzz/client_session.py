@@ -213,4 +213,4 @@ def corpus() -> Iterator[bytes]:
             yield draw.randbytes(size)
 
 
-TARGET = Target(run, corpus, tuple(FROM_BROKER), most_bytes=1024)
+TARGET = Target(run, corpus, tuple(FROM_BROKER), max_bytes=1024)

@@ -16,5 +16,5 @@ class Target(NamedTuple):
     """Inputs, most of them valid; the same ones in each run."""
     words: tuple[bytes, ...] = ()
     """Texts that mutations insert: keywords of the format."""
-    most_bytes: int = 4096
+    max_bytes: int = 4096
     """The size of an input at most: of one that is a sequence of events, as many as are played."""

@@ -206,5 +206,5 @@ def corpus() -> Iterator[bytes]:
             yield draw.randbytes(size)
 
 
-NATIVE = Target(run_native, corpus, most_bytes=1024)
-AICI = Target(run_aici, corpus, most_bytes=1024)
+NATIVE = Target(run_native, corpus, max_bytes=1024)
+AICI = Target(run_aici, corpus, max_bytes=1024)

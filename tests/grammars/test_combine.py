@@ -16,7 +16,7 @@ from tokenbus.grammars.combine import (
     sequence,
     stop_at,
 )
-from tokenbus.grammars.combine.operations import LONGEST_STOP
+from tokenbus.grammars.combine.operations import MAX_STOP_BYTES
 from tokenbus.grammars.regex import Dfa, compile_choice, compile_regex
 from tokenbus.grammars.substring import compile_substring
 
@@ -189,12 +189,12 @@ def test_counts_that_cannot_be_are_refused() -> None:
 
 
 def test_stops_that_cannot_be_are_refused() -> None:
-    for stop in ("", "é" * (LONGEST_STOP // 2 + 1)):
+    for stop in ("", "é" * (MAX_STOP_BYTES // 2 + 1)):
         with pytest.raises(CombinationError, match="1 to 1,024 are allowed"):
             stop_at(None, stop)
     with pytest.raises(CombinationError, match="a lone surrogate"):
         stop_at(None, "\ud800")
-    assert stop_at(None, "é" * (LONGEST_STOP // 2)).accepts(b"a" + "é".encode() * 512)
+    assert stop_at(None, "é" * (MAX_STOP_BYTES // 2)).accepts(b"a" + "é".encode() * 512)
 
 
 def test_a_combination_that_explodes_names_the_part_that_grew() -> None:

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenbus.grammars.regex import Dfa, compile_choice
 from tokenbus.grammars.substring import (
-    LONGEST_TEXT,
     MAX_STATES,
+    MAX_TEXT_BYTES,
     SubstringError,
     compile_substring,
 )
@@ -101,7 +101,7 @@ def test_more_states_than_a_guest_can_number_are_refused_by_size() -> None:
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(SubstringError, match="has 65,538 bytes; at most 65,536 are allowed"):
-        compile_substring("é" * (LONGEST_TEXT // 2 + 1))
+        compile_substring("é" * (MAX_TEXT_BYTES // 2 + 1))
 
 
 def test_a_lone_surrogate_is_refused_with_its_place() -> None:

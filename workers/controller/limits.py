@@ -31,7 +31,7 @@ class Limits:
     compile_bytes: int = 1024**3
     """Memory of that process."""
     text_bytes: int = 1024 * 1024
-    """Bytes of a text that a guest may tokenize in one call; ``most_text`` may allow less."""
+    """Bytes of a text that a guest may tokenize in one call; ``max_text`` may allow less."""
     forks: int = 128
     """Sequences of one request."""
     idle_wakes: int = 10_000
@@ -46,7 +46,7 @@ class Limits:
     """Bytes that a request may write to variables during its life; each write is also sent to its
     client."""
 
-    def most_text(self, call_s: float) -> int:
+    def max_text(self, call_s: float) -> int:
         """Bytes of a text that may be tokenized at once in a call of ``call_s`` seconds of CPU.
 
         A tokenizer cannot be interrupted, so a text that would take longer than the call is

@@ -26,7 +26,7 @@ from .aici_calls import (
     post_process_argument,
     pre_process_answer,
 )
-from .aici_storage import most_bytes, run_command
+from .aici_storage import max_bytes, run_command
 from .host_functions import HostFunction, linkers
 from .instance import Guest, Template
 from .native import special_token, tokenized
@@ -254,7 +254,7 @@ def _tokens(state: AiciState) -> int:
 
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
-    _check_size("a storage command", size, most_bytes(limit))
+    _check_size("a storage command", size, max_bytes(limit))
     # The JSON was decoded, and the value is read as hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)

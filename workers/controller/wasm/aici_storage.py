@@ -43,7 +43,7 @@ _COMMAND_IS = (
 )
 
 
-def most_bytes(variable_bytes: int) -> int:
+def max_bytes(variable_bytes: int) -> int:
     """Maximum bytes of a command with values of at most ``variable_bytes``; names may be
     escaped."""
     return 2 * variable_bytes + 6 * NAME_BYTES + 256

@@ -316,7 +316,7 @@ def _tokenize(state: NativeState, address: int, size: int, into: int, most: int)
 def tokenized(guest: Guest, host: Host, address: int, size: int) -> list[int]:
     """The tokens of a text in a guest's memory; raises ControllerError if it is too long for the
     time limit of the current call."""
-    most = host.limits.most_text(guest.limit_s)
+    most = host.limits.max_text(guest.limit_s)
     if size > most:
         raise ControllerError(
             Code.CONTROLLER_FAILED,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..engine.sequence import Sequence
     from .draft_model import DraftModel
 
-LEAST = 0.2
+MIN_PROBABILITY = 0.2
 """The draft model writes nothing for a sequence whose tokens it foresees less often than this."""
 RETRY_STEPS = 32
 """After this many steps without a draft it writes one nevertheless, as the text may have
@@ -158,7 +158,7 @@ class Speculation:
     ) -> list[tuple[Sequence, Drafting, Match, int]]:
         """The sequences for which a draft in a step of this many ``rows`` saves more than it costs,
         with the match that it is made from and its length."""
-        if self._costs is None or not 0 < rows <= self._costs.most_sequences:
+        if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return []
         found: list[tuple[Sequence, Drafting, Match]] = []
         for sequence in sequences:
@@ -191,7 +191,7 @@ class Speculation:
     ) -> tuple[list[Sequence], int]:
         """The sequences for which the draft model is to write in a step of this many ``rows``, and
         how many tokens; 0: none."""
-        if self._costs is None or not 0 < rows <= self._costs.most_sequences:
+        if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return [], 0
         foreseen: list[Sequence] = []
         retried: list[Sequence] = []
@@ -204,7 +204,7 @@ class Speculation:
             if drafting.idle > RETRY_STEPS:
                 retried.append(sequence)
             probability = drafting.acceptance.expected(WRITTEN)
-            if probability >= LEAST:
+            if probability >= MIN_PROBABILITY:
                 foreseen.append(sequence)
                 probabilities.append(probability)
         count = written_length(probabilities, rows, self._costs, model.forward_cost)

@@ -44,7 +44,7 @@ class Costs(NamedTuple):
     draft_cost: float
     """For each sequence of a step in which any has a draft: attention over several rows, and
     verification."""
-    most_sequences: int
+    max_sequences: int
     """Sequences of a step with drafts at most: with more, nothing is looked up."""
 
     def of(self, rows: int) -> float:

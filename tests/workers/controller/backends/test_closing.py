@@ -132,7 +132,7 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "most_bytes"),
+    ("max_tokens", "max_bytes"),
     [
         (4000, 0),  # There is room for a token for each byte.
         (920, 1000),  # Only after one look it is known that there is room.
@@ -141,7 +141,7 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
 )
 @pytest.mark.process
 def test_a_long_closing_is_not_tokenized_in_each_round(
-    monkeypatch: pytest.MonkeyPatch, max_tokens: int, most_bytes: int
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_bytes: int
 ) -> None:
     tokenized: list[int] = []
     tokenize = TokenizerVocabulary.tokenize
@@ -157,7 +157,7 @@ def test_a_long_closing_is_not_tokenized_in_each_round(
     for _ in range(500):
         assert run.mid() == set(range(1 + ord("a"), 2 + ord("z")))
         run.post([1 + ord("b")])
-    assert sum(tokenized) <= most_bytes
+    assert sum(tokenized) <= max_bytes
 
 
 def test_a_text_that_never_fits_is_cut_and_says_so() -> None:

@@ -12,12 +12,12 @@ class FileCache:
     """Files that only this user can read. They are written under a temporary name and renamed, so
     that several processes can share the folder."""
 
-    def __init__(self, folder: Path, suffix: str, most_bytes: int) -> None:
-        """If all files together exceed ``most_bytes``, the least recently used are removed."""
+    def __init__(self, folder: Path, suffix: str, max_bytes: int) -> None:
+        """If all files together exceed ``max_bytes``, the least recently used are removed."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._suffix = suffix
-        self._most = most_bytes
+        self._most = max_bytes
 
     def path(self, key: str) -> Path:
         """The path of a key's file, which may not exist; marks the file as used."""

@@ -23,13 +23,13 @@ from .trial import check
 PART_SHARE = 1 / 12
 """Share of the time that one part may take; a part that takes longer counts as failed in the same
 way."""
-LEAST_S = 0.02
+MIN_S = 0.02
 """Minimum time for each part, in seconds."""
 MAX_PARTS = 32
 """Maximum number of parts of one schema that are tried, the largest first."""
 MANY = 8
 """If a keyword has more parts than this, the error names their number."""
-LONGEST_PATH = 160
+MAX_PATH_CHARACTERS = 160
 """Most characters of a path that an error message shows."""
 
 _SUSPECTED = "took too much"
@@ -66,7 +66,7 @@ def blamed(grammar: str, failed: str, cpu_s: float) -> str:
 class _Search:
     def __init__(self, failed: str, cpu_s: float) -> None:
         self._failed = _kind(failed)
-        self._part_s = max(LEAST_S, cpu_s * PART_SHARE)
+        self._part_s = max(MIN_S, cpu_s * PART_SHARE)
         self._end = _cpu_s() + cpu_s
 
     def schema(self, root: Schema) -> str:
@@ -141,8 +141,8 @@ def _size(part: tuple[str, Schema]) -> int:
 def _named(path: str, node: Schema) -> str:
     if path == "$" and not any(_many(node)):
         return ""
-    if len(path) > LONGEST_PATH:
-        path = f"{path[: LONGEST_PATH // 2]}…{path[-LONGEST_PATH // 2 :]}"
+    if len(path) > MAX_PATH_CHARACTERS:
+        path = f"{path[: MAX_PATH_CHARACTERS // 2]}…{path[-MAX_PATH_CHARACTERS // 2 :]}"
     return path + "".join(_many(node))
 
 

@@ -100,7 +100,7 @@ class Closing:
             self.check_at = 0
             if spare > self._spare:
                 self._look_after(0, spare)
-        elif spare <= min(grammar.most_growth, AMPLE):
+        elif spare <= min(grammar.max_growth, AMPLE):
             self.check_at = 0
 
     def copy(self, host: Host) -> Closing:

@@ -147,7 +147,7 @@ class Grammar:
         return self._schema is not None
 
     @property
-    def most_growth(self) -> int:
+    def max_growth(self) -> int:
         """Upper bound of the tokens by which a text of a schema grows with one item, from the
         length of the schema. ``growth`` is hardly larger, and takes longer to compute."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)

@@ -19,7 +19,7 @@ Arg = str | dict[str, Any] | list[Any] | bool | None
 StartValue = Callable[[str, Arg, Host], Constraint]
 """Makes the controller of a value: a built-in constraint with its argument."""
 
-LONGEST_CHARACTER = 4
+MAX_CHARACTER_BYTES = 4
 """Maximum bytes of a character in UTF-8, and so maximum tokens that complete one."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
@@ -195,8 +195,8 @@ class StructuralController:
             return b""
         tag = state.tags[0]
         most = self._automaton.structure.tags[tag].max_tokens or 0
-        tail = b"".join(map(self._masks.bytes_of, self._tokens[-LONGEST_CHARACTER:]))
-        if self._spent < most + LONGEST_CHARACTER and _ends_inside(tail):
+        tail = b"".join(map(self._masks.bytes_of, self._tokens[-MAX_CHARACTER_BYTES:]))
+        if self._spent < most + MAX_CHARACTER_BYTES and _ends_inside(tail):
             return b""
         return self._automaton.closings[tag]
 
@@ -372,7 +372,7 @@ def _any(mask: memoryview) -> bool:
 
 def _ends_inside(text: bytes) -> bool:
     """Whether a text ends inside a character."""
-    for length in range(1, min(LONGEST_CHARACTER, len(text)) + 1):
+    for length in range(1, min(MAX_CHARACTER_BYTES, len(text)) + 1):
         byte = text[-length]
         if byte >> 6 != 0b10:
             needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1

@@ -17,7 +17,7 @@ import torch
 
 HUGE = 2**21
 """Bytes of a huge page."""
-LEAST = 2**18
+MIN_BYTES = 2**18
 """Bytes of a weight for which it pays."""
 _MADV_COLLAPSE = 25
 
@@ -27,7 +27,7 @@ def collapse(weights: Iterable[torch.Tensor]) -> int:
     are then. Addresses and values stay. Takes about a second for some GB."""
     pages = set()
     for weight in weights:
-        if weight.device.type == "cpu" and weight.nbytes >= LEAST:
+        if weight.device.type == "cpu" and weight.nbytes >= MIN_BYTES:
             first = weight.data_ptr()
             pages |= set(range(first // HUGE, (first + weight.nbytes - 1) // HUGE + 1))
     return sum(_collapsed(page * HUGE) for page in pages)

@@ -73,7 +73,7 @@ class _Buffers:
             key_starts=self._key_starts[: size + 1],
             lengths=self._lengths[:size],
             block_table=self.block_table[:size],
-            longest_chunk=1,
+            max_chunk=1,
             longest=self._longest,
         )
         return self.ids[:size], self._positions[:size], self._rows[:size], batch

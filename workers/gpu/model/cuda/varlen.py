@@ -47,7 +47,7 @@ class VarlenBatch:
     """``[N]``, int32: tokens that each chunk attends to."""
     block_table: torch.Tensor
     """``[N, blocks]``, int32."""
-    longest_chunk: int
+    max_chunk: int
     longest: int
     spans: PackedSpans | None = None
     """The chunks on the host; None in a graph, whose chunks have one token each."""
@@ -68,7 +68,7 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
         key_starts=ints(starts_of(spans.keys)),
         lengths=ints(spans.keys),
         block_table=ints(spans.blocks).view(-1, spans.width),
-        longest_chunk=int(spans.queries.max()),
+        max_chunk=int(spans.queries.max()),
         longest=int(spans.keys.max()),
         spans=spans,
     )
@@ -122,7 +122,7 @@ def attend(
         values,
         context.starts,
         context.key_starts,
-        context.longest_chunk,
+        context.max_chunk,
         context.longest,
         scale=scaling,
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
