@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,9 @@ from ....protocol.messages import ConstraintEnd, FinishReason
 from ....protocol.sampling import Distribution, Sampling
 from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
+from ..speculation.drafting import Drafting
 from .block_manager import BlockTable
 from .text import TextStream
-
-if TYPE_CHECKING:
-    from ..speculation.drafts import Drafting
-
 
 MAX_SEQ = 2**32 - 1
 """The highest number of a sequence: they are sent as u32."""
