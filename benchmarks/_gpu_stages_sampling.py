@@ -1,4 +1,4 @@
-"""Stage 3 of ``gpu_check.py``: the sampler and the races on the device draw the CPU's tokens."""
+"""Stage 3 of ``gpu_check.py``: sampling on the device gives the same tokens as on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
 
 ROWS = 64
 MAX_DIFFERENT = 1e-3
-"""The part of the draws that rounding may decide otherwise: a kernel sums in another order."""
+"""Share of the draws that may differ by rounding, because a kernel sums in another order."""
 LOGPROB_TOLERANCE = 1e-4
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -117,8 +117,8 @@ def _logits(vocab: int, step: int) -> torch.Tensor:
 
 
 def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
-    """The same logits for the device's path; in a dry run with gaps between the rows, which torch's
-    operations take and native code does not."""
+    """The same logits on the device. In a dry run the rows have gaps between them: operations of
+    torch accept such rows, and the native code of the CPU's path does not."""
     if not world.dry:
         return logits.to(world.device)
     wide = torch.zeros(len(logits), logits.shape[1] + 1)

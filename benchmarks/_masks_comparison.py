@@ -47,7 +47,7 @@ class Line:
     first: dict[str, float] = field(default_factory=dict)
     """With an engine that is new to the grammar."""
     again: dict[str, float] = field(default_factory=dict)
-    """With one that has processed the same texts."""
+    """With an engine that has processed the same texts."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
     """For xgrammar and outlines-core: milliseconds to compile the grammar."""
 
@@ -56,12 +56,13 @@ class Comparison:
     """All engines over one vocabulary."""
 
     def __init__(self, world: World, fresh: int, passes: int) -> None:
-        """``fresh``: engines for each case; ``passes``: over its texts, with the last of them."""
+        """``fresh``: number of new engines for each case; ``passes``: number of passes of the last
+        engine over texts that it has processed."""
         self._world = world
         self._fresh, self._passes = fresh, passes
         self._ll_tokenizer = LLGuidance.tokenizer(world.vocabulary)
         self.missing: list[str] = []
-        """Those of the optional engines that are not installed."""
+        """Names of the optional engines that are not installed."""
         self._xgrammar = self._optional(XGrammar.name, XGrammar.compiler)
         self._outlines = self._optional(OutlinesCore.name, OutlinesCore.words)
 
@@ -104,7 +105,7 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Ours and llguidance; and the other engines, none so far."""
+        """Makers of our engine and of llguidance, and an empty dict for those of other engines."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),
@@ -140,7 +141,7 @@ class Comparison:
         for engine in engines.values():
             engine.close()
         for name, make in others.items():
-            # Neither supports every pattern, nor every text of those that it supports.
+            # xgrammar and outlines-core do not support every pattern, or fail at some texts.
             with suppress(ValueError, RuntimeError):
                 self._measure_other(line, name, make, parts)
         return line

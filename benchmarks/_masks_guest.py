@@ -87,10 +87,9 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to its first mask; and those of each regular
-    expression. They exclude files that a worker reads and compiles once. Each is the best of
-    several, all of them new: they take so long that other work on the machine is in most of
-    them."""
+    """Milliseconds from a constraint's argument to its first mask, and the same for each regular
+    expression. Work that a worker does once is excluded. Each figure is the best of several
+    runs with new ``Constraints``, because other work on the machine slows most of them."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -124,8 +123,8 @@ def _wrapped(pattern: str, times: int) -> str:
 def _first_mask(
     world: World, constraints: Constraints, name: str, arg: str, after: str = ""
 ) -> float:
-    """Seconds from an argument to a mask. Then a text is processed, not timed, and all is
-    closed."""
+    """Seconds from an argument to its first mask. Then the text ``after`` is processed, without
+    timing, to fill the caches."""
     program = constraints.get(name)
     assert program is not None
     mask = world.mask()

@@ -67,6 +67,6 @@ def p99(seconds: Sequence[float]) -> float:
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """The mean over the steps, in microseconds, of each step's median over the passes: other load
-    on the machine affects different steps in each pass."""
+    """Mean time of a step, in microseconds. Each step counts with its median over the passes. Other
+    load on the machine affects different steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

@@ -1,7 +1,7 @@
 """A bare round trip between two processes through a third with two ROUTER sockets: zmq alone.
 
-It is the least cost of a message between two workers, which goes through the broker, and so the
-peer of each measured answer from another process.
+A message between two workers passes through the broker, so this is its least time. Benchmarks
+compare the measured times of such messages with it.
 
 ``python benchmarks/_round_trip.py relay FRONT BACK`` passes messages on between its two ROUTERs;
 ``python benchmarks/_round_trip.py echo BACK`` sends each message back.
@@ -57,7 +57,7 @@ def round_trip_us(folder: Path, times: int = 2_000) -> float:
 
 
 def _relay(front: str, back: str) -> None:
-    """Messages of the front go to the echo, which is the last to have announced itself."""
+    """Passes messages from the front to the latest echo process that announced itself, and back."""
     context = zmq.Context()
     clients, workers = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     clients.bind(front)

@@ -1,6 +1,6 @@
-"""Eight workers with real block managers, whose forward only takes time, at the real broker core.
+"""Simulates eight workers at the real broker core, with real block managers and without a model.
 
-All of it in simulated time: an arrival, a step of a worker and a tick are events of one queue.
+Time is simulated too: an arrival, a step of a worker and a tick are events of one queue.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODEL = "m"
 WORKERS = 8
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
-"""Blocks of a worker: 65,520 tokens, as 8 GB hold of a model of 8 billion parameters."""
+"""Blocks of a worker: 65,520 tokens, a KV cache of 8 GB for a model of 8 billion parameters."""
 BATCHED_TOKENS = 2_048
 PREFILL_S = 1 / 16_000
 """Seconds for a token of a prompt."""
 STEP_S = 0.012
-"""Seconds of a step beyond its prompts: the weights are read once."""
+"""Seconds of a step without prompts: the time to read the weights once."""
 MAX_RUNNING = 64
 PAGES_EVERY_S = 0.1
 TICK_S = 0.25
@@ -63,7 +63,7 @@ class _Sequence:
 
 
 class SimulatedWorker:
-    """Continuous batching with chunked prefill and prefix reuse; a token costs its time."""
+    """Continuous batching with chunked prefill and prefix reuse; prefill takes time by token."""
 
     def __init__(self, number: int) -> None:
         self.number, self.peer = number, b"\0w%d" % number
@@ -109,7 +109,8 @@ class SimulatedWorker:
         return self.blocks.reserve(sequence.table, sequence.computed, end) is not None
 
     def finish(self, chunks: list[tuple[_Sequence, int]], now: float) -> list[_Sequence]:
-        """The step is over: its sequences have a token more; those that end."""
+        """Ends a step: appends a token to each sequence without tokens left to compute. Returns the
+        sequences that have ended."""
         ended = []
         for sequence, count in chunks:
             sequence.computed += count
@@ -119,7 +120,7 @@ class SimulatedWorker:
             stream = sequence.stream
             stream.first_token = stream.first_token or now
             generated = len(sequence.tokens) - len(stream.prompt)
-            # Any token; the same for the same text, as a greedy model's.
+            # An arbitrary token that depends only on the text, as with a greedy model.
             sequence.tokens.append((sequence.tokens[-1] * 31 + len(sequence.tokens)) % 50_000)
             if generated + 1 >= stream.num_output:
                 self.blocks.free(sequence.table)

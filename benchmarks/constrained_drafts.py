@@ -1,10 +1,10 @@
-"""Streams under constraints with drafts over the same without: JSON of many rows, and a regex.
+"""The gain of drafts for streams under a JSON schema and under a regex.
 
-Broker, GPU worker and controller worker run as threads of one process, with the embedded model,
-once for each side. A prompt has rows of JSON; more of them follow, under a schema with free
-strings, which forces what is between these (``forced_share`` of the tokens are appended, not
-sampled), or under a regex that allows any row. Greedy, a session for each run; tokens,
-log-probabilities and ends of both sides are compared.
+Broker, GPU worker and controller worker run as threads of one process, with the embedded model:
+one such system has drafts, the other has none. The prompt has rows of JSON, and the stream
+continues with more rows. The schema leaves only the strings free: ``forced_share`` of the tokens
+are appended, not sampled. The regex allows any row. Sampling is greedy, and each run has a session
+of its own. Tokens, log-probabilities and finish reasons of both systems are compared.
 """
 
 from __future__ import annotations

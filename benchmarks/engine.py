@@ -1,7 +1,8 @@
 """The engine against transformers' ``generate`` and its continuous batching, on this machine.
 
-A Llama shape of 21 million parameters with random weights, greedy, everything in one process. Each
-time is the best of several runs, as other work on the machine only ever makes one slower.
+The model is a Llama of 21 million parameters with random weights; sampling is greedy. Everything
+runs in one process. Each time is the best of several runs, because other work on the machine only
+makes runs slower.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
-    """The best time of each, taken in turn so that a noisy minute hits all of them."""
+    """The best time of each work. They run in turn, so that a noisy minute affects all of them."""
     times = [[timed(work) for work in works] for _ in range(runs)]
     return [min(column) for column in zip(*times, strict=True)]
 
@@ -62,7 +63,7 @@ def generate(model: Any, prompts: Prompts, new: int) -> None:
 
 
 def generate_static(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
-    """Static batches of 32: each goes on until its longest is done."""
+    """Static batches of 32: each runs until its longest request has ended."""
     for i in range(0, len(prompts), BATCH):
         generate(model, prompts[i : i + BATCH], max(new[i : i + BATCH]))
 
@@ -165,7 +166,7 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Time to the first token with a prefix of 1,500 tokens that was seen, over a cold one."""
+    """Time to the first token with 1,500 cached tokens of the prompt, over the time without."""
     rng = random.Random(2)
     ratios = []
     for _ in range(runs):
@@ -220,9 +221,9 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
-    """Microseconds of a step at batch 32 without the model's forward, which leaves scheduling,
-    packing, sampling and results; and these over the forward of such steps, timed before and
-    after them."""
+    """Microseconds of a step at batch 32 without the model's forward, and the ratio to the time of
+    the forward. The remaining work is scheduling, packing, sampling and results. The forward is
+    timed in steps before and after these."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -246,7 +247,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
     forward_steps()
     runner._forward = lambda *_: logits
     times = [timed(engine.step) for _ in range(steps)]
-    runner.forget_mirrors()  # Nothing was computed for them.
+    runner.forget_mirrors()  # The steps without a forward wrote no keys and values.
     forward_steps()
     runner._forward = forward
     for request in requests:
@@ -256,7 +257,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
 
 
 def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
-    """Decoding at batch 32 through torch.compile, over without."""
+    """Decode rate at batch 32 with torch.compile, over the rate without it."""
     rng = random.Random(6)
     times = []
     for through in (False, True):
@@ -288,7 +289,7 @@ def main() -> None:
     """Runs all of it."""
     args = arguments(__doc__)
     runs = 2 if args.quick else 5
-    # Two models of the same weights: the engine changes how its own lie in memory.
+    # Two models with the same weights: the engine changes the memory layout of its model's weights.
     model = llama()
     ours = Ours(wrap_model("bench", llama()))
     results = against_generate(model, ours, runs)

@@ -1,9 +1,9 @@
 """The cost of the gateway's interfaces over the Python client on the bus, with the same broker and
 worker.
 
-64 streams of a Llama of 21 million parameters, by the bus client, as server-sent events and over
-one WebSocket, in turns; the time to first token of one request, in turns; and the memory of 2,000
-idle connections. Client, gateway, broker and worker share the machine.
+64 streams of a Llama of 21 million parameters run in turns by the bus client, as server-sent events
+and over one WebSocket. The time to first token of one request is measured in turns too. Then the
+gateway holds 2,000 idle connections. Client, gateway, broker and worker share the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTES = {
     "ws_vs_bus": "tokens/s of 64 streams of one WebSocket over the bus client; at least 0.8",
     "ttft_added_vs_bus": "time to first token by /v1/completions over the bus client; at most 1.3",
     "idle_connections_mb": "memory of 2,000 idle connections, half of them WebSockets; at most 100",
-    "bus_tokens_per_s": "of the bus client",
+    "bus_tokens_per_s": "tokens/s of 64 streams by the bus client",
 }
 
 
@@ -71,7 +71,7 @@ class System:
         return sum(map(int, private)) * 1024
 
     def wait(self) -> None:
-        """Waits until it serves."""
+        """Waits until the worker has the model and the gateway is ready."""
         deadline = time.monotonic() + 120.0
         with Client(self.front, patience_s=120.0) as client:
             client.model_info(self.model, timeout_s=120.0)
@@ -84,7 +84,7 @@ class System:
         raise TokenbusError("no_worker", "the gateway is not ready")
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Kills all processes."""
         for process in reversed(self.processes):
             process.kill()
             process.wait()
@@ -149,7 +149,7 @@ class Sse:
 
 
 async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) -> float:
-    """By the bus client."""
+    """Throughput of ``STREAMS`` streams by the bus client."""
 
     async def one() -> None:
         stream = client.generate(
@@ -163,14 +163,14 @@ async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) ->
 
 
 async def sse_tokens_per_s(connections: list[Sse], tokens: int) -> float:
-    """As server-sent events, a connection for each stream."""
+    """Throughput of server-sent events, with one connection for each stream."""
     began = time.perf_counter()
     await asyncio.gather(*(one.stream(tokens) for one in connections))
     return STREAMS * tokens / (time.perf_counter() - began)
 
 
 async def ws_tokens_per_s(running: System, tokens: int) -> float:
-    """Over one WebSocket: the text of each token too."""
+    """Throughput of ``STREAMS`` streams over one WebSocket, with the text of each token."""
     async with connect(f"ws://127.0.0.1:{running.port}/", max_queue=None) as websocket:
         began = time.perf_counter()
         for number in range(STREAMS):
@@ -206,7 +206,7 @@ async def bus_first_token_s(running: System, client: AsyncClient) -> float:
 
 
 async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
-    """The ratios, each of the medians of runs in turns."""
+    """Ratios of throughput and of time to first token: medians of runs that take turns."""
     found: dict[str, list[float]] = {name: [] for name in ("bus", "sse", "ws")}
     times: dict[str, list[float]] = {name: [] for name in ("bus", "sse")}
     connections = [Sse(running) for _ in range(STREAMS)]

@@ -1,21 +1,21 @@
 """The cost of growth for the broker, and the gain of one more GPU worker.
 
-The core of the broker, without its sockets and with the journal, with up to 10,000 workers and a
-million live streams of a thousand clients (``_scale_core.py``). Times are CPU time, and each figure
-is the least of several runs, as other work on the machine takes caches and not time:
+``_scale_core.py`` runs the broker's core, with the journal and without sockets, with up to 10,000
+workers and a million live streams of a thousand clients. Times are CPU time. Each figure is the
+least of several runs, because other work on the machine evicts caches:
 
-- ``us_per_token_1m_vs_1k``: routing a step's tokens, with a million live streams at 1,000 workers
-  over a thousand at 100;
-- ``us_per_submit_10kw_vs_10w``: admitting a request and choosing its worker, with 10,000 workers
-  over ten, with 100,000 live streams at both;
-- ``bytes_per_stream``: memory for each of a million live streams, beyond the request and the tokens
-  that the journal keeps of it;
-- ``tick_ms_max``: the longest tick of all of these.
+- ``us_per_token_1m_vs_1k``: time to route a step's tokens with a million live streams at 1,000
+  workers, divided by the time with a thousand streams at 100 workers;
+- ``us_per_submit_10kw_vs_10w``: time to admit a request and choose its worker with 10,000 workers,
+  divided by the time with ten workers; both have 100,000 live streams;
+- ``bytes_per_stream``: memory for each of a million live streams, without the request and the
+  tokens in the journal;
+- ``tick_ms_max``: the longest tick of these systems.
 
 ``worker_scaling_8`` (``_scale_workers.py``): whole systems with 1, 2, 4 and 8 GPU workers whose
 forward is a sleep of 25 ms, on one broker, with two controller workers and half of the streams
 under a constraint: the throughput with 8 over eight times that with one. All processes of such a
-system share the processors of this machine: with two of them, the figure is also theirs.
+system share the processors of this machine: if there are only two, they limit the figure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int)
 
 
 def alone(work: Callable[..., Figures], *args: float) -> Figures:
-    """Runs it in a process of its own, whose memory is its own."""
+    """Runs ``work`` in a new process, so that its memory is measured alone."""
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)
 
@@ -57,7 +57,7 @@ def alone(work: Callable[..., Figures], *args: float) -> Figures:
 NOTES = {
     "us_per_token_1m_vs_1k": "a step's tokens: 1,000,000 live streams over 1,000; at most 1.5",
     "us_per_submit_10kw_vs_10w": "a request: 10,000 workers over 10; at most 2",
-    "us_per_end_10kw_vs_10w": "the end of a request, the same",
+    "us_per_end_10kw_vs_10w": "the end of a request: 10,000 workers over 10",
     "bytes_per_stream": "memory beyond the journal; at most 2,000",
     "tick_ms_max": "the longest tick; at most 5",
     "worker_scaling_8": "tokens/s with 8 workers over 8 times those with 1; at least 0.9",
@@ -92,7 +92,7 @@ def core_figures(quick: bool) -> Figures:
 
 def main() -> None:
     """Runs all of it."""
-    # Not above: the processes of ``alone`` import this file too, and need no torch.
+    # Imported here because the processes of ``alone`` import this file too and do not need torch.
     from _scale_workers import throughputs
 
     args = arguments(__doc__)

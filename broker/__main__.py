@@ -1,4 +1,4 @@
-"""``python -m tokenbus.broker [NUMBER]``: one broker, set by the environment (see ``tokenbus up``).
+"""``python -m tokenbus.broker [NUMBER]``: one broker, with settings from the environment.
 
 ``NUMBER`` is the index of this broker if there are several, from 0; the settings list the addresses
 of all of them.
@@ -34,8 +34,8 @@ def main() -> int:
         )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        # supervisord does not restart a process that exits with 2. Another code is returned here
-        # because the address may become free.
+        # supervisord does not restart a process that exits with 2. An address in use may become
+        # free, so that error has another code.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     bound_pauses()
     server.reserve()

@@ -22,15 +22,17 @@ def add_command(commands: Any) -> None:
         "record",
         allow_abbrev=False,
         help="stream a prompt and write the stream to a file",
-        description="Streams the continuation of a prompt, and writes all that the stream depends "
-        "on and what became of it to FILE, finished or failed, for 'tokenbus replay FILE'.",
+        description="Streams the continuation of a prompt. Writes the request, all that it depends "
+        "on, and its results to FILE for 'tokenbus replay FILE', also if the stream fails.",
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("prompt", nargs="*", help="text")
     add_request(parser)
     add_parameters(parser)
     parser.add_argument(
-        "--controller", metavar="NAME|FILE", help="a name, or a .wasm or .c file, which goes along"
+        "--controller",
+        metavar="NAME|FILE",
+        help="a name, or a .wasm or .c file, which is uploaded and recorded",
     )
     parser.add_argument(
         "--arg", "--controller-arg", metavar="TEXT|@FILE", help="the argument of the controller"

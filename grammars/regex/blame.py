@@ -22,7 +22,8 @@ _TRIAL_SHARE = 0.15
 _TRIED = 20
 """Number of items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""Number of ranges of one set that only a Unicode category has, hardly a written class."""
+"""A set with more ranges than this is taken for a Unicode category: a written class hardly has as
+many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def grown(
 ) -> Grown | None:
     """The smallest part found that by itself needs more than ``max_states``, or too much time.
 
-    ``known``: what the whole tree is known to need. None if the whole is small enough alone, so
-    that it only grew together with others.
+    ``known``: the limit that the whole tree is known to exceed. Returns None if the whole tree is
+    small enough when it is compiled alone, without the other patterns.
     """
     limit = Budget(max_states, seconds)
 

@@ -28,9 +28,9 @@ def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int])
     """The number of the ``place``-th sequence, from 1, that was ever forked from ``parent``, and
     that is not in ``taken``.
 
-    Sequences of sequence 0 have the numbers 1, 2, 3, …; those of sequence 1 have 1025, 1026, ….
-    Deep forks have hashes. Two of a request's 128 sequences share a hash once in a few hundred
-    thousand such requests; then the order decides.
+    Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
+    forks have hashes. Two of a request's 128 sequences share a hash once in a few hundred thousand
+    such requests; then the numbers depend on the order of the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

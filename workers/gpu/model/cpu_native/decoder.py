@@ -1,9 +1,9 @@
 """The forward of few tokens on a CPU in one call of native code (``decode.c``).
 
 It computes what a ``FusedDecoder`` does, with the same weights and the same KV cache, and reads
-keys and values from their blocks in place. The libraries are compiled when the package is built;
-where there is none for this machine, or the model has something that it does not know, torch
-computes all steps.
+keys and values from their blocks in place. The libraries are compiled when the package is built. If
+this machine has no library, or the native code does not support a part of the model, torch computes
+all steps.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .library import address, library
 MAX_TOKENS = 32
 """Forwards of more tokens are bound by arithmetic alone, which oneDNN does as well."""
 MAX_SEQUENCES = 16
-"""With more, torch's attention over copies that lie together is faster where texts are long."""
+"""With more sequences of long texts, torch's attention over contiguous copies is faster."""
 NO_EMBEDDING = -2
 """The result of ``decoder_forward`` if an id has no embedding."""
 EMBEDDINGS_COMPARED = 64
-"""Embeddings that are compared with what the model makes of them."""
+"""Number of embeddings that are compared with the input of the model's first layer."""
 FIRST_POSITIONS = 1024
 """Positions whose rotations are computed at first; they double as sequences grow."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
-"""Those that it knows, in the order of their numbers."""
+"""The activations that the native code supports; an activation's index is its number there."""
 
 
 class Unsupported(Exception):
@@ -111,17 +111,17 @@ def _product(projection: Projection) -> _Product:
 
 @torch.inference_mode()
 def _embeddings(decoder: FusedDecoder) -> tuple[int, int, float]:
-    """How many embeddings a decoder has, where they lie, and by what they are multiplied."""
+    """The number of a decoder's embeddings, their address, and the factor that scales them."""
     weight = getattr(decoder.embed, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-        raise Unsupported("its embeddings are no matrix")
+        raise Unsupported("its embedding weights are not a matrix")
     found = _floats(weight)
     ids = torch.arange(min(len(weight), EMBEDDINGS_COMPARED))
     plain, given = weight[ids], decoder.embedded(ids)
     most = plain.abs().argmax()
     scale = (given.flatten()[most] / plain.flatten()[most]).item() if plain.any() else 1.0
     if given.dtype != plain.dtype or not torch.allclose(plain * scale, given):
-        raise Unsupported("what its first layer gets are not its embeddings times a number")
+        raise Unsupported("the input of its first layer is not its embeddings times a number")
     return len(weight), found, scale
 
 
@@ -144,7 +144,7 @@ def _activation(function: Function) -> int:
 
 
 def _layer(layer: Layer, kinds: list[str]) -> _Layer:
-    """A layer but for its keys and values."""
+    """A layer, without the addresses of its keys and values."""
     heads, options = layer.head_norms, layer.options
     dim = layer.qkv.weight.shape[0] // (layer.num_heads + 2 * layer.num_kv_heads)
     return _Layer(
@@ -173,7 +173,7 @@ def _layer(layer: Layer, kinds: list[str]) -> _Layer:
 
 
 def check_supported(decoder: FusedDecoder) -> None:
-    """Raises Unsupported where the native code cannot compute what a decoder does."""
+    """Raises Unsupported if the native code cannot compute this decoder."""
     if library() is None:
         raise Unsupported("no native code was compiled for this machine")
     for layer in decoder.layers:
@@ -187,7 +187,7 @@ def check_supported(decoder: FusedDecoder) -> None:
 
 
 class _Rotations:
-    """Cosines and sines by position, computed as far as sequences have got."""
+    """Cosines and sines by position, computed up to the length of the longest sequence so far."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
@@ -198,14 +198,14 @@ class _Rotations:
         self.native: Any = (_Rotation * max(1, len(decoder.kinds)))()
 
     def reach(self, end: int) -> None:
-        """Computes them for all positions before this one."""
+        """Computes cosines and sines for all positions before ``end``."""
         if end <= self._computed:
             return
         self._computed = max(FIRST_POSITIONS, 2 * self._computed, end)
         self._compute(torch.arange(self._computed), by_position=True)
 
     def compute(self, positions: np.ndarray) -> None:
-        """Computes those of the tokens of one step, where they do not depend on positions alone."""
+        """Computes cosines and sines of one step, if they depend on more than the position."""
         self._compute(torch.from_numpy(positions), by_position=False)
 
     @torch.inference_mode()
@@ -221,7 +221,7 @@ class _Rotations:
 
 
 class NativeDecoder:
-    """A decoder's forwards of at most ``MAX_TOKENS`` tokens. Raises Unsupported."""
+    """Computes a decoder's forwards of at most ``MAX_TOKENS`` tokens. Raises Unsupported."""
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache, block_size: int) -> None:
         check_supported(decoder)
@@ -289,10 +289,8 @@ def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
 
 
 def _fill(addresses: np.ndarray, packed: Packed) -> Iterator[np.ndarray]:
-    """Fills in where the blocks of each token's sequence lie, and yields the arrays that have them.
-
-    They must be kept as long as the addresses are used.
-    """
+    """Fills in, for each token, the address of its sequence's block numbers. Yields the arrays of
+    block numbers, which must be kept as long as the addresses are used."""
     for group in packed.groups:
         blocks = np.ascontiguousarray(group.blocks, dtype=np.int64)
         size = blocks.nbytes // group.batch
