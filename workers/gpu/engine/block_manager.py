@@ -29,9 +29,9 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """For each leading block whose content is registered: the id of the content up to its end."""
+    """For each leading registered block: the id of the content up to the end of the block."""
     pages: list[bytes] = field(default_factory=list)
-    """The keys of its first pages, as far as they were needed."""
+    """The keys of the sequence's first pages, as far as they have been computed."""
 
 
 class BlockManager:
@@ -48,7 +48,8 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Registered blocks with a reference count of 0, the least recently used first."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """(id of what precedes, the block's tokens) to (block, id of the content up to its end)."""
+        """(id of the content before the block, the block's tokens) to (block, id of the content up
+        to the end of the block)."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._next_key = _ROOT
 
@@ -59,12 +60,12 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        """Blocks that are in use by some sequence."""
+        """Blocks that at least one sequence uses."""
         return self.num_blocks - 1 - self.num_available
 
     @property
     def capacity(self) -> int:
-        """Tokens that a single sequence could have, with nothing else in the cache."""
+        """Tokens that fit into the whole cache: the greatest length of a single sequence."""
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -74,7 +75,7 @@ class BlockManager:
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
         """Fills an empty ``table`` with the registered blocks of a prefix of ``tokens``.
 
-        Returns the number of tokens in them: at most ``limit``, a multiple of the block size.
+        Returns the number of matched tokens: a multiple of the block size, at most ``limit``.
         """
         size = self.block_size
         before = _ROOT
@@ -89,16 +90,16 @@ class BlockManager:
         return len(table.blocks) * size
 
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Allocates what is needed to write the tokens ``[start, end)`` of a sequence.
+        """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        Returns the blocks to copy first, as (from, to): those that are shared. None, with
-        nothing changed, where too few blocks are available.
+        A shared block in this range is replaced by a new one. Returns the copies to make before
+        the write, as (from, to). Returns None and changes nothing if too few blocks are available.
         """
         size = self.block_size
         first = start // size
         blocks = table.blocks
         if end <= len(blocks) * size and first == len(blocks) - 1 >= len(table.keys):
-            # The usual case of a decode: there is room in its last block, which is not shared.
+            # The usual case of a decode: the last block has room and is not shared.
             last = blocks[first]
             if self._ref_counts[last] == 1 and last not in self._key_of:
                 return []
@@ -156,11 +157,12 @@ class BlockManager:
         del table.pages[num_tokens // PAGE_TOKENS :]
 
     def free(self, table: BlockTable) -> None:
-        """Frees all blocks; registered ones can be reused until they are needed."""
+        """Frees all blocks of a table. Registered blocks can be matched until they are reused."""
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Frees all blocks, whose content is unusable; returns those to clear: the unshared."""
+        """Frees all blocks of a table whose content is unusable. Returns the blocks to clear: those
+        that no other sequence shares."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)
@@ -191,7 +193,8 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         """Ends the registration of a block whose content is about to change.
 
-        Blocks registered after it can no longer be matched, and age out.
+        Registered blocks that continue its content can no longer be matched. They stay registered
+        until they are reused, as the least recently used blocks.
         """
         content = self._key_of.pop(block, None)
         if content is not None:

@@ -1,8 +1,8 @@
-"""A batch that only decodes, as arrays that change only where a sequence joins, leaves or forks.
+"""A batch of decodes as arrays, which are rebuilt only when a sequence joins, leaves or forks.
 
-Most steps compute one token of each sequence of the step before. Nothing is scheduled for such a
-step, and nothing is packed sequence by sequence: positions are one more, and a block is added to
-those sequences whose last one is full.
+Most steps compute one more token of each sequence of the previous step. Such a step needs no
+scheduling and no packing of single sequences: each position grows by one, and each sequence whose
+last block is full gets another block.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from .packing import Mirrors, Packed, PackedGroup, PackedSpans, ints
 from .scheduler import Chunk
 
 SPARE_COLUMNS = 8
-"""Blocks for which a table has room when it is made."""
+"""Unused columns of a new block table: the blocks that it can take before it is enlarged."""
 
 
 class Decodes:
-    """The sequences of a batch, and what its next step computes.
+    """The sequences of a batch of decodes, and the inputs of its next forward.
 
-    ``chunks``: one token of each, in the order of their rows in ``packed``. ``changes``: the
-    scheduler's count when it was scheduled: with another count, the next step must be scheduled.
+    ``chunks``: one token of each sequence, in the order of the rows of ``packed``. ``changes``:
+    ``Scheduler.changes`` when the batch was scheduled. If the scheduler's count differs, the next
+    step must be scheduled.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Decodes:
         self.changes = changes
         self.sequences = [chunk.sequence for chunk in chunks]
         self.positions = packed.positions
-        """``[n]``: the position of the token that the last step computed."""
+        """``[num_seqs]``: the position of the token that the last step computed."""
         self._groups = packed.groups
         self._spans = packed.spans is not None
         self._blocks = blocks
@@ -45,9 +46,9 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Goes on to the next step. False where that must be scheduled: blocks have run out, or a
-        sequence has ended by its length. ``on_device``: the tokens that it computes are still on
-        the device."""
+        """Moves each sequence one token further. Returns False if the next step must be scheduled:
+        too few blocks are available, or a sequence ends by its length. ``on_device``: the tokens
+        that the next step computes are still on the device."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False
@@ -61,7 +62,7 @@ class Decodes:
         return True
 
     def pack(self, on_device: bool, mirrors: Mirrors | None) -> Packed:
-        """The forward of this step."""
+        """The packed inputs of this step's forward."""
         size, positions = self._blocks.block_size, self.positions
         if on_device:
             ids = np.zeros(len(positions), dtype=np.int64)
@@ -81,7 +82,7 @@ class Decodes:
         return packed
 
     def _next(self, group: PackedGroup, mirrors: Mirrors | None) -> PackedGroup:
-        """The same group, one token later."""
+        """The inputs of a group one token later."""
         length = group.length + 1
         width = -(-length // self._blocks.block_size)
         found = PackedGroup(
@@ -104,7 +105,8 @@ class Decodes:
         return found
 
     def _add_block(self, row: int, position: int) -> bool:
-        """Registers a sequence's last block, which is full, and adds one; whether there is one."""
+        """Registers a sequence's last block, which is full, and adds a block. Returns False if no
+        block is available."""
         sequence = self.sequences[row]
         table = sequence.block_table
         self._blocks.commit(table, sequence.tokens, position)

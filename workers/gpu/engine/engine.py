@@ -6,9 +6,9 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves, so that a program can decide how each sequence goes on: ``begin`` launches
-the forward, ``finish`` samples. ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask`` may
-be called between the two, for the sequences in ``PendingStep.ready``, and at any other time.
+A step has two halves: ``begin`` launches the forward, and ``finish`` samples. Between the two, a
+program can steer the sequences in ``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``,
+``defer`` and ``set_mask``. These methods may also be called at any other time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", 
 log = logging.getLogger(__name__)
 
 DRAFT_PART = 8
-"""The KV cache of a draft model is taken from the engine's: this part of it."""
+"""A draft model's KV cache takes one part in ``DRAFT_PART`` of the engine's KV cache memory."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,32 +59,33 @@ class EngineConfig:
     max_num_seqs: int = 256
     """Sequences in one batch."""
     max_num_batched_tokens: int = 2048
-    """Tokens of one forward: decodes and chunks of prompts together."""
+    """Tokens of one forward: decodes and prefill chunks together."""
     max_forks: int = 128
-    """Sequences that one request may have in all, those that ended included."""
+    """Sequences of one request, including those that have ended."""
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache, in bytes; None: as much as the device has left (``memory_part``)."""
+    """Memory of the KV cache, in bytes; None: the memory that is free (see ``memory_part``)."""
     memory_part: float = 1.0
-    """The model's part of a GPU's memory, weights and steps included, without
-    ``kv_cache_bytes``."""
+    """The fraction of a GPU's memory for weights, steps and KV cache; unused if ``kv_cache_bytes``
+    is set."""
     require_fast_attention: bool = False
-    """Refuse a model whose blocks FlashAttention cannot read in place."""
+    """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
     """Run the model through torch.compile."""
     overlap: bool = False
-    """Launch the forward of a step before the tokens of the step before it are taken."""
+    """Launch the forward of the next step before the tokens of this step are processed."""
     fixed_threads: bool = False
-    """On a CPU, use all of torch's threads for every forward, even where fewer are faster."""
+    """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     speculation: bool = False
-    """Give sequences drafts: the same tokens in fewer steps, several of a sequence in one."""
+    """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
+    a sequence."""
 
 
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
-    A sequence is named by (request, seq): the number that the caller gave the request, and 0 or a
-    fork's number. A call that names no live sequence raises RequestError; what is wrong with a
-    sequence ends that sequence alone, with an output that says why.
+    A sequence is identified by (request, seq): the caller's number of the request, and 0 or the
+    number of a fork. A call for a sequence that is not alive raises RequestError. A failure of one
+    sequence ends only that sequence; its last output contains the error.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class Engine:
         draft_model: LoadedModel | None = None,
         on_progress: OnProgress = lambda part, stage: None,
     ) -> None:
-        """``draft_model``: with ``config.speculation``, a small model that drafts where a text
-        repeats nothing. Raises ModelLoadError where it is of no use for this model, or if
-        ``config`` requires an attention that this model cannot have."""
+        """``draft_model``: with ``config.speculation``, a small model that drafts tokens if the
+        text has no earlier match. Raises ModelLoadError if it cannot draft for this model, or if
+        ``config`` requires fast attention and the model cannot have it."""
         config = config or EngineConfig()
         if loaded.device.type == "cpu":
             keep_freed_memory()
         self.loaded = loaded
         self.mask_words = -(-loaded.vocab_size // 32)
-        """Words of a mask, u32 each."""
+        """Length of a token mask, in u32 words."""
         layout = choose_layout(loaded)
         if config.require_fast_attention and not layout.in_place:
             raise ModelLoadError(
@@ -118,12 +119,12 @@ class Engine:
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
         self.pages = PageLog(loaded.name, layout.block_size)
-        """The pages of its KV cache, for the broker."""
+        """The pages in the KV cache, which the worker reports to the broker."""
         self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        # The other ranks get the ids of each forward from the host.
+        # The other ranks receive the token ids of each forward from this host.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         self._runner = Runner(
@@ -179,17 +180,16 @@ class Engine:
         continued: Continued | None = None,
         healed: int | None = None,
     ) -> PromptUsage:
-        """Begins a generation; ``sampling.n`` sequences come of it, numbered from 0.
+        """Begins a generation with ``sampling.n`` sequences, numbered from 0.
 
-        ``client`` identifies the client: requests of clients with the fewest running sequences go
-        first, and drafts come from the client's own texts. ``text``: outputs carry text.
-        ``inspect``: they say what the masks did. ``speculate``: it may have drafts, where the
-        engine makes any; without use where each of its tokens is decided upon. ``continued``: it
-        began at another worker; these are its sequences, and their text goes on. ``healed``: the
-        token that was taken back from the end of the prompt, with which its text begins; it is not
-        part of the text of outputs. Raises RequestError where the request cannot be run, and then
-        nothing has changed. Returns the usage of its prompt, which is complete with the first
-        output.
+        ``client``: number of the client. Clients with the fewest running sequences go first, and
+        drafts come only from the client's own texts. ``text``: outputs contain text. ``inspect``:
+        outputs report the effect of the masks. ``speculate``: the sequences may have drafts, if
+        the engine makes any; pass False if a controller decides on each token. ``continued``: the
+        live sequences of a request that began at another worker. ``healed``: the token that was
+        removed from the end of the prompt; the generated text begins with its text, which outputs
+        leave out. Returns the prompt's usage, which is complete when the first output arrives.
+        Raises RequestError, and changes nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -213,8 +213,8 @@ class Engine:
         return sequence.prompt_usage
 
     def healed(self, prompt: Tokens[int]) -> int | None:
-        """The last token of a prompt, if it can be taken back: it has text, and others before
-        it."""
+        """The last token of a prompt, if token healing can remove it: the token has text and is not
+        the only one. Else None."""
         if len(prompt) < 2 or not self._intake.text_behind(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]
@@ -231,12 +231,12 @@ class Engine:
         top_logprobs: int = 0,
         num_scored: int = 0,
     ) -> PromptUsage:
-        """Begins a score: the log-probability of each token of ``scored``, given all before it.
+        """Begins a score: the log-probability of each token of ``scored``, given all tokens before.
 
-        ``text``: outputs carry text; ``top_logprobs``: and this many of the most likely tokens.
-        ``num_scored``: this many of the first tokens have been scored elsewhere, and have no
-        output. Raises RequestError where the request cannot be run. Returns the usage of its
-        prompt, as ``add`` does.
+        ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
+        output. ``num_scored``: number of leading tokens that another worker has scored; they have
+        no output. Returns the prompt's usage, which is complete when the first output arrives.
+        Raises RequestError if the request cannot be run.
         """
         sequence = self._intake.scoring(
             request,
@@ -257,8 +257,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Suspended and deferred sequences are not work,
-        nor are waiting ones that are not admitted until one of these goes on."""
+        """Whether ``step`` would do anything. Suspended and deferred sequences do not count, nor do
+        waiting sequences that cannot be admitted before a deferred one is rescheduled or ends."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
@@ -268,7 +268,7 @@ class Engine:
 
     @property
     def path(self) -> ForwardPath:
-        """How its steps are computed; safe on another thread."""
+        """The attention kernel, CUDA graphs and fallbacks of the forward; safe on another thread."""
         return self._runner.path
 
     @property
@@ -321,24 +321,24 @@ class Engine:
         return self.finish(self.begin()).as_outputs()
 
     def begin(self) -> PendingStep:
-        """The first half of a step: the forward of what is scheduled."""
+        """The first half of a step: schedules a batch and launches its forward."""
         return self._stepper.begin()
 
     def finish(self, step: PendingStep) -> StepOutputs:
-        """The second half: samples the next token of each sequence that is ready, and launches the
-        forward of the next step before it waits for the tokens, where steps overlap."""
+        """The second half of a step: samples the next token of each sequence that is ready. If
+        steps overlap, it launches the next forward before it waits for the tokens."""
         return self._stepper.finish(step)
 
     # --- steering -------------------------------------------------------------------------------
 
     def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
-        """Forks a sequence into itself and ``n`` more; their numbers: as many as there have been
-        sequences, and so on, or ``numbers`` where the caller has names for them.
+        """Forks a sequence ``n`` times and returns the numbers of the forks.
 
-        Blocks are shared until one of them is written to. Forks of a sequence that is ready sample
-        from the same logits, so that they need no forward. Each draws its own token, because the
-        random numbers depend on the sequence number. Above ``max_forks`` the sequence ends with an
-        error and no fork is made.
+        ``numbers``: the numbers of the forks. By default they follow the number of sequences that
+        the request has had. Forks share blocks until one of them writes. Forks of a ready sequence
+        sample from its logits, so they need no forward. Each draws its own token, because the
+        random numbers depend on the sequence number. If the request would have more than
+        ``max_forks`` sequences, the sequence ends with an error and has no forks.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -349,11 +349,11 @@ class Engine:
         return self._live.fork(parent, n, numbers)
 
     def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
-        """Takes the last ``drop`` generated tokens back and appends ``tokens``, without sampling.
+        """Removes the last ``drop`` generated tokens and appends ``tokens``, without sampling.
 
-        They are computed as one chunk, in a batch with the decodes. Where the sequence was ready,
-        it is not sampled in this step. A splice past the first generated token ends the sequence
-        with an error; tokens beyond its ``max_tokens`` are left out.
+        The appended tokens are computed as one chunk, in a batch with the decodes. A ready sequence
+        is not sampled in this step. If ``drop`` exceeds the number of generated tokens, the
+        sequence ends with an error. Tokens beyond its ``max_tokens`` are left out.
         """
         sequence = self._live.named(request, seq)
         if not drop and not tokens:
@@ -364,21 +364,20 @@ class Engine:
         self._live.splice(sequence, drop, tokens)
 
     def suspend(self, request: int, seq: int) -> None:
-        """Takes a sequence out of the steps until ``resume``. It keeps its blocks while there are
-        enough."""
+        """Suspends a sequence until ``resume``. It keeps its blocks until others need them."""
         sequence = self._live.named(request, seq)
         if sequence not in self._scheduler.suspended:
             self._live.discard_logits(sequence)
             self._scheduler.suspend(sequence)
 
     def resume(self, request: int, seq: int) -> None:
-        """Lets a suspended sequence be scheduled again."""
+        """Resumes a suspended sequence, which then waits to be admitted."""
         sequence = self._live.named(request, seq)
         if sequence in self._scheduler.suspended:
             self._scheduler.resume(sequence)
 
     def alive(self, request: int, seq: int) -> bool:
-        """Whether there is such a sequence and it has not ended."""
+        """Whether the sequence exists and has not ended."""
         return self._live.find(request, seq) is not None
 
     def ready(self, request: int, seq: int) -> bool:
@@ -387,14 +386,14 @@ class Engine:
         return sequence.row is not None or (step is not None and sequence in step.rows)
 
     def defer(self, request: int, seq: int) -> None:
-        """Defers a ready sequence until ``reschedule``: it keeps its logits, but no slot."""
+        """Defers a ready sequence until ``reschedule``. It keeps its logits and gives up its slot."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and sequence in step.rows:
             sequence.row = step.keep(step.rows.pop(sequence))
             self._scheduler.defer(sequence)
 
     def reschedule(self, request: int, seq: int) -> None:
-        """Lets a deferred sequence be sampled in the next step."""
+        """Reschedules a deferred sequence, which the next step can then sample."""
         self._scheduler.reschedule(self._live.named(request, seq))
 
     def set_mask(
@@ -405,10 +404,9 @@ class Engine:
         bias: Bias | None = None,
         options: TokenOptions | None = None,
     ) -> None:
-        """Allows only some tokens for the next one that is sampled; adds ``bias`` to its logits;
-        samples it with ``options``.
+        """Sets the token mask, the logit bias and the sampling options of a sequence's next token.
 
-        ``mask``: u32 ``[ceil(vocab / 32)]``, bit i set where token i is allowed; None: all.
+        ``mask``: u32 ``[ceil(vocab / 32)]``; bit i is set if token i is allowed. None allows all.
         """
         words = self.mask_words
         if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
@@ -421,14 +419,14 @@ class Engine:
         sequence.options = options
 
     def take_drafts(self, request: int) -> None:
-        """Lets the sequences of a request with a controller have drafts, along which the controller
-        gives masks (``draft_ahead``)."""
+        """Enables drafts for the sequences of a request whose controller computes masks along each
+        draft (``draft_ahead``)."""
         for sequence in self._live.requests.get(request, {}).values():
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """The drafts of sequences with controllers for the next step, each by (request, seq): none
-        where it has been launched already."""
+        """The drafts for the next step of sequences with controllers, by (request, seq). Empty if
+        the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
@@ -436,16 +434,16 @@ class Engine:
         return {(s.request, s.seq): s.draft for s in found if s.draft}
 
     def mask_along(self, request: int, seq: int, masks: Tokens[np.ndarray]) -> None:
-        """The masks after each token of a sequence's draft, behind its ``set_mask``: its step
-        verifies as many tokens. Masks of the wrong size are not used, nor are those behind them."""
+        """Sets the masks after each token of a sequence's draft; call it after ``set_mask``. The
+        step verifies as many draft tokens as there are masks. A mask of the wrong size and all
+        masks after it are ignored."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             usable = next((i for i, m in enumerate(masks) if len(m) != self.mask_words), len(masks))
             sequence.along = masks[:usable]
 
     def allows(self, request: int, seq: int, token: int) -> bool | None:
-        """Whether the mask under which a sequence is to be sampled next allows a token; None where
-        it has no mask, or has none yet."""
+        """Whether the mask of a sequence's next token allows ``token``; None if no mask is set."""
         sequence = self._live.find(request, seq)
         if sequence is None or sequence.mask is None:
             return None
@@ -463,8 +461,8 @@ class Engine:
         bias: Bias | None = None,
         options: TokenOptions | None = None,
     ) -> bool:
-        """``set_mask`` and ``reschedule`` at once, for the usual case: a sequence that is alive
-        and not suspended, and a mask of the right size. Otherwise it does nothing and returns
+        """Calls ``set_mask`` and ``reschedule`` in one, for the usual case: the sequence is alive
+        and not suspended, and the mask has the right size. Otherwise does nothing and returns
         False."""
         sequence = self._live.find(request, seq)
         if sequence is None or (mask is not None and len(mask) != self.mask_words):
@@ -485,7 +483,7 @@ class Engine:
         error: str = "",
         code: str | None = None,
     ) -> None:
-        """Ends one sequence; with ``error`` and its code, where ``reason`` is that."""
+        """Ends one sequence. If ``reason`` is "error", its last output has ``error`` and ``code``."""
         ended = self._live.end(self._live.named(request, seq), reason, error)
         self._live.outputs.append(ended._replace(code=code))
 
@@ -493,10 +491,10 @@ class Engine:
 def _cache_bytes(
     loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
 ) -> int:
-    """The size of the KV cache if the configuration has none."""
+    """The size of the KV cache, in bytes, if the configuration does not set it."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
-    # With several ranks the others run a step only after their caches are made.
+    # With several ranks, the other ranks cannot run a step before their caches are allocated.
     step = 0
     if loaded.ranks is None:
         step = largest_step_bytes(

@@ -1,4 +1,4 @@
-"""From a request's prompt and sampling parameters to its first sequence, or a refusal."""
+"""Checks a request's prompt and sampling parameters, and makes its first sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEED_BITS = 62
 
 
 def derived_seed(request: int) -> int:
-    """The seed of a request that names none: it follows from the broker's number of the request, so
-    that the request draws the same numbers wherever it runs (splitmix64's finalizer)."""
+    """The seed of a request without one, derived from the broker's number of the request with
+    splitmix64's finalizer. The request draws the same random numbers on every worker."""
     z = (request + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -53,10 +53,10 @@ class Intake:
         inspect: bool,
         healed: int | None = None,
     ) -> Sequence:
-        """The sequence of a generation; the others of ``sampling.n`` are forked from it later.
+        """The first sequence of a generation; the others of ``sampling.n`` are forked from it later.
 
-        ``healed``: the token that was taken back from the end of the prompt. Raises RequestError
-        where the request cannot be run.
+        ``healed``: the token that was removed from the end of the prompt. Raises RequestError if
+        the request cannot be run.
         """
         self._check_prompt(prompt, len(prompt) + 1)
         self.check_tokens(sampling.logit_bias, "$.logit_bias")
@@ -106,8 +106,8 @@ class Intake:
         top_logprobs: int,
         num_scored: int = 0,
     ) -> Sequence:
-        """The sequence of a score, of which the first ``num_scored`` tokens were scored elsewhere.
-        Raises RequestError where the request cannot be run."""
+        """The sequence of a score. Another worker has scored its first ``num_scored`` tokens.
+        Raises RequestError if the request cannot be run."""
         length = len(prompt) + len(scored)
         self._check_prompt(prompt, length)
         if not scored:
@@ -138,8 +138,9 @@ class Intake:
         return sequence
 
     def continued(self, first: Sequence, generated: Mapping[int, Tokens[int]]) -> list[Sequence]:
-        """The sequences of a generation with these tokens after its prompt, by number; ``first`` is
-        what ``generation`` made of it. Raises RequestError where one of them is too long."""
+        """The sequences of a generation that began at another worker. ``first``: the sequence that
+        ``generation`` returned. ``generated``: the tokens after the prompt, by sequence number.
+        Raises RequestError if a sequence is too long."""
         sequences = []
         for seq, tokens in generated.items():
             if first.num_prompt + len(tokens) >= first.max_length:
@@ -164,8 +165,8 @@ class Intake:
         return sequences
 
     def text_behind(self, prompt: Tokens[int], token: int) -> str:
-        """The text of a token behind a prompt; empty where it has none of its own, as one that is
-        special or that ends inside a character."""
+        """The text of a token after a prompt. Empty if the token is special or ends inside a
+        character."""
         if self._detokenizer is None:
             return ""
         detokenizer = self._detokenizer(prompt)
@@ -173,7 +174,7 @@ class Intake:
         return "" if detokenizer.finish() else text
 
     def text_of(self, sequence: Sequence) -> TextStream:
-        """The text of a sequence's tokens so far, ready for the next token."""
+        """A text stream that has received a sequence's generated tokens."""
         assert self._detokenizer is not None
         strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
         prompt = sequence.tokens[: sequence.num_prompt]
@@ -183,7 +184,7 @@ class Intake:
         return text
 
     def check_tokens(self, tokens: Iterable[int], path: str) -> None:
-        """Refuses the first token id that is outside the model's vocabulary."""
+        """Raises RequestError for the first token id that is outside the model's vocabulary."""
         vocab_size = self._loaded.vocab_size
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab_size:

@@ -1,4 +1,4 @@
-"""A step that failed as a whole is run again one sequence at a time: only those that fail end."""
+"""Runs a failed step again, one sequence at a time, so that only sequences that fail again end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """A step that was launched behind the failed one, with tokens of it, has not been computed.
-        Its blocks were copied all the same."""
+        """Reverts the bookkeeping of a step that was launched after the failed one. Its forward
+        depended on the failed step's tokens and was not computed; its block copies were made."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:
@@ -57,7 +57,7 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # Its forks have the same tokens, where the sequence itself has others by now.
+        # A fork still has the chunk's tokens if the sequence itself has been spliced.
         sequence = next(iter(sampled), chunk.sequence)
         if live.find(sequence.request, sequence.seq) is not sequence:
             return
@@ -99,11 +99,11 @@ class OneByOne:
         self._results.take(batch, rows, sampled, in_columns=False)
 
     def _sampled_from(self, kept: list[KeptRow]) -> list[Sequence]:
-        """The deferred sequences that are to be sampled from these rows."""
+        """The deferred sequences that will be sampled from these rows."""
         every = (s for live in self._live.requests.values() for s in live.values())
         return [s for s in every if any(s.row is one for one in kept)]
 
 
 def _compute_again(sequence: Sequence, start: int) -> None:
-    """Lets the scheduler compute a sequence again from ``start``."""
+    """Marks the tokens of a sequence from ``start`` on as not computed."""
     sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)
