@@ -1,8 +1,7 @@
-"""From a step's chunks to the inputs of its forward. Pure: no torch.
+"""Packs a step's chunks into the inputs of its forward. Pure: no torch.
 
-The tokens of all chunks lie side by side in one row. For the attention, chunks of similar size are
-padded to rectangles, so that a few calls serve all of them. The result can be sent to other
-ranks as it is.
+The tokens of all chunks are concatenated. For the attention, chunks of similar size are padded to
+rectangles, so that a few calls compute all of them. The packed inputs can be sent to other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .scheduler import Batch, Chunk
 DECODE_WASTE = 64
 """Blocks of padding above which decodes of different lengths are split into two calls."""
 MIRROR_BYTES = 512 * 2**20
-"""A group of decodes whose keys and values take more is gathered in each step, without a mirror."""
+"""Bytes of keys and values above which a group of decodes has no mirror: each step gathers them."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -30,9 +29,9 @@ class PackedGroup(Struct, array_like=True):
     batch: int
     width: int
     length: int
-    """The greatest end position among them, in tokens."""
+    """The greatest end position of the chunks, in tokens."""
     blocks: np.ndarray
-    """``[batch * blocks]``: the blocks of each one's keys; padding points to block 0."""
+    """``[batch * max_blocks]``: the blocks of each chunk's keys, padded with block 0."""
     positions: np.ndarray
     """``[batch * width]``: the position of each token in its sequence."""
     rows: np.ndarray | None
@@ -40,24 +39,24 @@ class PackedGroup(Struct, array_like=True):
     places: np.ndarray | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool
-    """All of them begin at position 0 and have the same length."""
+    """All chunks begin at position 0 and have the same length."""
     mirror: int = 0
-    """For decodes: the number of the mirror with their keys and values; 0: they have none."""
+    """For decodes: the number of the mirror with their keys and values; 0: no mirror."""
     continues: bool = False
-    """The mirror contains all but the new tokens already."""
+    """The mirror already contains all tokens except the new ones."""
     room: int = 0
     """Capacity of the mirror for each sequence, in tokens."""
 
 
 class PackedSpans(Struct, array_like=True):
-    """The metadata of the chunks, in their order, for FlashAttention, which needs no rectangles."""
+    """The metadata of the chunks for kernels that read blocks in place and need no rectangles."""
 
     queries: np.ndarray
-    """Tokens of each chunk."""
+    """``[num_chunks]``: tokens of each chunk."""
     keys: np.ndarray
-    """Tokens that each attends to: up to its end."""
+    """``[num_chunks]``: tokens that each chunk attends to: all tokens up to its end."""
     blocks: np.ndarray
-    """``[chunks * width]``: the blocks of each one's keys, padded with block 0."""
+    """``[num_chunks * width]``: the blocks of each chunk's keys, padded with block 0."""
     width: int
 
 
@@ -69,16 +68,17 @@ class Packed(Struct, array_like=True):
     slot_mapping: np.ndarray
     """The slot of the KV cache to which each token's key and value are written."""
     rows: np.ndarray
-    """The packed tokens whose logits are wanted."""
+    """The packed tokens whose logits are needed."""
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
     """Blocks to copy first, as (from, to)."""
     spans: PackedSpans | None = None
-    """Instead of ``groups``, for FlashAttention."""
+    """Replaces ``groups`` for kernels that read blocks in place."""
     fed: np.ndarray | None = None
-    """The packed tokens whose ids are still on the device: those drawn in the step before."""
+    """The packed tokens whose ids are still on the device, drawn in the previous step."""
     drawn: np.ndarray | None = None
-    """The row of that step in which each of them was drawn; None: each in its own."""
+    """For each entry of ``fed``: its row among the previous step's drawn tokens; None: row i for
+    entry i."""
 
 
 def pack(
@@ -86,7 +86,7 @@ def pack(
 ) -> tuple[list[Chunk], Packed]:
     """The chunks in the order of their rows, and the forward that computes them.
 
-    ``spans``: for FlashAttention, which reads blocks in place. ``mirrors``: for decodes on a CPU.
+    ``spans``: pack for a kernel that reads blocks in place. ``mirrors``: for decodes on a CPU.
     """
     if spans:
         chunks = list(batch.chunks)
@@ -135,37 +135,37 @@ def ints(values: Iterable[int]) -> np.ndarray:
 
 
 def encode_array(array: np.ndarray) -> bytes:
-    """An array of a ``Packed`` as msgpack has it: a hook for msgspec."""
+    """Encodes an array of a ``Packed`` as bytes: msgspec's ``enc_hook``."""
     return array.astype("<i8").tobytes()
 
 
 def decode_array(_: type, encoded: bytes) -> np.ndarray:
-    """The array back from it."""
+    """Decodes an array of a ``Packed``: msgspec's ``dec_hook``."""
     return np.frombuffer(encoded, dtype="<i8").astype(np.int64)
 
 
 class Mirrors:
-    """Which groups of decodes find a contiguous copy of their keys and values from the step before.
+    """Assigns mirrors: contiguous copies of the keys and values of a group of decodes.
 
-    Gathering blocks costs as much as attending over them. So where the same sequences decode step
-    after step, the gathered copy (a mirror) is kept, and only the new tokens are added. It is
-    valid while every sequence continues where the step before ended, or before that: what it
-    computes now replaces refused drafts and dropped tokens. After a step without it, it is not.
+    Gathering blocks costs as much as attending over them. If the same sequences decode step after
+    step, the gathered copy is kept and only the new tokens are added. A mirror is valid if every
+    sequence continues at or before the end of its chunk in the previous step. The new tokens then
+    overwrite rejected drafts and dropped tokens. A mirror that a step does not use becomes invalid.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """By the sequences' identities: their last chunks, the mirror, and its capacity."""
+        """By the ids of a group's sequences: their last chunks, the mirror, and its capacity."""
         self._numbers = count(1)
 
     def forget(self) -> None:
-        """The additions to the mirrors were not computed: none of them is valid."""
+        """Makes all mirrors invalid, because a forward that adds to them was not computed."""
         self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
-        """Assigns each group of decodes its mirror: that of the step before, where it is valid."""
+        """Assigns each group of decodes its mirror of the previous step, or a new one."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
             if group.width > 1 and not all(c.draft for c in part.chunks):
@@ -183,8 +183,8 @@ class Mirrors:
             self._last[key] = (part.chunks, number, room)
 
     def renew(self, group: PackedGroup) -> bool:
-        """Assigns a group of decodes a new mirror, which is filled from blocks; whether its size is
-        allowed."""
+        """Assigns a group of decodes a new mirror, which is filled from blocks. Returns False if
+        the mirror would exceed ``MIRROR_BYTES``."""
         group.continues, group.mirror, group.room = False, 0, self._room(group.length)
         if group.batch * group.room * self._bytes_per_token > MIRROR_BYTES:
             return False
@@ -192,13 +192,13 @@ class Mirrors:
         return True
 
     def _room(self, length: int) -> int:
-        """Capacity of a new mirror, in tokens: an eighth more, so that it is seldom replaced."""
+        """Capacity of a new mirror, in tokens; an eighth is spare, so it is rarely replaced."""
         block = self._block_size
         return -(-(length + max(4 * block, length // 8)) // block) * block
 
 
 class _Part:
-    """Chunks that form a group, and the packed token at which they begin."""
+    """The chunks of one group. ``start``: index of the first packed token."""
 
     def __init__(self, start: int, block_size: int) -> None:
         self.start = start
@@ -206,13 +206,13 @@ class _Part:
         self.chunks: list[Chunk] = []
 
     def takes(self, chunk: Chunk) -> bool:
-        """Whether padding this chunk together with the others wastes little."""
+        """Whether the chunk fits into the group with little padding."""
         if not self.chunks:
             return True
         first, last = self.chunks[0], self.chunks[-1]
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
-            # In tokens, not blocks, so that groups stay the same from step to step.
+            # The bound is in tokens, not blocks, so that groups rarely change between steps.
             return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * self._block_size
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
@@ -220,7 +220,7 @@ class _Part:
 
 
 def _arrange(chunks: Sequence[Chunk], block_size: int) -> tuple[list[Chunk], list[_Part]]:
-    """Chunks ordered so that those of similar size lie side by side, and these groups."""
+    """The chunks ordered by size, and the groups of similar size."""
     ordered = sorted(
         chunks, key=lambda c: (c.end - c.start > 1, c.start != 0, c.end - c.start, c.end)
     )
@@ -235,11 +235,11 @@ def _arrange(chunks: Sequence[Chunk], block_size: int) -> tuple[list[Chunk], lis
 
 
 def _group(part: _Part, block_size: int) -> PackedGroup:
-    """The attention's metadata of some chunks of similar size."""
+    """The attention metadata of a group."""
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # Not to the end of the last block, which is rarely full.
+    # The length is not rounded up to whole blocks, as the last block is rarely full.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])
@@ -276,7 +276,7 @@ def _spans(chunks: Sequence[Chunk], block_size: int) -> PackedSpans:
 
 
 def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[np.ndarray, int]:
-    """The blocks that each chunk attends to, padded to the same number, and this number."""
+    """The block tables of the chunks, flattened and padded to the same width, and the width."""
     width = -(-max([c.end for c in chunks]) // block_size)
     blocks: list[int] = []
     for c in chunks:

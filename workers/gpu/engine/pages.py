@@ -1,4 +1,4 @@
-"""Which pages the blocks of a KV cache hold, and what has changed since it was last reported."""
+"""The pages that a KV cache contains, and the changes since the last report to the broker."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from ....protocol.pages import PAGE_TOKENS, first_key, next_key
 
 
 class PageLog:
-    """The pages of one model's blocks. A page is there while its last block is registered."""
+    """The pages in one model's KV cache. A page is present while its last block is registered."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)
         self._per_page = PAGE_TOKENS // block_size if PAGE_TOKENS % block_size == 0 else 0
-        """Blocks in a page; 0: they do not fit, and none is reported."""
+        """Blocks in a page. 0: a page is not a whole number of blocks, so no page is reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        """By page: how many blocks are its last one. A prefix that was evicted in part and computed
-        again has another block there, while the one that is out of reach ages."""
+        """By page: number of registered blocks with its last tokens. There are two if a prefix was
+        evicted in part and computed again: the old block stays registered until it is reused."""
         self._changed: dict[bytes, bool] = {}
-        """Pages that came (True) or went since ``take``."""
+        """Pages that were added (True) or removed (False) since the last ``take``."""
 
     def registered(self, block: int, index: int, tokens: Tokens[int], keys: list[bytes]) -> None:
-        """The block at ``index`` of a sequence is registered.
+        """Records that the block at ``index`` of a sequence has been registered.
 
-        ``keys``: those of the sequence's first pages, as far as they are known; the others up to
-        this block are added.
+        ``keys``: the known keys of the sequence's first pages. The missing keys of the pages up to
+        this block are appended.
         """
         if not self._per_page or (index + 1) % self._per_page:
             return
@@ -41,7 +41,7 @@ class PageLog:
             self._change(key, True)
 
     def forgotten(self, block: int) -> None:
-        """A block is not registered any more."""
+        """Records that a block is no longer registered."""
         key = self._by_block.pop(block, None)
         if key is None:
             return
@@ -56,16 +56,17 @@ class PageLog:
 
     @property
     def changed(self) -> bool:
-        """Whether ``take`` would return anything."""
+        """Whether pages have been added or removed since the last ``take`` or ``every``."""
         return bool(self._changed)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """The keys of pages that came and of those that went since the last call."""
+        """The keys of the pages that were added and of those that were removed since the last
+        ``take`` or ``every``."""
         changed, self._changed = self._changed, {}
         came = [key for key, there in changed.items() if there]
         return came, [key for key, there in changed.items() if not there]
 
     def every(self) -> list[bytes]:
-        """The keys of all pages that are there; nothing of them counts as changed any more."""
+        """The keys of all present pages. Clears the recorded changes."""
         self._changed.clear()
         return list(self._blocks)

@@ -1,4 +1,4 @@
-"""A step between its forward and its sampling: rows of logits, and what is sampled from them."""
+"""A step between its forward and its sampling: rows of logits, and the sequences to sample."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step whose forward has been handed to the device, and which has not been sampled.
+    """A step whose forward has been launched and whose rows have not been sampled.
 
-    Rows are numbered: first those of the forward, then those that were kept.
+    Row numbers: first the rows of the forward, then the kept rows of deferred sequences.
     """
 
     forward: Forward | None = None
-    """None where all of its sequences are sampled from logits that they kept."""
+    """None if all sequences of the step are sampled from kept rows."""
     kept: list[KeptRow] = field(default_factory=list)
-    """The logits of sequences that had been deferred and are in this step again."""
+    """The logits of rescheduled sequences."""
     rows: dict[Sequence, int] = field(default_factory=dict)
-    """The sequences that will be sampled, and the row that each is sampled from."""
+    """The sequences that will be sampled, each with its row number."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
-    """Rows of the forward that are kept for sequences that were deferred in this step."""
+    """Rows of this forward to copy for sequences that are deferred in this step."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
     """The sequences and positions of a forward that computes one token of each sequence."""
     chunked: list[Part] = field(default_factory=list)
-    """The parts that any other forward computes."""
+    """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)
 
     @property
     def parts(self) -> list[Part]:
-        """The positions that the forward computes, in the order of its rows."""
+        """The chunks that the forward computes, in the order of its rows."""
         if self.decodes is None:
             return self.chunked
         rows = enumerate(zip(self.decodes[0], self.decodes[1].tolist(), strict=True))
@@ -69,7 +69,7 @@ class PendingStep:
 
     @property
     def drafted(self) -> list[Sequence]:
-        """The sequences whose drafts the forward computes, behind the row of each."""
+        """The sequences whose drafts the forward computes."""
         return [part.chunk.sequence for part in self.chunked if part.chunk.draft]
 
     @property
@@ -79,19 +79,19 @@ class PendingStep:
 
     @property
     def computed(self) -> bool:
-        """Whether the device is over with the forward."""
+        """Whether the device has finished the forward."""
         return self.forward is None or self.forward.work.done
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """``[rows, vocab]``, float32, once the device has them; None where there are none. Raises
-        the error of the forward."""
+        """``[rows, vocab]``, float32; None if the step has no rows. Waits for the forward, and
+        raises its error."""
         if self.forward is not None:
             self.forward.work.wait()
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """The same for work that is behind the forward in the device's queue."""
+        """``[rows, vocab]``, float32; does not wait. For work that is queued after the forward."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)
@@ -100,13 +100,13 @@ class PendingStep:
         return torch.cat(parts)
 
     def add_kept(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences that had been deferred are sampled in this step, from the logits they kept."""
+        """Adds rescheduled sequences to this step; they are sampled from their kept rows."""
         for sequence in sequences:
             if sequence in self.rows or sequence.row is None:
                 continue
             own = [row for row, kept in self.keeping if kept is sequence.row]
             if own:
-                # It was deferred in this very step, and its row is the forward's still.
+                # The sequence was deferred in this step: its row is still the forward's.
                 self.rows[sequence] = own[0]
                 sequence.row = None
             else:
@@ -114,12 +114,12 @@ class PendingStep:
                 self.kept.append(sequence.row)
 
     def keep_rows(self, logits: torch.Tensor) -> None:
-        """Copies the rows that are kept beyond this step, in the queue's turn."""
+        """Copies the rows of sequences that were deferred in this step; runs in the queue."""
         for row, kept in self.keeping:
             kept.logits = logits[row].clone()
 
     def keep(self, row: int) -> KeptRow:
-        """The row of a sequence that is deferred now."""
+        """The kept row of a sequence that is deferred in this step."""
         if row >= self.num_forward_rows:
             return self.kept[row - self.num_forward_rows]
         kept = KeptRow()

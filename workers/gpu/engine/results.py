@@ -1,4 +1,4 @@
-"""The results of a step: its tokens are appended to their sequences, and become outputs."""
+"""Appends the tokens of a step to their sequences, and makes the step's outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .sequences import LiveSequences
 from .text import Text
 
 Pushed = Text | Exception
-"""The text that a token added to its sequence, or why it cannot be decoded."""
+"""The text that a token added to its sequence, or the error of decoding it."""
 
 
 class Results:
-    """Takes what was computed for the live sequences."""
+    """Applies the results of steps to the live sequences."""
 
     def __init__(self, live: LiveSequences) -> None:
         self._live = live
@@ -26,8 +26,8 @@ class Results:
     def take(
         self, batch: SampledBatch, rows: Rows, sampled: Sampled, in_columns: bool = True
     ) -> TokenColumns | None:
-        """Appends a token to each sequence of ``batch``. Returns those that are nothing but a
-        token, if ``in_columns``; the others are among the outputs of the live sequences."""
+        """Appends a token to each sequence of ``batch``. With ``in_columns``, returns the plain
+        tokens as columns. All other outputs are added to ``LiveSequences.outputs``."""
         sequences = batch.sequences
         self.sampled_tokens += len(sequences)
         plain_step = in_columns and batch.gives_columns
@@ -69,7 +69,7 @@ class Results:
         return _columns(sequences, rows, sampled, pushed).of(plain)
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
-        """The log-probabilities of the tokens that follow a chunk's rows become outputs."""
+        """Adds an output for each scored token that follows a row of a chunk."""
         sequence = chunk.sequence
         if self._live.find(sequence.request, sequence.seq) is not sequence:
             return
@@ -108,7 +108,7 @@ class Results:
         live.outputs += outputs
 
     def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
-        """The requests that have more in this step than plain tokens."""
+        """The requests whose outputs of this step are not all plain tokens."""
         others = {output.request for output in self._live.outputs}
         others.update(sequences[i].request for i in (*sampled.errors, *sampled.distributions))
         others.update(
@@ -121,8 +121,8 @@ class Results:
     def _append(
         self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled, pushed: Pushed | None
     ) -> None:
-        """Appends the token of row i, with all that there is to report of it. ``pushed``: its text,
-        if that was taken before."""
+        """Appends the token of row i, with all facts that its output reports. ``pushed``: the
+        token's text, if it has been decoded already."""
         if isinstance(pushed, Exception):
             self._live.fail_text(sequence, pushed)
             return
@@ -145,8 +145,8 @@ class Results:
 
 
 def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:
-    """The text of each row of a request that is not among ``others``. Requests whose text ends
-    with this step, or cannot be decoded, are added to these."""
+    """Decodes the text of each row of a request that is not in ``others``. Adds a request to
+    ``others`` if its text reaches a stop string or cannot be decoded."""
     pushed: dict[int, Pushed] = {}
     for i in batch.with_text:
         sequence = batch.sequences[i]

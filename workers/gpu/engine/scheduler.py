@@ -1,9 +1,9 @@
 """The plan of the next step: continuous batching with chunked prefill. Pure: no clock, no torch.
 
-A step has room for ``max_num_batched_tokens``. Decodes, which need one token each, go first, so
-that a long prompt never delays them; prompts fill what is left, in chunks; then waiting sequences
-are admitted. Where blocks run out, the last in order is preempted: it gives its
-blocks back, waits, and is computed again later.
+A step computes at most ``max_num_batched_tokens``. Decodes need one token each and go first, so
+that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
+admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
+waits and is computed again later.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .sequence import Sequence
 from .waiting import WaitingQueue
 
 SCORE_ROWS = 256
-"""Scored tokens of a sequence in one step at most: each takes a row of logits ``[vocab]``."""
+"""Most scored tokens of a sequence in one step: each takes a row of logits ``[vocab]``."""
 MAX_HELD = 4
-"""Running and deferred sequences, as a multiple of ``max_num_seqs``, from which on none is
-admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` * 4 bytes). Without
-this bound, the whole queue would be admitted and deferred while a controller worker does not
-respond, and the device would run out of memory."""
+"""Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound, no
+sequence is admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` * 4
+bytes). Without the bound, a controller worker that does not respond would cause the whole queue to
+be admitted and deferred, and the device would run out of memory."""
 
 
 class Chunk(NamedTuple):
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     start: int
     end: int
     draft: Tokens[int] = ()
-    """The last of them, where these are not the sequence's own but a draft behind its last."""
+    """The draft tokens at the end of the chunk, after the sequence's own last token."""
 
     @property
     def tokens(self) -> Tokens[int]:
@@ -44,19 +44,19 @@ class Chunk(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether the sequence has a result after it."""
+        """Whether the sequence has a result after this chunk."""
         return self.end - len(self.draft) == self.sequence.target
 
     @property
     def first_row(self) -> int:
-        """The first of its tokens whose logits are needed; ``end`` where none are."""
+        """The first position whose logits are needed; ``end`` if none are."""
         if self.sequence.scored:
             return min(max(self.start, self.sequence.scored_from - 1), self.end)
         return self.end - len(self.draft) - 1 if self.completes else self.end
 
     @property
     def scored_tokens(self) -> Tokens[int]:
-        """For a score: the tokens that follow those whose logits are needed."""
+        """For a score: the tokens that follow the positions whose logits are needed."""
         return self.sequence.tokens[self.first_row + 1 : self.end + 1]
 
 
@@ -68,9 +68,9 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to copy before the forward, as (from, to)."""
     rescheduled: list[Sequence] = field(default_factory=list)
-    """Sequences that are sampled from the logits that they kept while they were deferred."""
+    """Sequences that are sampled from their kept rows, without a forward."""
     admitted: list[Sequence] = field(default_factory=list)
-    """Sequences that had waited and are in this step."""
+    """Sequences that were admitted in this step."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,14 +79,14 @@ class Batch:
 
 
 class Scheduler:
-    """The tables of the live sequences, and what each step computes.
+    """The tables of the live sequences, and the plan of each step.
 
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
-    blocks, and ``running`` ones have both. ``deferred`` sequences have blocks and logits, but their
-    decision has not arrived. ``suspended`` ones wait to be resumed. A deferred sequence gives its
-    slot up; when it is rescheduled it runs again at once, so that more than ``max_num_seqs`` may
-    run for a while. A step then skips the last in order, and none is admitted. Nor is one admitted
-    while ``MAX_HELD`` times as many run or are deferred.
+    blocks; ``running`` sequences have both. ``deferred`` sequences have blocks and logits, but
+    their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
+    has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` may run
+    for a while; each step then skips the last in order, and no sequence is admitted. No sequence is
+    admitted either while ``MAX_HELD`` * ``max_num_seqs`` sequences run or are deferred.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
         self.deferred: dict[Sequence, bool] = {}
-        """Whether each had a slot: a fork may find none and be sampled all the same."""
+        """Whether the sequence had a slot. A fork without a slot can be deferred too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
-        """Number of changes to the tables, or to the remaining work of a sequence, from outside a
-        step. While it is unchanged, a batch of decodes is followed by the same batch."""
+        """Number of changes to the tables or to the remaining work of a sequence. While it is
+        unchanged, a batch of decodes is followed by a batch of the same sequences."""
         self._rescheduled: list[Sequence] = []
-        """Those that were rescheduled since the last step was scheduled."""
+        """Sequences that were rescheduled since the last step was scheduled."""
         self._stalled = False
-        """Whether no sequence runs and the first waiting one cannot be admitted, because the
-        deferred ones leave too few blocks or are too many. No step then does anything until a table
-        changes."""
+        """Whether no sequence runs and the first waiting one cannot be admitted, because deferred
+        sequences leave too few blocks or are too many. ``schedule`` sets it; a change to the tables
+        clears it."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
@@ -120,12 +120,12 @@ class Scheduler:
         return bool(self.running) or (bool(self.waiting) and not self._stalled)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence, which waits to be admitted. It arrived later than all before."""
+        """Adds a new sequence, which waits to be admitted. Its arrival is later than all others."""
         self.waiting.append(sequence)
         self.changed()
 
     def forked(self, children: Iterable[Sequence]) -> None:
-        """Takes sequences that share another one's blocks."""
+        """Adds new forks. A fork runs if a slot is free, else it waits."""
         for child in children:
             if len(self.running) < self._max_num_seqs:
                 self._run(child)
@@ -134,8 +134,8 @@ class Scheduler:
         self.changed()
 
     def defer(self, sequence: Sequence) -> None:
-        """Takes a sequence that was to be sampled out of the steps until ``reschedule``. It keeps
-        its blocks while there are enough, and no slot."""
+        """Defers a ready sequence until ``reschedule``. It gives up its slot, and keeps its blocks
+        until others need them."""
         self.deferrals += 1
         self.deferred[sequence] = sequence in self.running
         if sequence in self.running:
@@ -145,7 +145,7 @@ class Scheduler:
         self.changed()
 
     def reschedule(self, sequence: Sequence) -> None:
-        """Puts a deferred sequence back to where it was; any other stays where it is."""
+        """Returns a deferred sequence to the table that it came from. Ignores other sequences."""
         had_slot = self.deferred.pop(sequence, None)
         if had_slot is None:
             return
@@ -157,29 +157,29 @@ class Scheduler:
         self.changed()
 
     def suspend(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the steps until ``resume``. It keeps its blocks while there are
-        enough, and no slot."""
+        """Suspends a sequence until ``resume``. It gives up its slot, and keeps its blocks until
+        others need them."""
         self._take_out(sequence)
         self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Lets a suspended sequence wait to be admitted, at the place of its arrival."""
+        """Moves a suspended sequence to the waiting queue, in the order of its arrival."""
         self._take_out(sequence)
         self.waiting.put_back(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out for good; its blocks are given back."""
+        """Removes a sequence and frees its blocks."""
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
 
     def changed(self) -> None:
-        """Other tokens of a sequence are to be computed than was known."""
+        """Records that a table or the remaining work of a sequence has changed."""
         self.changes += 1
         self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
-        """Sequences with logits of their own that were rescheduled since the last step was
-        scheduled: they can be sampled with that one. None while more run than there are slots."""
+        """Sequences with kept rows that were rescheduled since the last step was scheduled, so that
+        this step can sample them. Empty while more than ``max_num_seqs`` run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []
@@ -193,7 +193,7 @@ class Scheduler:
         active: Iterable[Sequence] = self.running
         if len(self.running) > self._max_num_seqs:
             active = nlargest(self._max_num_seqs, self.running, key=_rank)
-        # Those that are rescheduled have their logits already: they need no forward.
+        # Rescheduled sequences have their logits already and need no forward.
         ending = [s for s in active if s.ends_with_next]
         if ending:
             active = [s for s in active if not s.ends_with_next]
@@ -213,17 +213,17 @@ class Scheduler:
                 break
             sequence = self.waiting.first()
             if sequence.drawn >= 0:
-                # It was preempted just now, and its token is still on the device.
+                # The sequence was preempted in this step, and its token is still on the device.
                 break
             if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
                 break
             if sequence.row is not None:
-                # A fork that found no slot and has its logits: it needs no forward.
+                # A fork that found no slot has logits already and needs no forward.
                 self._admit(sequence)
             elif len(self.running) + len(self.deferred) >= MAX_HELD * self._max_num_seqs:
                 break
             elif sequence.continued and self._prefills(sequence.request):
-                # It waits for the blocks of the text that they have in common.
+                # The sequence waits for the blocks of the text that both have in common.
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
@@ -242,7 +242,8 @@ class Scheduler:
         return Chunk(sequence, start, end)
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
-        """Adds a running sequence's next chunk, and preempts others where blocks run out."""
+        """Adds a running sequence's next chunk, and preempts others if blocks run out. Returns
+        False if the sequence itself was preempted."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
         alone = chunk.end - chunk.start == 1 and sequence.drawn < 0 and chunk.completes
         if sequence.draft and alone and self._spare(len(sequence.draft), room):
@@ -265,13 +266,13 @@ class Scheduler:
         )
 
     def _spare(self, drafted: int, room: int) -> bool:
-        """Whether a draft takes neither tokens of the step nor blocks from other sequences."""
+        """Whether a draft leaves enough tokens of the step and enough blocks to other sequences."""
         blocks = self._blocks.blocks_for(drafted) + 1
         running = len(self.running)
         return room >= running + drafted and self._blocks.num_available >= running + blocks
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
-        """Admits a waiting sequence, where blocks for all of its known tokens are available."""
+        """Admits a waiting sequence if blocks for all of its known tokens are available."""
         # The last token is computed in any case, for its logits.
         kept = bool(sequence.block_table.blocks)
         if kept:
@@ -283,7 +284,7 @@ class Scheduler:
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
         copies = None
-        # A little stays free, so that the admitted can grow before one of them is preempted.
+        # One block for each admitted sequence stays free, so that growth rarely preempts.
         if spare >= 0 and (not self.running or spare >= len(self.running) + len(self.deferred)):
             copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
         if copies is None:
@@ -311,8 +312,8 @@ class Scheduler:
         self.waiting.count_running(sequence.client, 1)
 
     def _evict_for(self, sequence: Sequence) -> bool:
-        """Frees blocks for a waiting sequence while none runs: first those of sequences that
-        cannot be scheduled, then those of deferred ones that come after it in order."""
+        """Frees blocks for a waiting sequence while no sequence runs: first the blocks of sequences
+        that are not admitted, then those of deferred sequences that come later in order."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if _rank(s) < _rank(sequence)]
         if idle or after:
@@ -324,19 +325,18 @@ class Scheduler:
         return True
 
     def _idle(self) -> list[Sequence]:
-        """The sequences that have blocks and are not admitted."""
+        """Sequences that have blocks and are suspended or waiting."""
         return [s for s in (*self.suspended, *self.waiting.returned) if s.block_table.blocks]
 
     def _victim(self, scheduled: set[int]) -> Sequence:
-        """The sequence that loses its blocks to a running one. It is a sequence that is not
-        admitted, if one has blocks; else the last to arrive of the lowest priority that is not in
-        this step yet. Such a sequence always exists: the sequence that needs the blocks is not in
-        this step yet."""
+        """The sequence to preempt for a running one: one that is not admitted, if such a sequence
+        has blocks. Else the sequence of lowest priority, and of these the last to arrive, that is
+        not in this step yet. It always exists, because the running one is not in the step yet."""
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=_rank)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's blocks and logits; if it was admitted, it waits again."""
+        """Frees a sequence's blocks and logits. If the sequence was admitted, it waits again."""
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
         sequence.row = None
@@ -346,7 +346,7 @@ class Scheduler:
             self.waiting.put_back(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the table that it is in, if any."""
+        """Removes a sequence from its table, if it is in one."""
         if sequence in self.running:
             del self.running[sequence]
             self.waiting.count_running(sequence.client, -1)
@@ -361,5 +361,5 @@ class Scheduler:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """The order of admitted sequences: the least loses its blocks or its place in a step first."""
+    """The order of sequences: the lowest rank is preempted or skipped first."""
     return sequence.priority, -sequence.arrival, -sequence.seq

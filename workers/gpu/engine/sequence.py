@@ -19,79 +19,80 @@ from .block_manager import BlockTable
 from .text import TextStream
 
 MAX_SEQ = 2**32 - 1
-"""The highest number of a sequence: they are sent as u32."""
+"""The highest sequence number: sequence numbers are sent as u32."""
 
 
 class Inspected(NamedTuple):
     """The facts that a request with ``inspect`` receives about a token."""
 
     allowed: int | None = None
-    """How many tokens its mask and its bias allowed; None without either."""
+    """Number of tokens that the mask and the bias allowed; None without either."""
     cut: Tokens[int] = ()
-    """The likeliest tokens that these forbade, in that order."""
+    """The most likely tokens that the mask or the bias forbade, the most likely first."""
     bias: Mapping[int, float] = {}
-    """The values that its bias added to others of the likeliest tokens, and to the token itself."""
+    """The biases of the token itself and of the other most likely tokens, by token."""
     round_us: int = 0
-    """The time of the controller's round before it, in microseconds."""
+    """Duration of the controller's round before the token, in microseconds."""
 
 
 class TokenOutput(NamedTuple):
-    """The result of a step for one sequence: a token, its end, or both."""
+    """The result of a step for one sequence: a token, the end of the sequence, or both."""
 
     request: int
     seq: int
     token: int | None
     logprob: float | None
     pos: int
-    """Position of the token, counted from the first that was generated or scored."""
+    """Position of the token, counted from the first generated or scored token."""
     finish_reason: FinishReason | None = None
     top_logprobs: Mapping[int, float] | None = None
-    """None for a scored token, unless its SCORE asks for them."""
+    """None for a scored token, unless the SCORE requests them."""
     text: str | None = None
     """Text mode: the text that became certain."""
     error: str | None = None
     backtrack: int = 0
-    """Tokens of the sequence that were taken back before this one."""
+    """Number of tokens of the sequence that were removed before this token."""
     parent: int | None = None
-    """In a fork's first output: the sequence that it was forked from."""
+    """In a fork's first output: the number of the parent sequence."""
     code: str | None = None
     """The error code of ``error``."""
     logs: str = ""
-    """The output of its controller."""
+    """The log output of the sequence's controller."""
     storage: Tokens[Any] = ()
-    """The writes of its controller to variables."""
+    """The controller's writes to variables."""
     constraint: ConstraintEnd | None = None
-    """In its last output, under a built-in constraint: how its text ended."""
+    """In the last output, under a built-in constraint: how the text ended."""
     shortened: bool = False
-    """In its last output: its text ends before what its controller has seen, at a stop string or
-    between appended tokens."""
+    """In the last output: the text ends earlier than the controller's view of it, at a stop string
+    or between appended tokens."""
     stop: str | int | None = None
-    """In the last output: which of the request's stops ended the sequence."""
+    """In the last output: the stop string or stop token that ended the sequence."""
     inspected: Inspected | None = None
     distribution: Distribution | None = None
-    """The answer to the query of its controller."""
+    """The distribution that the controller requested."""
     wakes: int = 0
-    """With a sampled token: how often its controller was woken since the last one."""
+    """With a sampled token: number of wakes of the controller since the last sampled token."""
 
 
 @dataclass(slots=True)
 class PromptUsage:
-    """The cost of a request's prompt; all of its sequences share it."""
+    """The usage of a request's prompt; all sequences of the request share the object."""
 
     tokens: int = 0
     cached: int | None = None
-    """How many of them were in the KV cache when the request was first admitted; None before."""
+    """Number of tokens that the KV cache contained when the request was first admitted; None
+    before."""
     admitted_at: float | None = None
-    """When that was, by ``time.monotonic``."""
+    """Time of the first admission, by ``time.monotonic``."""
 
 
 class Continued(NamedTuple):
     """The live sequences of a request that began at another worker."""
 
     generated: Mapping[int, Tokens[int]]
-    """By number, at least one: the tokens after the prompt."""
+    """The tokens after the prompt, by sequence number; not empty."""
     made: int
-    """How many sequences there have been of it."""
+    """Number of sequences that the request has had, including ended ones."""
 
 
 @dataclass(slots=True)
@@ -109,81 +110,83 @@ class Sequence:
     request: int
     seq: int
     tokens: list[int]
-    """The prompt and what follows it."""
+    """The prompt and all tokens after it."""
     num_prompt: int
     sampling: Sampling
-    """For a generation; a score does not use it."""
+    """A score uses only its ``top_logprobs``."""
     max_length: int
-    """Tokens at which it ends, the prompt included."""
+    """Number of tokens, including the prompt, at which the sequence ends."""
     seed: int = 0
     scored: bool = False
-    """It is a SCORE: all its tokens are known, and their log-probabilities are computed."""
+    """The sequence is a SCORE: its tokens are known, and their log-probabilities are computed."""
     scored_from: int = 0
-    """For a score: the first token whose log-probability is computed; those before it are the
-    prompt, and what another worker has scored."""
+    """For a score: index of the first token whose log-probability is computed. The tokens before it
+    are the prompt and the tokens that another worker has scored."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     healed: int = 0
-    """Characters at the beginning of its text that its prompt ended with."""
+    """With token healing: characters at the beginning of the text that belong to the prompt."""
     with_text: bool = False
     inspect: bool = False
-    """Its outputs say what its masks did."""
+    """Whether outputs report the effect of the masks (``Inspected``)."""
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     continued: bool = False
-    """It began elsewhere, with others of its request that have much of its text."""
+    """The request began at another worker, with several sequences that share much of their text."""
     pending_forks: int = 0
-    """Sequences that will be forked from it when its prompt is computed."""
+    """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
-    """Later arrivals that were admitted before it."""
+    """Number of later arrivals that were admitted before this sequence."""
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
-    """The bias of its controller for the next token."""
+    """The controller's logit bias for the next token."""
     options: TokenOptions | None = None
-    """The other options of its controller for the next token."""
+    """The controller's other sampling options for the next token."""
     along: Tokens[np.ndarray] = ()
     """Under a controller: the masks after each token of ``draft``, as far as they are known."""
     row: KeptRow | None = None
-    """The logits that it is sampled from when it has been deferred."""
+    """The logits of a deferred sequence, from which it is sampled when it is rescheduled."""
     drawn: int = -1
-    """While its next token is on the device and not here yet: its row among those drawn with it."""
+    """While the next token is only on the device: its row among the drawn tokens; else -1."""
     drafting: Drafting | None = None
-    """The text that its drafts are made from; None: it never has any."""
+    """The state of speculative decoding; None: the sequence has no drafts."""
     draft: Tokens[int] = ()
-    """Tokens that are likely to follow: the next step verifies them."""
+    """Draft tokens that the next step verifies."""
 
     @property
     def target(self) -> int:
-        """Tokens that must be in the cache before it has a result: for a score, all but the last,
-        whose own distribution is not needed."""
+        """Number of tokens that must be in the cache before the sequence has a result. A score does
+        not need its last token in the cache."""
         return len(self.tokens) + (self.drawn >= 0) - self.scored
 
     @property
     def gives_columns(self) -> bool:
-        """Whether its tokens are reported in columns, but for the last."""
+        """Whether all tokens except the last can be reported in columns."""
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
     def ends_with_next(self) -> bool:
-        """Whether the token that is on the device is its last, by its length."""
+        """Whether the sequence reaches ``max_length`` with the token that is still on the
+        device."""
         return self.drawn >= 0 and len(self.tokens) + 1 >= self.max_length
 
     @property
     def decodes(self) -> bool:
-        """Whether the next step computes its last token, and nothing else is known of it."""
+        """Whether the next step is a plain decode: one token to compute, and no kept row or
+        decision of a controller."""
         decided = self.mask is not None or self.bias is not None or self.options is not None
         ready = self.row is not None or decided
         return len(self.tokens) - self.num_computed_tokens == 1 and not (ready or self.scored)
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -199,22 +202,22 @@ class Sequence:
 
 @dataclass(slots=True)
 class TokenColumns:
-    """Tokens that are nothing but a token, of one step: row i is the token of ``sequences[i]``.
+    """The plain tokens of one step: row i is the token of ``sequences[i]``.
 
-    None of them has an end, an error or a fork with it, and none asks for ``inspect`` or the most
-    likely tokens. All columns have the same length.
+    A plain token is not the end of its sequence, has no error or fork, and its request asks for
+    neither ``inspect`` nor ``top_logprobs``. All columns have the same length.
     """
 
     sequences: list[Sequence]
-    """The same list object in each step in which the same sequences are sampled."""
+    """Steps that sample the same sequences share this list object."""
     tokens: np.ndarray
     """int64."""
     logprobs: np.ndarray
     """float64."""
     positions: np.ndarray
-    """int64: as ``TokenOutput.pos``."""
+    """int64; see ``TokenOutput.pos``."""
     texts: list[str | None] | None = None
-    """As ``TokenOutput.text``; None where no row has any."""
+    """See ``TokenOutput.text``; None if no row has text."""
 
     @property
     def requests(self) -> set[int]:
@@ -222,13 +225,14 @@ class TokenColumns:
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """The rows of all other requests, None if there are none; those of these as outputs."""
+        """The rows of all other requests as columns (None if empty), and the rows of ``requests``
+        as outputs."""
         outputs = [output for output in self if output.request in requests]
         rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
         return (self.of(rows) if rows else None), outputs
 
     def of(self, rows: list[int]) -> TokenColumns:
-        """Some of the rows."""
+        """The columns of a subset of the rows."""
         return TokenColumns(
             [self.sequences[i] for i in rows],
             self.tokens[rows],
@@ -248,22 +252,23 @@ class TokenColumns:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """A step's outputs: those of a request are all in ``columns`` or all in ``others``."""
+    """The outputs of a step. The outputs of a request are all in ``columns`` or all in
+    ``others``."""
 
     others: list[TokenOutput] = field(default_factory=list)
     """In order within each sequence."""
     columns: TokenColumns | None = None
-    """The tokens that are nothing but a token; None where there are none."""
+    """The plain tokens; None if there are none."""
 
     def __len__(self) -> int:
         return len(self.others) + (len(self.columns.sequences) if self.columns is not None else 0)
 
     def __iter__(self) -> Iterator[TokenOutput]:
-        """All of them as outputs."""
+        """All outputs of the step, one by one."""
         yield from self.others
         if self.columns is not None:
             yield from self.columns
 
     def as_outputs(self) -> list[TokenOutput]:
-        """All of them as a list of outputs."""
+        """All outputs of the step, as a list."""
         return list(self)

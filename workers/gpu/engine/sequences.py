@@ -1,4 +1,4 @@
-"""The live sequences of an engine: begun, forked, spliced, extended by a token, ended."""
+"""The live sequences of an engine: begins, forks, splices, extends and ends them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class LiveSequences:
-    """The table of requests and their sequences, and all that changes a sequence.
+    """The table of requests and their sequences, and the operations that change a sequence.
 
-    A sequence is in this table from its arrival to its end, in exactly one of the scheduler's
-    lists, and its blocks are given back when it leaves both.
+    A sequence is in this table, and in exactly one table of the scheduler, from its arrival to its
+    end. Its blocks are freed when it is removed.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class LiveSequences:
         self._max_forks = max_forks
         self.requests: dict[int, dict[int, Sequence]] = {}
         self._made: dict[int, int] = {}
-        """By request: how many sequences there have been of it."""
+        """By request: number of its sequences so far, including ended ones."""
         self.step: PendingStep | None = None
-        """The step whose forward was launched, and which has not been sampled."""
+        """The step whose forward has been launched and which has not been sampled."""
         self.outputs: list[TokenOutput] = []
-        """The outputs that the next step returns first."""
+        """Outputs that have not been returned yet."""
         self.forks = 0
         self.splices = 0
         self.appended_tokens = 0
@@ -59,15 +59,15 @@ class LiveSequences:
     # --- the table ------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:
-        """Takes in the first sequence of a request. Sequences of an earlier attempt are dropped."""
+        """Adds the first sequence of a request. Removes sequences of an earlier attempt."""
         self._drop_request(sequence.request)
         self.requests[sequence.request] = {sequence.seq: sequence}
         self._made[sequence.request] = 1 + sequence.pending_forks
         self._scheduler.add(sequence)
 
     def restore(self, sequences: Tokens[Sequence], made: int) -> None:
-        """Takes in the live sequences of a request that began elsewhere; this many of it there have
-        been. Sequences of an earlier attempt are dropped."""
+        """Adds the live sequences of a request that began at another worker. ``made``: number of
+        its sequences so far. Removes sequences of an earlier attempt."""
         request = sequences[0].request
         self._drop_request(request)
         self.requests[request] = {sequence.seq: sequence for sequence in sequences}
@@ -76,16 +76,16 @@ class LiveSequences:
             self._scheduler.add(sequence)
 
     def _drop_request(self, request: int) -> None:
-        """Removes all sequences of a request, those in a step too. They have no last output."""
+        """Removes all sequences of a request, also from a pending step, without last outputs."""
         if request in self.requests:
             self.abort(request, "cancelled")
 
     def find(self, request: int, seq: int) -> Sequence | None:
-        """A live sequence; None where it has ended or never was."""
+        """The live sequence; None if it has ended or does not exist."""
         return self.requests.get(request, {}).get(seq)
 
     def named(self, request: int, seq: int) -> Sequence:
-        """A live sequence of a generation; raises RequestError where there is none."""
+        """The live sequence of a generation. Raises RequestError if it does not exist."""
         sequence = self.find(request, seq)
         if sequence is None or sequence.scored:
             raise RequestError(
@@ -94,7 +94,7 @@ class LiveSequences:
         return sequence
 
     def changed(self) -> None:
-        """The remaining work of a sequence has changed."""
+        """Notifies the scheduler that the remaining work of a sequence has changed."""
         self._scheduler.changed()
 
     def has_any_of(self, step: PendingStep) -> bool:
@@ -105,9 +105,9 @@ class LiveSequences:
         return any(self.find(s.request, s.seq) is s for s in chunks)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the table and of every step; its blocks are given back.
+        """Removes a sequence from the tables and from the pending step, and frees its blocks.
 
-        The sequence may be in some of the tables only: then it is taken out of these.
+        The sequence need not be in all of the tables.
         """
         computed = min(sequence.num_computed_tokens, len(sequence.tokens))
         self._blocks.commit(sequence.block_table, sequence.tokens, computed)
@@ -126,7 +126,7 @@ class LiveSequences:
     # --- forks ----------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, n: int, numbers: Tokens[int] | None) -> list[int]:
-        """Forks a sequence into itself and ``n`` more; their numbers (``Engine.fork``)."""
+        """Forks a sequence ``n`` times and returns the numbers of the forks (``Engine.fork``)."""
         request = parent.request
         first = self._made[request]
         numbers = range(first, first + n) if numbers is None else numbers
@@ -160,8 +160,8 @@ class LiveSequences:
         return [child.seq for child in children]
 
     def fork_pending(self, sequence: Sequence) -> list[Sequence]:
-        """The other sequences of a request with ``n``: they share the prompt's blocks and
-        logits."""
+        """Makes the other sequences of a request with ``sampling.n`` above 1. They share the blocks
+        and the logits of the prompt."""
         if not sequence.pending_forks:
             return []
         children = [
@@ -229,7 +229,7 @@ class LiveSequences:
             drop = 0
 
     def discard_logits(self, sequence: Sequence) -> None:
-        """A sequence that was ready is not sampled: its last token will be computed again."""
+        """Discards the logits and decisions of a sequence; its last token is computed again."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None
@@ -258,8 +258,8 @@ class LiveSequences:
         pushed: Text | None = None,
         distribution: Distribution | None = None,
     ) -> bool:
-        """Appends a token to its sequence, and ends the sequence where a stop or its length is
-        reached; whether it is still alive. ``pushed``: its text, if that was taken already."""
+        """Appends a token to a sequence, and ends the sequence at a stop or at its maximum length.
+        Returns whether it is still alive. ``pushed``: the token's text, if already decoded."""
         pos = sequence.num_generated
         reason: FinishReason | None = None
         shortened = False
@@ -322,8 +322,7 @@ class LiveSequences:
         )
 
     def fail(self, sequence: Sequence, error: str) -> None:
-        """Ends a sequence with an error, and its forks that were not made yet; its blocks are
-        cleared and given back."""
+        """Ends a sequence and its pending forks with an error. Clears and frees its blocks."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0
@@ -341,18 +340,18 @@ class LiveSequences:
         self.fail(sequence, f"decoding its text failed: {error}")
 
     def fail_defect(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence whose result could not be taken, so that the others of its step go on."""
+        """Ends a sequence whose result raised an exception; the others of the step continue."""
         number, what = sequence.request, "taking a result of request %d failed"
         log.error(what, number, exc_info=error, extra=about(number))
         self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
 
     def take_outputs(self) -> list[TokenOutput]:
-        """The outputs to return now."""
+        """Returns and clears ``outputs``."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
     def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
-        """Ends all sequences of a request; their last outputs, after those not yet returned."""
+        """Ends all sequences of a request. Returns its pending outputs, then its last outputs."""
         # Older outputs come first: they may announce a fork whose end follows.
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]

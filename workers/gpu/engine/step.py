@@ -5,10 +5,10 @@ begin    schedule ─▶ forward: one token of each decode, chunks of prompts �
 finish   sample the rows ─▶ append to each sequence, or end it
 
 The device is a queue. If steps overlap, ``finish`` launches the sampling of this step and then the
-forward of the next one, before it waits for the tokens. So the device has work while tokens are
-processed, sent and decided upon. A sequence that continues needs no value for that, only one more
-position; its token goes from one to the other on the device. An end that is not known beforehand is
-found one step later, and the row that was computed for it is discarded.
+forward of the next step, before it waits for the tokens. So the device has work while the host
+processes and sends tokens. The next forward reads each sampled token on the device; the host only
+has to know its position. If a sequence ends at a stop, the host notices after the next forward has
+been launched, and discards the row of the ended sequence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sampling:
-    """The sampling of a step, handed to the device."""
+    """The sampling of a step, queued on the device."""
 
     step: PendingStep
     batch: SampledBatch
@@ -51,7 +51,7 @@ class Sampling:
     work: Work[tuple[Drawn | None, list[Scores]]]
 
     def device_tokens(self) -> torch.Tensor:
-        """The tokens of its batch, for work behind it in the device's queue."""
+        """The sampled tokens, for work that is queued after the sampling."""
         drawn, _ = self.work.value
         assert drawn is not None
         return drawn.tokens
@@ -60,9 +60,9 @@ class Sampling:
 class Stepper:
     """Runs the steps of one model over its live sequences.
 
-    ``overlap``: the forward of the next step is launched before the tokens of this one are taken.
-    ``speculation``: sequences have drafts. The token after a draft is known when it has been
-    verified, so a step with drafts, or before one, is not overlapped.
+    ``overlap``: the next forward is launched before the tokens of this step are processed.
+    ``speculation``: sequences may have drafts. A step does not overlap with the next one if either
+    has drafts, because the token after a draft is unknown until the draft is verified.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Stepper:
         self._results = Results(live)
         self._one_by_one = OneByOne(live, runner, self._results)
         self._ahead: PendingStep | None = None
-        """The step that follows the one that was sampled last, where it has been launched."""
+        """The next step, if its forward was launched while steps overlap."""
         self._decodes: Decodes | None = None
-        """The batch that was launched last, where it only decodes."""
+        """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])
         self._speculation = speculation or Speculation(None)
         self._verifier = Verifier(live, blocks, runner, self._speculation)
@@ -97,11 +97,11 @@ class Stepper:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that were sampled, since the beginning."""
+        """Number of sampled tokens since the model was loaded."""
         return self._results.sampled_tokens + self._verifier.sampled_tokens
 
     def begin(self) -> PendingStep:
-        """The first half: the forward of what is scheduled, unless it has been launched already."""
+        """The first half: schedules and launches a forward, unless it was launched ahead."""
         step, self._ahead = self._ahead, None
         if step is None or not self._live.has_any_of(step):
             step = self._launch(None) or PendingStep()
@@ -123,9 +123,9 @@ class Stepper:
     # --- the parts of a step --------------------------------------------------------------------
 
     def _launch(self, before: Sampling | None) -> PendingStep | None:
-        """Hands the next forward to the device; None where there is nothing to do.
+        """Launches the next forward; None if the step would be empty.
 
-        ``before``: the sampling that is before it in the queue, with tokens that are not here yet.
+        ``before``: the sampling that is queued before it, if its tokens are still on the device.
         """
         # The draft depends on the last token.
         self._speculation.propose(self._scheduler.running if before is None else ())
@@ -145,7 +145,7 @@ class Stepper:
             return self._launch_scheduled(tokens)
 
     def _launch_scheduled(self, tokens: Callable[[], torch.Tensor] | None) -> PendingStep | None:
-        """The same for a batch that is not simply the next one of those sequences."""
+        """Schedules, packs and launches a batch; None if it is empty."""
         batch = self._scheduler.schedule()
         self._count(batch)
         if not batch.chunks and not batch.rescheduled:
@@ -162,13 +162,13 @@ class Stepper:
         return step
 
     def _sample(self, step: PendingStep) -> Sampling:
-        """Hands the sampling of a step to the device, behind its forward."""
+        """Queues the sampling of a step after its forward."""
         sequences = list(step.rows)
         if sequences != self._batch.sequences:
             self._batch = SampledBatch(sequences)
         batch, which = self._batch, None
-        # As many sequences need not be the same ones: a fork, or one whose row was kept, may have
-        # taken the place of one that was deferred.
+        # An equal number of sequences is not enough: a fork or a rescheduled sequence may have
+        # replaced a deferred one.
         decodes = step.decodes if not step.kept else None
         if decodes is not None and sequences == decodes[0]:
             rows = batch.rows(decodes[1])
@@ -196,8 +196,8 @@ class Stepper:
         return Sampling(step, batch, rows, self._runner.queue.submit(run))
 
     def _take(self, sampling: Sampling) -> StepOutputs:
-        """Waits for the tokens of a step, and appends each to its sequence. Where the step failed,
-        each of its sequences is run on its own, so that only those that fail again end."""
+        """Waits for the tokens of a step, and appends each to its sequence. If the step failed,
+        each sequence is run separately, so that only sequences that fail again end."""
         work, live = sampling.work, self._live
         work.wait()
         if work.error is not None:
@@ -225,8 +225,8 @@ class Stepper:
                 usage.admitted_at = time.monotonic()
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk]) -> None:
-        """Records what will have been computed: scores, rows to sample from, and the forks that
-        waited for their prompt. Whatever comes later in the device's queue may rely on it."""
+        """Records the results of a launched forward before it has run: computed tokens, rows to
+        sample and score, and pending forks. Work that is queued later may rely on them."""
         row = 0
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
@@ -258,7 +258,7 @@ class Stepper:
 
 @contextmanager
 def _on_device(sampling: Sampling | None) -> Iterator[None]:
-    """Around what is scheduled while the tokens of a sampling are still on the device."""
+    """Sets ``Sequence.drawn`` while a step is scheduled whose input tokens are on the device."""
     sequences = sampling.batch.sequences if sampling is not None else ()
     for row, sequence in enumerate(sequences):
         sequence.drawn = row

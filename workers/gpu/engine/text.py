@@ -1,4 +1,4 @@
-"""Text from tokens, as it becomes certain: never half a character, never a stop string."""
+"""Decodes tokens to text incrementally. Text never ends inside a character or has a stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tokenizers import decoders
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Tokens of the prompt that a tokenizer sees before the first new one, for how it joins them."""
+"""Tokens of the prompt that are decoded before the first new token, because the text of a token
+can depend on the tokens before it."""
 
 
 class Detokenizer(Protocol):
@@ -24,7 +25,7 @@ class Detokenizer(Protocol):
         """The text that was held back, at the end of the sequence."""
 
     def fork(self) -> Detokenizer:
-        """A second one in the same state."""
+        """A copy with the same state."""
 
 
 class Text(NamedTuple):
@@ -47,7 +48,7 @@ class TextStream:
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), skip: int = 0) -> None:
-        """``skip``: characters at the beginning that do not belong to it."""
+        """``skip``: number of characters at the beginning to leave out."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._skip = skip
@@ -64,7 +65,7 @@ class TextStream:
         return text if text.stopped else Text(text.certain + rest)
 
     def fork(self) -> TextStream:
-        """A second one in the same state."""
+        """A copy with the same state."""
         copy = TextStream(self._detokenizer.fork(), self._stop, self._skip)
         copy._held = self._held
         return copy
@@ -88,7 +89,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -96,7 +97,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
-    """A function that makes a sequence's detokenizer from its prompt, by the kind of tokenizer."""
+    """A function that makes a sequence's detokenizer from its prompt."""
     found = _byte_table(tokenizer)
     if found is not None:
         table = ByteTable.of(found)
@@ -112,7 +113,7 @@ class ByteTable(NamedTuple):
 
     tokens: Sequence[bytes]
     whole: Sequence[str | None]
-    """The text of each token; None where it has parts of a character, or no character at all."""
+    """The text of each token; None if its bytes are not valid UTF-8 by themselves."""
 
     @classmethod
     def of(cls, found: Sequence[bytes]) -> ByteTable:
@@ -134,10 +135,10 @@ class ByteDetokenizer:
         self._table = table
         self._whole = table.whole
         self._decoder: codecs.IncrementalDecoder | None = None
-        """While a character is incomplete."""
+        """Contains the bytes of an incomplete character; None if there are none."""
 
     def push(self, token: int) -> str:
-        """The characters that are complete."""
+        """The characters that this token completes."""
         decoder = self._decoder
         if decoder is None:
             # A model's vocabulary may be padded beyond its tokenizer's.
@@ -151,12 +152,12 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """A character that stayed incomplete, as a replacement character."""
+        """A replacement character if the last character is incomplete, else nothing."""
         decoder, self._decoder = self._decoder, None
         return decoder.decode(b"", True) if decoder is not None else ""
 
     def fork(self) -> ByteDetokenizer:
-        """A second one in the same state."""
+        """A copy with the same state."""
         copy = ByteDetokenizer(self._table)
         if self._decoder is not None:
             copy._decoder = _utf8("replace")
@@ -165,7 +166,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes a short window of tokens with and without the new ones."""
+    """For all other tokenizers: decodes a short window of tokens with and without the new ones."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -174,7 +175,7 @@ class WindowDetokenizer:
         self._sent = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text after what was returned before, unless it ends in the middle of a character."""
+        """The new text; empty if it would end inside a character."""
         self._tokens.append(token)
         before, now = self._texts()
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
@@ -183,13 +184,13 @@ class WindowDetokenizer:
         return now[len(before) :]
 
     def finish(self) -> str:
-        """The rest, complete or not."""
+        """The remaining text, even if it ends inside a character."""
         before, now = self._texts()
         self._from, self._sent = self._sent, len(self._tokens)
         return now[len(before) :]
 
     def fork(self) -> WindowDetokenizer:
-        """A second one in the same state."""
+        """A copy with the same state."""
         copy = WindowDetokenizer(self._tokenizer, ())
         copy._tokens, copy._from, copy._sent = list(self._tokens), self._from, self._sent
         return copy
@@ -203,7 +204,8 @@ class WindowDetokenizer:
 
 
 def _byte_table(tokenizer: Any) -> list[bytes] | None:
-    """The bytes of each token of a byte-level tokenizer; special tokens have none."""
+    """The bytes of each token of a byte-level tokenizer, empty for special tokens. None for other
+    tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -223,15 +225,15 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
             try:
                 table[index] = bytes(map(byte_of.__getitem__, text))
             except KeyError:
-                # A token that is not written in that alphabet is plain text.
+                # A token with characters outside this alphabet is plain text.
                 table[index] = text.encode()
     return table
 
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's map of bytes to printable characters, reversed: those that print stand for
-    themselves, the others follow from U+0100 on."""
+    """GPT-2's map of bytes to characters, reversed. Printable bytes map to themselves, all others
+    to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

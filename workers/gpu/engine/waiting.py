@@ -1,11 +1,11 @@
 """The waiting sequences, in the order in which they are admitted.
 
-The highest priority goes first; then the client with the fewest running sequences; then the first
-to arrive. A sequence before which ``MAX_OVERTAKEN`` later arrivals were admitted goes before all
-that were overtaken less often: the bound on its wait.
+The order is by priority, then by fewest running sequences of the client, then by arrival. A
+sequence is overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue
+sequences go before all others, which bounds the wait.
 
-Thousands may wait, so no operation visits all of them: each is a few binary searches (``bisect``)
-in sorted lists.
+Thousands of sequences may wait, so operations do not visit all of them: most are a few binary
+searches (``bisect``) in sorted lists.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from itertools import count
 from .sequence import Sequence
 
 MAX_OVERTAKEN = 1024
-"""Later arrivals that may be admitted before a waiting sequence."""
+"""Number of later arrivals that may be admitted before a waiting sequence."""
 
 
 class WaitingQueue:
     """Sequences that wait for a slot and for blocks.
 
-    ``append`` takes newcomers, whose ``arrival`` grows from one to the next; ``put_back`` takes
-    those that were admitted before, or whose parent was.
+    ``append`` adds new sequences, in increasing order of ``arrival``. ``put_back`` adds sequences
+    that were admitted before, and forks of admitted sequences.
     """
 
     def __init__(self) -> None:
         self._shares: dict[int, int] = {}
-        """By client: its running sequences, where it has any."""
+        """By client: number of its running sequences, if not 0."""
         self._ordinary = _Order(self._shares)
         self._overdue = _Order(self._shares)
         self._ticks = count()
         self._places: dict[Sequence, tuple[_Order, int]] = {}
-        """By waiting sequence: the order that it is in, and its tick."""
+        """By waiting sequence: its order and its tick."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
-        """Those in ``_ordinary`` that were never admitted, by arrival."""
+        """Sequences in ``_ordinary`` that were never admitted, by arrival."""
         self._returned: dict[Sequence, None] = {}
-        """Those in both orders that were put back. They alone can have blocks."""
+        """Sequences in either order that were put back. Only these can have blocks."""
         self._latest: list[int] = []
-        """The ``MAX_OVERTAKEN`` latest arrivals among the admitted, sorted. Nothing that arrived
-        later than a newcomer was admitted before the newcomer arrived, so the number of greater
-        ones here is how often it was overtaken."""
+        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
+        entries that are greater than a newcomer's arrival is the number of sequences that have
+        overtaken it."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -60,22 +60,22 @@ class WaitingQueue:
         return iter(self._returned)
 
     def append(self, sequence: Sequence) -> None:
-        """Takes a newcomer, which arrived later than all before it."""
+        """Adds a new sequence. Its arrival is later than all others."""
         self._newcomers[sequence] = None
         self._put(self._ordinary, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Takes a sequence that was admitted before, at the place of its arrival."""
+        """Adds a sequence that was admitted before, in the order of its arrival."""
         self._returned[sequence] = None
         overdue = sequence.overtaken >= MAX_OVERTAKEN
         self._put(self._overdue if overdue else self._ordinary, sequence)
 
     def first(self) -> Sequence:
-        """The next sequence to admit; there is one."""
+        """The next sequence to admit. The queue must not be empty."""
         return (self._overdue or self._ordinary).first()
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, which was not admitted."""
+        """Removes a sequence from the queue."""
         if sequence not in self._returned:
             later = len(self._latest) - bisect_right(self._latest, sequence.arrival)
             sequence.overtaken = max(sequence.overtaken, later)
@@ -85,7 +85,7 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Takes a sequence out and counts it among those that went before the others."""
+        """Removes a sequence that is admitted, and counts it as overtaking earlier arrivals."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:
@@ -104,7 +104,7 @@ class WaitingQueue:
                 self._move(other)
 
     def count_running(self, client: int, change: int) -> None:
-        """A client has more or fewer running sequences than before."""
+        """Adds ``change`` to a client's number of running sequences."""
         orders = self._ordinary, self._overdue
         taken = [order.take_heads(client) for order in orders]
         share = self._shares.get(client, 0) + change
@@ -121,7 +121,7 @@ class WaitingQueue:
         order.add(sequence, tick)
 
     def _move(self, sequence: Sequence) -> None:
-        """From the ordinary to the overdue."""
+        """Moves a sequence from the ordinary order to the overdue one."""
         order, tick = self._places[sequence]
         order.remove(sequence, tick)
         self._places[sequence] = self._overdue, tick
@@ -129,11 +129,10 @@ class WaitingQueue:
 
 
 class _Order:
-    """Sequences by priority, their client's share of what runs, arrival, and tick.
+    """Sequences ordered by priority, number of running sequences of the client, arrival and tick.
 
-    The sequences of one client and priority are a sorted list. Another list has the heads of these
-    lists with the share of each client, so that a change of a share moves one head for each
-    priority.
+    Each client and priority has a sorted queue. ``_heads`` is a sorted list of the first sequences
+    of all queues. When a client's number of running sequences changes, only its heads are moved.
     """
 
     def __init__(self, shares: dict[int, int]) -> None:
@@ -171,14 +170,14 @@ class _Order:
             del self._queues[client]
 
     def take_heads(self, client: int) -> list[int]:
-        """Takes a client's heads out, before its share changes; their priorities."""
+        """Removes a client's heads before its share changes, and returns their priorities."""
         priorities = list(self._queues.get(client, ()))
         for priority in priorities:
             self._take_head(client, priority)
         return priorities
 
     def put_heads(self, client: int, priorities: list[int]) -> None:
-        """Puts them back."""
+        """Adds a client's heads of these priorities again."""
         for priority in priorities:
             self._put_head(client, priority)
 
