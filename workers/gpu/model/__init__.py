@@ -1,1 +1,1 @@
-"""Loading a model, its KV cache, and running its forward."""
+"""Loads a model, allocates its KV cache, and runs its forward."""

@@ -1,4 +1,4 @@
-"""Which models a client may have loaded: the names and paths of the setting ``allow``."""
+"""The models that a client may have loaded: names and paths in the setting ``allow``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GLOB = "*?["
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:
     """Whether a model that a client names matches one of the patterns.
 
-    A name that is a path on this machine counts as the path without ``..`` and symbolic links, so
-    that it cannot lead out of a folder that is allowed. The fixed folder of a pattern is resolved
-    too. All other names, as ids of a hub, are compared as they are.
+    A name that is a path on this machine is resolved first, without ``..`` and symbolic links, so
+    that it cannot lead out of an allowed folder. The fixed folder of a pattern is resolved too.
+    Other names, such as ids of a hub, are compared unchanged.
     """
     if "\0" in name:
         return False
@@ -29,12 +29,12 @@ def is_allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _resolved(pattern: str) -> str:
-    """A pattern whose fixed part, up to the last folder before a variable part, is resolved."""
+    """A pattern with its fixed part, up to the last folder before a variable part, resolved."""
     first = min((at for at in map(pattern.find, GLOB) if at >= 0), default=-1)
     if first < 0:
         return os.path.realpath(pattern)
     folder, slash, _ = pattern[:first].rpartition("/")
     if not slash:
-        # It has no fixed folder: "*" allows every path, and "gpt*" none but a relative one.
+        # Without a fixed folder, "*" allows every path, and "gpt*" only relative paths.
         return pattern if pattern.startswith("*") else f"{os.getcwd()}/{pattern}"
     return os.path.realpath(folder or "/").rstrip("/") + pattern[len(folder) :]

@@ -1,9 +1,9 @@
-"""A device as a queue: work is handed over in order, and its results are taken later.
+"""A device as a queue: work is submitted in order, and its results are read later.
 
-On CUDA the queue is the current stream: work only enqueues kernels, so that it is run at once, and
-its result is complete when an event recorded after it has passed. On a CPU it is one thread that
-runs the work in order; or nothing at all, where steps do not overlap: then work runs when it is
-handed over.
+On CUDA the queue is the current stream. Submitting runs the work at once, which only enqueues
+kernels; the result is complete when an event that is recorded after it has passed. On a CPU the
+queue is one thread that runs the work in order. If steps do not overlap, work runs when it is
+submitted.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """Something that a device has to do."""
+    """A function that runs on the device queue, and its result."""
 
     def __init__(self, run: Callable[[], T]) -> None:
         self._run: Callable[[], T] | None = run
         self._value: T | None = None
         self.error: Exception | None = None
-        """The error that it raised."""
+        """The exception that the function raised."""
         self._over = threading.Lock()
         self._over.acquire()
         self.event: torch.cuda.Event | None = None
-        """On CUDA: passes when the device has done all of it."""
+        """On CUDA: passes when the device has finished the work."""
         self.seconds = 0.0
-        """How long it took, where that is known: on a CPU."""
+        """Duration of the work, in seconds; measured only on a CPU."""
 
     def do(self) -> None:
-        """Runs it, once: in the queue's turn."""
+        """Runs the function, once, in the order of the queue."""
         assert self._run is not None
         began = time.monotonic()
         try:
@@ -45,48 +45,48 @@ class Work(Generic[T]):
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - began
-        # Its tensors are freed with the work, not with its result.
+        # The tensors that the function refers to are freed now, not with the result.
         self._run = None
         self._over.release()
 
     @property
     def value(self) -> T:
-        """Its result, for later work in the same queue; raises its error."""
+        """The result, for later work in the same queue. Raises the function's error."""
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
 
     @property
     def done(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has finished the work."""
         return not self._over.locked() and (self.event is None or self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Returns when the device has done it, with or without an error."""
+        """Waits until the device has finished the work, with or without an error."""
         with self._over:
             pass
         if self.event is not None:
             self.event.synchronize()
 
     def result(self) -> T:
-        """Its result, once the device has done it; raises its error."""
+        """Waits for the device, and returns the result. Raises the function's error."""
         self.wait()
         return self.value
 
 
 class DeviceQueue(Protocol):
-    """Does work in the order in which it is handed over."""
+    """Runs work in the order in which it is submitted."""
 
     overlaps: bool
     """Whether ``submit`` returns before the work is done."""
 
     def submit(self, run: Callable[[], T]) -> Work[T]:
-        """Hands work over."""
+        """Submits work."""
         ...
 
 
 class InlineQueue:
-    """Does work when it is handed over."""
+    """Runs work when it is submitted."""
 
     overlaps = False
 
@@ -97,7 +97,7 @@ class InlineQueue:
 
 
 class StreamQueue:
-    """The current CUDA stream of a device: work enqueues kernels and must not wait for them."""
+    """The current CUDA stream of a device. Work enqueues kernels and must not wait for them."""
 
     overlaps = True
 
@@ -130,28 +130,28 @@ class ThreadQueue:
 
 
 def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
-    # OpenMP's number of threads belongs to the thread that calls it.
+    # OpenMP's number of threads is a setting of the calling thread.
     torch.set_num_threads(num_threads)
     while (work := orders.get()) is not None:
         work.do()
-        # Not until the next order comes: what it gave may be large.
+        # The work is released before the next one arrives, because its result may be large.
         del work
 
 
 def pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on the host, from where the device copies it while the host goes on."""
+    """A host array in pinned memory, so that copying it to the device does not block the host."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device, without waiting for what the device does."""
+    """An array on a device, copied without waiting for the device."""
     tensor = pinned(values, device)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def device_queue(device: torch.device, overlap: bool) -> DeviceQueue:
-    """The queue of a device; ``overlap``: work is done while its results are waited for."""
+    """The queue of a device. ``overlap``: work runs while the caller continues."""
     if device.type == "cuda":
         return StreamQueue(device)
     return ThreadQueue() if overlap else InlineQueue()

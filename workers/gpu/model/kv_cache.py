@@ -12,39 +12,39 @@ import torch
 from .device_queue import on_device
 
 BLOCK_SIZE = 16
-"""Tokens of a block that is gathered."""
+"""Tokens of a block if blocks are gathered."""
 FLASH_BLOCK_SIZE = 256
-"""Tokens of a block that FlashAttention reads in place: its second version takes no smaller one."""
+"""Tokens of a block that FlashAttention reads in place: FlashAttention 2 requires at least 256."""
 TRITON_BLOCK_SIZE = 64
 """Tokens of a block that the Triton kernels read in place: an iteration over keys is one block."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
-"""On a CPU the cache takes at most this many bytes, and this part of the memory that is free."""
+"""On a CPU the cache takes at most this many bytes, and this part of the free memory."""
 
 
 class Layout(NamedTuple):
-    """How keys and values lie in memory, and which attention reads them."""
+    """The block size of the KV cache, and the attention that reads it."""
 
     block_size: int
     """Tokens of a block."""
     in_place: bool
-    """A kernel reads the blocks; else they are gathered for SDPA."""
+    """Whether a kernel reads the blocks in place; else they are gathered for SDPA."""
     why: str
-    """Why no kernel reads the blocks; empty if one does."""
+    """The reason why no kernel reads the blocks; empty if one does."""
     triton: bool = False
-    """The kernel is Triton's; else FlashAttention."""
+    """Whether the kernel is Triton's; else it is FlashAttention."""
 
     @property
     def attention(self) -> str:
-        """The attention that reads them, for people."""
+        """The name of the attention, for logs and users."""
         if not self.in_place:
             return "SDPA over gathered blocks"
         return "Triton over blocks" if self.triton else "FlashAttention over blocks"
 
 
 class LayerShape(NamedTuple):
-    """The numbers that a layer stores for one token: ``[kv_heads, head_dim]`` keys and values."""
+    """The shape of a layer's keys and values for one token: ``[kv_heads, head_dim]``."""
 
     kv_heads: int
     key_dim: int
@@ -52,10 +52,10 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values by block; slot ``block * block_size + offset`` is one token's.
+    """The paged keys and values; slot ``block * block_size + offset`` contains one token.
 
-    ``layers`` maps a layer's index to (keys ``[num_blocks, block_size, kv_heads, key_dim]``, values
-    alike).
+    ``layers`` maps a layer's index to keys ``[num_blocks, block_size, kv_heads, key_dim]`` and
+    values of the same form.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
-        # Zeros, not garbage: a masked position still meets 0 * value, and 0 * NaN is NaN.
+        # Initialized with zeros: a masked position still meets 0 * value, and 0 * NaN is NaN.
         self.layers = {
             index: (
                 torch.zeros(
@@ -83,7 +83,7 @@ class KVCache:
             index: (keys.flatten(0, 1), values.flatten(0, 1))
             for index, (keys, values) in self.layers.items()
         }
-        """The same memory by slot: ``[num_blocks * block_size, kv_heads, dim]``."""
+        """Views of ``layers`` by slot: ``[num_blocks * block_size, kv_heads, dim]``."""
 
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -104,7 +104,7 @@ class KVCache:
                 tensor[target] = tensor[source]
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Sets blocks to zeros, since they contain NaN."""
+        """Sets blocks that contain NaN to zeros."""
         device = next(iter(self.layers.values()))[0].device
         at = on_device(np.array(blocks, dtype=np.int64), device)
         for pair in self.layers.values():
@@ -115,8 +115,8 @@ class KVCache:
 class Mirror:
     """A contiguous copy of the keys and values of a group of decodes, kept from step to step.
 
-    By layer: keys and values ``[batch * kv_heads, room, dim]``, ``room`` whole blocks: what a head
-    attends over lies together.
+    By layer: keys and values ``[batch * kv_heads, room, dim]``. ``room`` is a multiple of the block
+    size. The keys of one head are contiguous.
     """
 
     def __init__(self, batch: int, room: int) -> None:
@@ -124,7 +124,7 @@ class Mirror:
         self.room = room
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The same memory as ``[batch * kv_heads * room, dim]``."""
+        """Views of the same memory: ``[batch * kv_heads * room, dim]``."""
 
     def fill(
         self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], blocks: torch.Tensor
@@ -163,5 +163,6 @@ def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
 
 
 def cpu_bytes() -> int:
-    """The size of the cache on a CPU if none is set, from the memory that is free now."""
+    """The size of the cache on a CPU, in bytes, if none is configured; depends on the free
+    memory."""
     return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and checking that this engine can run it."""
+"""Loads a model and its tokenizer, and checks that this engine can run it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .transformers.attention import dot_product, register
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[float, str], None]
-"""Called with the part that is done, 0 to 1, and what is being done."""
+"""Called with the fraction that is done, 0 to 1, and the current stage."""
 
 LOADED = 0.95
-"""The part of loading after which the model is in memory."""
+"""The fraction of loading at which the model is in memory."""
 
 PROBE = "tokenbus_probe"
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
-"""How far the probe's logits may be from transformers' own, relative to their spread. A model that
-bends its attention in a way that we do not know is far beyond; rounding in bfloat16 is within."""
+"""Greatest difference between the probe's logits and transformers' own, relative to their standard
+deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
 
 FUSED_TOLERANCE = 1e-3
-"""The same for the fused decoder in float32, whose attention is the probe's in both."""
+"""The same bound for the fused decoder in float32, whose attention is that of the probe."""
 
 
 class ModelLoadError(Exception):
@@ -50,36 +50,36 @@ class ModelLoadError(Exception):
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model that is ready, and what is known of it."""
+    """A model that is ready to run, and its properties."""
 
     name: str
     model: Any
     tokenizer: Any
-    """None where the checkpoint has none: then requests are in token ids."""
+    """None if the checkpoint has none: requests must then use token ids."""
     vocab_size: int
     context_length: int
-    """Tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, int]
-    """Its special tokens by role, for controllers."""
+    """The special tokens by role, for controllers."""
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON; empty without one."""
     tokenizer_json: bytes | None
-    """The tokenizer as the tokenizers library writes it, kept because writing it takes up to a
-    second; None where that library cannot."""
+    """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
+    second. None if that library cannot represent it."""
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
     layers: dict[int, LayerShape]
     """The shapes of this rank's layers."""
     soft_caps: bool = False
-    """Its attention caps scores before the softmax (Gemma 2)."""
+    """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
     """The model's forward in few operations; None: the engine runs the model's own modules."""
     ranks: Ranks | None = None
-    """The other ranks, where the model is spread over several."""
+    """The other ranks, if the model is spread over several."""
     token_size: TokenSize | None = None
-    """How much text a token can stand for; None without a tokenizer."""
+    """The greatest amount of text that one token can represent; None without a tokenizer."""
 
 
 def load_model(
@@ -91,11 +91,11 @@ def load_model(
     parallel: bool = False,
     progress: OnProgress = lambda part, stage: None,
 ) -> LoadedModel:
-    """Loads a causal language model by path or hub id; ``embedded`` is the one that we bring.
+    """Loads a causal language model by path or hub id; ``embedded`` is the model in this package.
 
-    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU; quantized checkpoints
-    load as transformers loads them. ``parallel``: this process is one of several ranks, and loads
-    its part. Raises ModelLoadError.
+    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU. Quantized checkpoints
+    load as in transformers. ``parallel``: this process is one of several ranks, and loads its part.
+    Raises ModelLoadError.
     """
     where = _device(device)
     place = str(embedded.path()) if name == embedded.NAME else name
@@ -123,10 +123,10 @@ def load_model(
 def wrap_model(
     name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
 ) -> LoadedModel:
-    """A model that is in memory already, made ready for the engine.
+    """Prepares a model that is in memory for the engine.
 
-    ``parallel``: it is one rank's part of a model, and runs as it is. Raises ModelLoadError where
-    the engine cannot run it.
+    ``parallel``: the model is one rank's part, and runs unchanged. Raises ModelLoadError if the
+    engine cannot run it.
     """
     config = model.config.get_text_config()
     embeddings = model.get_output_embeddings()
@@ -159,10 +159,10 @@ def wrap_model(
 
 
 def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
-    """The shape of each layer's keys and values, and what its attention is called with, seen in a
+    """The shape of each layer's keys and values and the options of its attention, recorded in a
     forward over a few tokens.
 
-    The same forward with transformers' own attention must give the same logits.
+    The forward must give the same logits as transformers' own attention.
     """
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -220,8 +220,8 @@ def _fused(
     layers: dict[int, LayerShape],
     options: dict[int, AttentionOptions],
 ) -> FusedDecoder | None:
-    """The model as a FusedDecoder, where its structure is known and the logits are the model's
-    own, at positions far apart; else None."""
+    """The model as a FusedDecoder; None if its structure is unknown or its logits differ from the
+    model's at distant positions."""
 
     def attend(
         layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any
@@ -260,7 +260,7 @@ def _fused(
 def _read(
     model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
 ) -> FusedDecoder:
-    """The FusedDecoder of a model, with its weights in the order of the code that computes it."""
+    """Makes the FusedDecoder of a model, with weights in the order that the engine's code reads."""
     if library() is not None:
         decoder = fused_model(model, layers, options, by_input=False)
         try:
@@ -327,7 +327,7 @@ def _load_tokenizer(place: str, common: dict[str, Any]) -> Any:
 
 @contextmanager
 def _weights_progress(progress: OnProgress) -> Iterator[None]:
-    """Turns transformers' own progress bar over the weights into calls of ``progress``."""
+    """Converts transformers' progress bar for weights into calls of ``progress``."""
 
     class Bar:
         def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
@@ -384,8 +384,8 @@ def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | Non
     if tokenizer is None:
         return None
     with suppress(Exception):
-        # The first call sets how special tokens are read; later ones, on several threads, change
-        # nothing of it.
+        # The first call configures how special tokens are read. Later calls, on several threads, do
+        # not change it.
         tokenizer.encode("a")
     if tokenizer_json is None:
         return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)
@@ -401,6 +401,6 @@ def _fingerprint(tokenizer: Any, tokenizer_json: bytes | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's text: what a person can act on."""
+    """The first line of an error's text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,6 +1,6 @@
-"""The size of a KV cache on a GPU: the memory that weights and the largest step leave.
+"""The size of the KV cache on a GPU: the memory that weights and the largest step leave.
 
-The largest step is run before the cache is made, as in vLLM, and its peak is measured.
+As in vLLM, the largest step runs before the cache is allocated, and its peak is measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .runner import Runner
 log = logging.getLogger(__name__)
 
 DEVICE_PART = 0.9
-"""The part of a device's memory that models take. The rest is for what torch does not count: the
-CUDA context, libraries, fragments."""
+"""The part of a device's memory that models may take. The rest is for memory that torch does not
+count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling that takes the most memory: it sorts the vocabulary."""
@@ -34,10 +34,10 @@ _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logpro
 def cache_bytes(
     loaded: LoadedModel, layout: Layout, step_bytes: int, part: float, others: Items[LoadedModel]
 ) -> int:
-    """The size of the KV cache of a model on a GPU.
+    """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the model's part of the device: its weights, those of the ``others`` that serve it,
-    ``step_bytes`` and its cache. Other processes and models may leave it less. Raises
+    ``part``: the fraction of the device for the model: its weights, the weights of the ``others``
+    that serve it, ``step_bytes`` and its cache. Other processes and models may leave less. Raises
     ModelLoadError if no cache fits.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
@@ -68,14 +68,14 @@ def cache_bytes(
 def largest_step_bytes(
     loaded: LoadedModel, layout: Layout, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """The memory that steps take at most beside weights and cache, in bytes.
+    """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    It is the peak of the largest step, the pool of the graphs, whose forwards are not larger than
-    that step's, and the rows of logits that deferred sequences keep.
+    It is the sum of three: the peak of the largest step; the pool of the graphs, whose forwards are
+    not larger than that step's; and the kept rows of deferred sequences.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
-    # The prompts share these blocks, as the values do not matter.
+    # All prompts share these blocks, because the values do not matter.
     runner = Runner(loaded, max(MIN_BLOCKS, -(-longest // layout.block_size)), layout)
     sampled = _prompts(max_num_batched_tokens, count, longest, layout.block_size)
     scored = _scored(max_num_batched_tokens, longest, layout.block_size)
@@ -88,7 +88,7 @@ def largest_step_bytes(
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:
-    """The memory that something takes at most while it runs, in bytes."""
+    """The peak memory of a call, in bytes."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -117,7 +117,7 @@ def _score(logits: torch.Tensor, chunks: list[Chunk]) -> object:
 
 
 def _prompts(num_tokens: int, count: int, longest: int, block_size: int) -> list[Chunk]:
-    """Prompts that fill a step, all of which are sampled."""
+    """Prompts that fill a step and are all sampled."""
     sizes = [len(part) for part in np.array_split(np.arange(num_tokens), count)]
     return [_chunk(min(size, longest), block_size, scored=False) for size in sizes]
 

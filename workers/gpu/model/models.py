@@ -1,5 +1,5 @@
-"""The cache of a worker's loaded models: loaded at start or on demand, the least recently used
-evicted."""
+"""The cache of a worker's loaded models. Models load at start or on demand, and the least recently
+used ones are evicted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """Loading has come this far (0 to 1), at this stage."""
+    """The progress of loading: the fraction that is done (0 to 1), and the stage."""
 
     model: str
     part: float
@@ -59,9 +59,10 @@ LoadEvent = Progress | Ready | Failed
 
 
 class Models:
-    """The cache. Loading runs on a thread of its own; the worker's loop takes its events.
+    """The cache of loaded models. Loading runs on a separate thread, and the worker's loop handles
+    its events.
 
-    ``on_event`` is called from that thread whenever there is a new one in ``events``.
+    ``on_event`` is called from that thread when an event has been added to ``events``.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Models:
 
     @property
     def patterns(self) -> list[str]:
-        """Names of models that may be loaded, as the worker registers them."""
+        """The name patterns of models that may be loaded, for the worker's registration."""
         return self._patterns
 
     @property
@@ -94,13 +95,15 @@ class Models:
         return [model_info(engine) for engine in list(self._engines.values())]
 
     def get(self, name: str) -> Engine | None:
-        """The engine of a loaded model, now the most recently used; None where it is not loaded."""
+        """The engine of a loaded model, which becomes the most recently used one; None if not
+        loaded."""
         if name in self._engines:
             self._engines.move_to_end(name)
         return self._engines.get(name)
 
     def want(self, name: str) -> None:
-        """Begins to load a model, unless that is under way; raises where it is not allowed."""
+        """Begins to load a model, unless it is being loaded. Raises an error if it is not
+        allowed."""
         if name in self._loading:
             return
         if name != self.default and not is_allowed(name, self._settings.allow):
@@ -113,19 +116,20 @@ class Models:
         self._wanted.put(name)
 
     def loaded(self, event: Ready | Failed) -> None:
-        """Takes in the end of a load."""
+        """Handles the end of a load."""
         self._loading.discard(event.model)
         if isinstance(event, Ready):
             self._engines[event.model] = event.engine
 
     @property
     def excess(self) -> int:
-        """Loaded models beyond the most that may be, which were in use when another was loaded."""
+        """Number of loaded models above the limit: they were in use when another model was
+        loaded."""
         return max(0, len(self._engines) - self._settings.max_models)
 
     def evict(self, used: Container[str]) -> list[str]:
-        """Unloads the least recently used models that are not in ``used``, as many as there are
-        too many; their names."""
+        """Unloads the least recently used models that are not in ``used`` until the limit is met,
+        if possible. Returns their names."""
         idle = [name for name in list(self._engines)[:-1] if name not in used]
         evicted = idle[: self.excess]
         for name in evicted:
@@ -133,12 +137,13 @@ class Models:
             if self._ranks is not None:
                 self._ranks.drop(name)
         if evicted:
-            # torch keeps the memory of what was freed, where the next model's sizes do not see it.
+            # torch caches freed memory, which the size of the next model's KV cache would not
+            # count.
             torch.cuda.empty_cache()
         return evicted
 
     def close(self) -> None:
-        """Ends the thread, after the model that it is loading."""
+        """Ends the thread after the current load."""
         self._wanted.put(None)
 
     # --- the loader's thread --------------------------------------------------------------------
@@ -186,13 +191,13 @@ class Models:
         except ModelLoadError as error:
             self._report(Failed(name, error))
         except BaseException as error:
-            # A checkpoint's own code may raise SystemExit: this thread goes on with other models.
+            # A checkpoint's own code may raise SystemExit: this thread continues with other models.
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
             self._report(Failed(name, ModelLoadError(reason)))
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
-        """The draft model, loaded at its first use; None where there is none for this model, which
-        only the default model may not be."""
+        """The draft model, loaded at its first use; None if it cannot draft for this model. Raises
+        ModelLoadError if it cannot draft for the default model."""
         settings = self._settings
         if not settings.draft_model or settings.speculation == "off":
             return None
@@ -218,7 +223,7 @@ class Models:
 
 
 def device_works(device: torch.device) -> bool:
-    """Whether a device still computes: after some errors a CUDA context is lost for good."""
+    """Whether a device can still compute. Some errors make a CUDA context unusable."""
     try:
         return torch.ones((), device=device).add(1).item() == 2
     except RuntimeError:
@@ -244,14 +249,14 @@ def model_info(engine: Engine) -> ModelInfo:
 
 
 def memory_part(settings: Settings) -> float:
-    """The part of a GPU's memory that each model of a worker may take: all models that it may keep
-    loaded have equal parts."""
+    """The fraction of a GPU's memory for each model: all models that may be loaded have equal
+    parts."""
     return 1 / settings.max_models if settings.allow or settings.model == AUTO else 1.0
 
 
 def _overlaps(settings: Settings, loaded: LoadedModel) -> bool:
-    """Whether the steps of a model overlap. On a CPU its forward and the worker's Python would only
-    take each other's time."""
+    """Whether the steps of a model overlap. On a CPU, the forward and the worker's Python code
+    would only compete for cores."""
     if settings.overlap == "auto":
         return loaded.device.type != "cpu"
     return settings.overlap == "on"

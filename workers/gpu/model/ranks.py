@@ -1,9 +1,9 @@
-"""Tensor parallelism: one worker over several devices, a process for each.
+"""Tensor parallelism: one worker over several devices, with a process for each.
 
-Rank 0 is the worker. It schedules, samples, and talks to the bus; the others hold their part of the
-weights and of the KV cache, and run the forwards that they are sent. Transformers shards the model
-by its own plan; torch.distributed carries the sums between the ranks, pipes the orders. No file is
-made for it, so that nothing is left of a worker that is killed.
+Rank 0 is the worker. It schedules, samples, and communicates with the bus. The other ranks have
+their part of the weights and of the KV cache, and run the forwards that rank 0 sends. Transformers
+shards the model by its own plan. torch.distributed computes sums over the ranks, and pipes carry
+the commands. No named file is made, so a killed worker leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .kv_cache import Layout
 log = logging.getLogger(__name__)
 
 COLLECTIVE_S = 120.0
-"""How long the ranks wait for each other within a forward before they give up, in seconds."""
+"""Time limit for a rank to wait for the others within a forward, in seconds."""
 
 ORDER_SIZE = struct.Struct("<I")
-"""Precedes each order in a rank's pipe: how many bytes it has."""
+"""The header of each command in a rank's pipe: its size in bytes."""
 
 _encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 
 
 class Load(msgspec.Struct, tag=True):
-    """Load your part of a model."""
+    """Load this rank's part of a model."""
 
     name: str
     options: dict[str, Any]
@@ -77,16 +77,17 @@ decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
 
 
 class Ranks:
-    """The other ranks, as rank 0 has them; ``size`` counts rank 0 too.
+    """The other ranks, as seen by rank 0; ``size`` includes rank 0.
 
-    One order at a time: what the ranks do together must come in the same order everywhere.
+    One command runs at a time: collective operations must have the same order on all ranks.
     """
 
     def __init__(self, size: int, device: str) -> None:
         self._together = threading.Lock()
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        # A file without a name. Not a port: one that is free now may be taken when it is needed.
+        # A file without a name instead of a port, because a free port may be taken before it is
+        # used.
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(
@@ -104,30 +105,30 @@ class Ranks:
 
     @contextmanager
     def loading(self, name: str, options: dict[str, Any]) -> Iterator[None]:
-        """Around the loading of a model: the others load theirs."""
+        """A context around the loading of a model, in which the other ranks load their parts."""
         with self._together:
             self._send(Load(name, options))
             yield
 
     def open(self, name: str, num_blocks: int, layout: Layout) -> None:
-        """The others make their KV caches."""
+        """Makes the KV caches of the other ranks."""
         with self._together:
             self._send(Open(name, num_blocks, layout))
 
     @contextmanager
     def forward(self, name: str, packed: Packed) -> Iterator[None]:
-        """Around a forward: the others run theirs."""
+        """A context around a forward, in which the other ranks run their parts."""
         with self._together:
             self._send(Forward(name, packed))
             yield
 
     def clear(self, name: str, blocks: Sequence[int]) -> None:
-        """The others clear these blocks."""
+        """Clears these blocks on the other ranks."""
         with self._together:
             self._send(Clear(name, list(blocks)))
 
     def drop(self, name: str) -> None:
-        """The others drop a model."""
+        """Drops a model on the other ranks."""
         with self._together:
             self._send(Drop(name))
 
@@ -157,7 +158,7 @@ class Ranks:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._closing:
-            # Without it no forward can end: the worker goes down, and is started again.
+            # Without this rank no forward can end: the worker exits and is restarted.
             log.error("rank %d ended with %d, and the worker with it", rank, code)
             os._exit(1)
 
@@ -167,7 +168,8 @@ MEETING_PLACE = "RANKS_MEET_AT"
 
 
 def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:
-    """The environment in which a rank finds the others, with the descriptor ``meeting``."""
+    """The environment of a rank. ``meeting``: the descriptor of the file where the ranks
+    connect."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -178,7 +180,7 @@ def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:
 
 
 def join(device: str) -> None:
-    """Joins the ranks that the environment names."""
+    """Joins the ranks that the environment describes."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:

@@ -36,7 +36,7 @@ from .triton.decoder import NotFusible, TritonDecoder
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 4
-"""Tokens with which a faster forward is compared with the model's own."""
+"""Number of tokens with which a faster forward is compared with the model's own."""
 MAX_COMPILED_VARIANTS = 64
 """Compiled forms of one function. torch.compile makes one for each combination of no, one or
 several rows, one or several tokens, and the classes that share a decorator; its default is 8."""
@@ -44,21 +44,20 @@ several rows, one or several tokens, and the classes that share a decorator; its
 
 @dataclass(slots=True)
 class Forward:
-    """A forward that was handed to the device."""
+    """A forward that has been submitted to the device."""
 
     num_rows: int
     work: Work[torch.Tensor]
-    """Gives the logits ``[num_rows, vocab]`` (float32) of the tokens from each chunk's
-    ``first_row`` to its end."""
+    """The logits ``[num_rows, vocab]`` (float32) of the tokens from each chunk's ``first_row`` to
+    its end."""
 
 
 class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``compiled``: through torch.compile, if its logits are the model's own and there is one rank;
-    the first steps of each kind are then slow. ``queue``: where rank 0 hands its work to the
-    device. ``fixed_threads``: forwards on a CPU use all threads of torch, even where fewer are
-    faster.
+    ``compiled``: run through torch.compile, if its logits equal the model's own and there is one
+    rank; the first steps of each kind are slow. ``queue``: the device queue of rank 0.
+    ``fixed_threads``: forwards on a CPU use all threads of torch, even if fewer are faster.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Runner:
         self._threads: ThreadChooser | None = None
         self._attend = _attend_of(layout)
         self._mirror: dict[int, Mirror] = {}
-        # One block more than is allocated: graphs and probes write to it.
+        # One extra block is never allocated to sequences: graphs and probes write to it.
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
@@ -121,7 +120,7 @@ class Runner:
             self._ranks.open(self._name, num_blocks, layout)
 
     def _refused_graphs(self, compiled: bool) -> str:
-        """Why no CUDA graphs can be captured; empty if they can."""
+        """The reason why no CUDA graphs can be captured; empty if they can."""
         if not self._layout.in_place:
             return "the attention gathers blocks, and their number differs from step to step"
         if self._ranks is not None:
@@ -133,8 +132,8 @@ class Runner:
         return ""
 
     def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
-        """Captures the CUDA graphs of steps that decode up to ``max_batch`` sequences, if this
-        runner can have any."""
+        """Captures the CUDA graphs of steps that decode up to ``max_batch`` sequences, if
+        possible."""
         if self._why_no_graphs:
             return
         spare = self._cache.num_blocks - 1
@@ -145,7 +144,7 @@ class Runner:
 
     @property
     def path(self) -> ForwardPath:
-        """How the steps are computed."""
+        """The attention kernel, CUDA graphs and fallbacks of the forward."""
         found = ForwardPath(
             attention=self._layout.attention,
             graphs=len(self._graphs) if self._graphs is not None else 0,
@@ -166,41 +165,41 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
-        """Where a forward of this many tokens finds copies of keys and values; None where it reads
-        them from their blocks, so that no copy is up to date behind it."""
+        """The mirrors for a forward of this size; None if the forward reads keys and values from
+        their blocks. Existing mirrors then become invalid."""
         if self._native is None or not is_native(num_tokens, num_sequences):
             return self._mirrors
         self.forget_mirrors()
         return None
 
     def launch(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
-        """Hands the forward of a step to the device. ``drawn`` gives, in the queue's turn, the
-        tokens of the sampling before it: the ids that are not known here."""
+        """Submits the forward of a step to the device. ``drawn`` returns the tokens of the previous
+        sampling, for ids that the host does not know; it is called in the order of the queue."""
         if packed.copies:
-            # Not a part of the forward: where that fails, the blocks are in their tables all the
-            # same.
+            # Block copies are separate work: if the forward fails, the block tables still need
+            # them.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
         return Forward(len(packed.rows), work)
 
     def forget_mirrors(self) -> None:
-        """A forward that was launched was not computed."""
+        """Makes the mirrors invalid, because a forward that was launched was not computed."""
         if self._mirrors is not None:
             self._mirrors.forget()
 
     def clear_blocks(self, blocks: Sequences[int]) -> None:
-        """Sets blocks to zeros, since they contain NaN."""
+        """Sets blocks that contain NaN to zeros."""
         self.queue.submit(lambda: self._cache.clear_blocks(blocks))
         if self._ranks is not None:
             self._ranks.clear(self._name, blocks)
 
     def follow(self, packed: Packed) -> None:
-        """A rank's part of a forward that rank 0 runs."""
+        """Runs this rank's part of a forward that rank 0 has sent."""
         self._copy_blocks(packed)
         self.forward(packed)
 
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of a forward: the logits of ``packed.rows``."""
+        """Runs this rank's part of a forward, and returns the logits of ``packed.rows``."""
         native = self._native
         if native is not None:
             num_sequences = sum([group.batch for group in packed.groups])
@@ -220,7 +219,8 @@ class Runner:
         return self._forward(ids, positions, rows, self._context(packed)).float()
 
     def _ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
-        """The ids of a forward on the device, with the tokens that were drawn there just now."""
+        """The token ids of a forward on the device, including the tokens that were just drawn
+        there."""
         if drawn is None or packed.fed is None:
             return self._tensor(packed.ids)
         tokens = drawn if packed.drawn is None else drawn[self._tensor(packed.drawn)]
@@ -231,7 +231,7 @@ class Runner:
         return ids
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Rank 0's part of a forward, in the queue's turn."""
+        """Runs rank 0's part of a forward, in the order of the queue."""
         tokens = drawn() if drawn is not None and packed.fed is not None else None
         if self._ranks is None:
             return self.forward(packed, tokens)
@@ -244,8 +244,8 @@ class Runner:
 
     @torch.inference_mode()
     def _compile(self) -> bool:
-        """Runs the model through torch.compile from now on. False, with the reason in the log, if
-        its logits differ from the model's own, or if there are several ranks."""
+        """Switches to torch.compile. Returns False, and logs the reason, if the logits differ from
+        the model's own or there are several ranks."""
         if self._ranks is not None:
             log.warning("%s runs without torch.compile, as it has several ranks", self._name)
             return False
@@ -276,7 +276,7 @@ class Runner:
         return not why
 
     def _probe(self, start: int, count: int) -> Packed:
-        """A forward of ``count`` tokens from position ``start`` in the block that is not
+        """A forward of ``count`` tokens from position ``start`` in the block that is never
         allocated. Logits are computed for the last token."""
         tokens = list(range(start + count))
         sequence = Sequence(0, 0, tokens, len(tokens), Sampling(), len(tokens))
@@ -285,13 +285,13 @@ class Runner:
         return pack(batch, self._layout.block_size, spans=self._layout.in_place)[1]
 
     def _compute_probe(self, packed: Packed) -> torch.Tensor:
-        """The logits of a probe, by torch."""
+        """The logits of a probe, computed by torch."""
         ids, rows, positions = map(self._tensor, (packed.ids, packed.rows, packed.positions))
         return self._compute(ids, positions, rows, self._context(packed)).float()
 
     def _triton_decoder(self, decoder: FusedDecoder) -> TritonDecoder | None:
-        """The decoder's layers in fewer kernels; None, with the reason in ``path``, if they cannot
-        be or if the logits differ."""
+        """The decoder's layers in fewer kernels. None, with the reason in ``path``, if they are not
+        supported or the logits differ."""
         try:
             found = TritonDecoder(decoder)
             prompt, step = self._probe(0, PROBE_TOKENS), self._probe(PROBE_TOKENS, 1)
@@ -313,8 +313,8 @@ class Runner:
         return found
 
     def _native_decoder(self, decoder: FusedDecoder) -> NativeDecoder:
-        """The native code for forwards of few tokens. Raises Unsupported; also where its logits
-        are not those of torch."""
+        """The native code for forwards of few tokens. Raises Unsupported, also if its logits differ
+        from torch's."""
         native = NativeDecoder(decoder, self._cache, self._layout.block_size)
         packed = self._probe(0, PROBE_TOKENS)
         found = native.forward(packed.ids, packed, 1)
@@ -326,7 +326,7 @@ class Runner:
         return native
 
     def _natively(self, native: NativeDecoder, ids: np.ndarray, packed: Packed) -> torch.Tensor:
-        """A forward of few tokens."""
+        """Runs a forward of few tokens in native code."""
         if self._threads is None:
             return native.forward(ids, packed, torch.get_num_threads())
         threads = self._threads.choose(len(ids))
@@ -424,7 +424,7 @@ def _attend_of(layout: Layout) -> Attend:
 
 
 def _known_ids(packed: Packed, drawn: torch.Tensor | None) -> np.ndarray:
-    """The ids of a forward on a CPU, where tokens are known that were drawn just now."""
+    """The token ids of a forward on a CPU, where the tokens that were just drawn are known."""
     if drawn is None or packed.fed is None:
         return packed.ids
     tokens = drawn.numpy()

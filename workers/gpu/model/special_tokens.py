@@ -1,7 +1,7 @@
-"""The special tokens of a model by role, for controllers that ask for one by name.
+"""The special tokens of a model by role, for controllers that request one by name.
 
-The tokenizer names most of them. The turn markers follow from the text of the chat template, which
-is searched and not run: a template is a program of whoever published the model.
+The tokenizer names most of them. The turn markers are found in the text of the chat template, which
+is searched but not run: a template is code from the publisher of the model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ....protocol.special_tokens import SpecialToken
 _NAMED = ("unk", "pad", "sep", "bos", "cls", "mask")
 """Roles for which a tokenizer of transformers has an attribute, ``bos_token_id`` and so on."""
 _PROMPT = "add_generation_prompt"
-"""The variable of a template that asks for the beginning of the assistant's turn."""
+"""The template variable that requests the beginning of the assistant's turn."""
 
 
 def special_tokens(tokenizer: Any, eos: Collection[int]) -> dict[str, int]:
-    """Special tokens by role (``SpecialToken.role``); a role that the model does not have is
-    missing. ``eos``: the tokens at which the model ends a text, of which one may end a turn."""
+    """Special tokens by role (``SpecialToken.role``), without roles that the model does not have.
+    ``eos``: the tokens that end the model's text; one of them may end a turn."""
     found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
     template = _template(tokenizer)
     if template:
@@ -48,7 +48,7 @@ def _turn_start(template: str, added: Mapping[str, int]) -> int | None:
 def _turn_end(
     template: str, added: Mapping[str, int], eos: Collection[int], tokenizer: Any
 ) -> int | None:
-    """The token that ends the model's text and that the template writes most often."""
+    """The token among ``eos`` that the template writes most often."""
     ends = [name for name in _occurrences(template, added) if added[name] in eos]
     if ends:
         return added[Counter(ends).most_common(1)[0][0]]
@@ -56,6 +56,6 @@ def _turn_end(
 
 
 def _occurrences(text: str, added: Mapping[str, int]) -> list[str]:
-    """The special tokens in a text, in its order; of several at one place the longest."""
+    """The special tokens in a text, in order; the longest if several match at one place."""
     names = sorted((name for name in added if name and name in text), key=len, reverse=True)
     return re.findall("|".join(map(re.escape, names)), text) if names else []

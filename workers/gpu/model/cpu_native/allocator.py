@@ -1,4 +1,4 @@
-"""The C library's allocator, as a step on the CPU needs it."""
+"""Configures the C library's allocator for steps on the CPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _KEEP_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed, up to 1 GiB, for this process.
+    """Configures glibc to keep up to 1 GiB of freed memory in this process.
 
-    Otherwise it returns each step's temporary tensors to the kernel, and every page of them faults
-    again in the next step: a third of a step's time (32 sequences, vocabulary 32,000). Where the C
-    library is another one, nothing happens.
+    By default, glibc returns each step's temporary tensors to the kernel, and each of their pages
+    faults again in the next step: a third of a step's time (32 sequences, vocabulary 32,000). Other
+    C libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -25,7 +25,7 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Forwards of more tokens are bound by arithmetic alone, which oneDNN does as well."""
+"""Forwards of more tokens are bound by arithmetic, in which oneDNN is as fast."""
 MAX_SEQUENCES = 16
 """With more sequences of long texts, torch's attention over contiguous copies is faster."""
 NO_EMBEDDING = -2
@@ -33,7 +33,7 @@ NO_EMBEDDING = -2
 EMBEDDINGS_COMPARED = 64
 """Number of embeddings that are compared with the input of the model's first layer."""
 FIRST_POSITIONS = 1024
-"""Positions whose rotations are computed at first; they double as sequences grow."""
+"""Initial number of positions with computed rotations; it doubles as sequences grow."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
 """The activations that the native code supports; an activation's index is its number there."""
 
@@ -43,7 +43,7 @@ class Unsupported(Exception):
 
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
-    """Whether a forward of this many tokens is for the native code, if there is any."""
+    """Whether the native code, if available, computes a forward of this size."""
     return num_tokens <= MAX_TOKENS and num_sequences <= MAX_SEQUENCES
 
 
@@ -192,7 +192,7 @@ class _Rotations:
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
         self._hidden = torch.empty(1, decoder.head.weight.shape[1])
-        """Buffers with the dtype and device of the weights."""
+        """A buffer that has the dtype and device of the weights."""
         self._computed = 0
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.native: Any = (_Rotation * max(1, len(decoder.kinds)))()
@@ -250,7 +250,7 @@ class NativeDecoder:
         collapse(_weights(decoder))
 
     def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:
-        """The logits ``[rows, vocab]`` of a step whose tokens have these ``ids``, int64."""
+        """The logits ``[rows, vocab]`` of a step. ``ids``: ids of the packed tokens, int64."""
         positions, count = packed.positions, len(packed.rows)
         if self._decoder.by_position:
             self._rotations.reach(max([group.length for group in packed.groups]))
@@ -281,7 +281,7 @@ class NativeDecoder:
 
 
 def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
-    """The matrices that a forward reads from one end to the other."""
+    """The matrices that a forward reads completely."""
     yield decoder.head.weight
     for layer in decoder.layers:
         products = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)

@@ -1,8 +1,8 @@
-"""Weights in huge pages, where the system has some.
+"""Moves weights into huge pages, if the system supports them.
 
-A processor looks up where each page of memory lies. A forward of few tokens reads all weights once,
-and with pages of 4 kB it waits as long for these lookups, in a virtual machine above all, as for
-the weights. So the pages of weights are put together in place into huge ones (Linux 6.1 and later,
+A processor looks up the address of each memory page. A forward of few tokens reads all weights
+once. With pages of 4 kB, the lookups can take as long as the reads, above all in a virtual machine.
+So the pages of the weights are collapsed in place into huge pages (Linux 6.1 and later,
 ``madvise(2)``: ``MADV_COLLAPSE``).
 """
 
@@ -18,13 +18,13 @@ import torch
 HUGE = 2**21
 """Bytes of a huge page."""
 MIN_BYTES = 2**18
-"""Bytes of a weight for which it pays."""
+"""Smallest weight to collapse, in bytes."""
 _MADV_COLLAPSE = 25
 
 
 def collapse(weights: Iterable[torch.Tensor]) -> int:
-    """Puts weights on a CPU into huge pages, as far as the system does it; returns how many there
-    are then. Addresses and values stay. Takes about a second for some GB."""
+    """Collapses weights on a CPU into huge pages, as far as the system supports it. Returns their
+    number of huge pages. Addresses and values do not change. Takes about a second for some GB."""
     pages = set()
     for weight in weights:
         if weight.device.type == "cpu" and weight.nbytes >= MIN_BYTES:
@@ -34,8 +34,8 @@ def collapse(weights: Iterable[torch.Tensor]) -> int:
 
 
 def _collapsed(address: int) -> bool:
-    """Whether the page there is a huge one now. One that belongs to a file, or of which the process
-    has only a part, stays as it is."""
+    """Collapses one huge page; returns whether it is one now. A page that belongs to a file, or is
+    only partly mapped, is not changed."""
     advise = _advise()
     return advise is not None and not advise(address, HUGE, _MADV_COLLAPSE)
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def library() -> CDLL | None:
-    """The native code for this machine; None where there is none."""
+    """The native code for this machine; None if there is none."""
     machine = platform.machine()
     processor = _processor(machine)
     path = Path(__file__).parent / f"decode-{machine}-{processor}.so"
@@ -38,8 +38,8 @@ def library() -> CDLL | None:
 
 
 def _processor(machine: str) -> str:
-    """The kind of processor whose instructions this one has; empty where nothing is compiled for
-    it."""
+    """The name of the instruction set for which compiled code exists and that this processor has;
+    empty if none."""
     if machine == "aarch64":
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}
@@ -47,6 +47,6 @@ def _processor(machine: str) -> str:
 
 
 def address(array: np.ndarray) -> int:
-    """Where the entries of a contiguous array lie."""
+    """The address of the first entry of a contiguous array."""
     found: int = array.__array_interface__["data"][0]
     return found

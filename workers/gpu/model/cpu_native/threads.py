@@ -1,10 +1,10 @@
-"""How many threads compute a forward on a CPU: what is fastest now, by measuring.
+"""Chooses the number of threads of a forward on a CPU by measuring steps.
 
-A step of few tokens has many short parallel regions. On an idle machine two threads halve the time
+A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
 of each. If the bus, a client or another worker uses one of the cores, each region waits for a
-thread that does not run, and a single thread is several times as fast. So for each size of a step
-another number of threads is tried now and then, and at once when steps get slower. A size of which
-nothing is known yet begins with what was found for the one next to it.
+thread that does not run, and a single thread is several times as fast. So for each step size,
+another number of threads is tried from time to time, and at once when steps get slower. A size
+without measurements starts with the number that was found for the nearest size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from statistics import median
 MAX_TOKENS = 64
 """Steps of more tokens use all threads: their parallel regions are long."""
 WINDOW = 8
-"""Steps whose median counts."""
+"""Number of steps over which the median is taken."""
 TRIAL = 4
-"""Steps of a trial. One that takes ``SLOWER`` times as long as usual ends it."""
+"""Number of steps of a trial. A step that takes ``SLOWER`` times as long as usual ends the
+trial."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
-"""Steps until the next trial: they double with each that changes nothing."""
+"""Number of steps until the next trial. It doubles with each trial that changes nothing."""
 BETTER = 0.93
-"""A trial must be this much faster to count."""
+"""A trial must take at most this fraction of the usual time to be adopted."""
 SLOWER = 1.5
 
 
@@ -37,12 +38,12 @@ class _Size:
     wait: int = FIRST_TRIAL
     until_trial: int = FIRST_TRIAL
     down: bool = True
-    """The next trial is with fewer threads."""
+    """Whether the next trial uses fewer threads."""
     trial: int = 0
-    """Threads of the trial under way; 0: there is none."""
+    """Number of threads of the current trial; 0: no trial."""
     tried: list[float] = field(default_factory=list)
     decided: bool = False
-    """Whether there was a trial."""
+    """Whether any trial was completed."""
 
 
 class ThreadChooser:
@@ -53,7 +54,7 @@ class ThreadChooser:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_tokens: int) -> int:
-        """Threads for the next forward, of this many tokens."""
+        """The number of threads for the next forward, of ``num_tokens`` tokens."""
         if self.most == 1 or num_tokens > MAX_TOKENS:
             return self.most
         size = self._size(num_tokens)
@@ -63,7 +64,7 @@ class ThreadChooser:
         return size.trial or size.threads
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """How long that forward took."""
+        """Records the duration of that forward, in seconds."""
         if self.most == 1 or num_tokens > MAX_TOKENS:
             return
         size = self._size(num_tokens)
@@ -93,7 +94,7 @@ class ThreadChooser:
         return size
 
     def _other(self, size: _Size) -> int:
-        """The number of threads to try: half or twice as many, in turns."""
+        """The number of threads to try: alternately half and twice the current number."""
         fewer, more = max(1, size.threads // 2), min(self.most, 2 * size.threads)
         down = more == size.threads or (size.down and fewer < size.threads)
         size.down = not down
@@ -114,8 +115,8 @@ class ThreadChooser:
         size.decided = True
 
     def _suggest(self, found: _Size) -> None:
-        """Another number of threads was found for one size: the others try it soon, or take it
-        where they have tried nothing yet."""
+        """Passes a number of threads that was found for one size to the other sizes: they try it
+        soon, or adopt it if they have no trial of their own."""
         for size in self._sizes.values():
             if size.threads == found.threads:
                 continue

@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 """GPUs before Ampere have no bfloat16 products."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""How far results may be from plain attention, for unit normal inputs."""
+"""Greatest difference from plain attention, for unit normal inputs."""
 TRIALS = (((1, 1, 1), (5, 300, 4000)), ((3, 1, 40), (700, 257, 300)))
-"""The numbers of new tokens and of keys of the chunks of each trial."""
+"""The chunks of each trial: their numbers of new tokens, and their numbers of keys."""
 TIMED = (((1,) * 32, (1024,) * 32), ((1024,), (1024,)))
-"""The same for what is timed: decodes, and a prompt."""
+"""The chunks of each timed run, as in ``TRIALS``: decodes, and a prompt."""
 WARM_UPS, RUNS = 3, 10
 WINDOW, CAP = 100, 20.0
 
 _FASTER: dict[tuple[object, ...], Layout] = {}
-"""By device, dtype and shapes: the faster of two kernels that work."""
+"""The faster of two kernels that work, by device, dtype and shapes."""
 
 
 def choose_layout(loaded: LoadedModel) -> Layout:
-    """The layout of this model's keys and values on its device, and the attention over them."""
+    """The layout of this model's keys and values on its device, and the attention that reads it."""
     if loaded.device.type != "cuda":
         return Layout(BLOCK_SIZE, False, f"the device is {loaded.device.type}")
     found: list[Layout] = []
@@ -205,7 +205,7 @@ def _group(loaded: LoadedModel) -> int:
 
 
 def _faster(loaded: LoadedModel, layouts: Sequence[Layout]) -> Layout:
-    """The layout whose attention is the fastest on the device, over all shapes of layers."""
+    """The layout whose attention is fastest on the device, summed over all layer shapes."""
     shapes = sorted(set(loaded.layers.values()))
     name = torch.cuda.get_device_name(loaded.device)
     key = (name, loaded.dtype, _group(loaded), *shapes)

@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps: one launch instead of one for each kernel.
+"""CUDA graphs of decode steps: one launch instead of one launch per kernel.
 
-A graph is captured for each of a few batch sizes when the engine starts. All of them read and write
-the same buffers and share one memory pool, as they are replayed one after another. A step fills the
-buffers, pads to the next size, and replays. Each graph is compared with the same forward without a
-graph; if a capture fails twice, steps run without graphs, and ``why`` says so.
+When the engine starts, a graph is captured for each of a few batch sizes. All graphs read and write
+the same buffers and share one memory pool, because only one is replayed at a time. A step fills the
+buffers, pads to the next size, and replays the graph. Each graph is compared with the same forward
+without a graph. If a capture fails twice, steps run without graphs, and ``why`` has the reason.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes for which a graph is captured."""
 TOLERANCE = 5e-2
-"""How far a replay's logits may be from those of the step without a graph, relative to their
-standard deviation."""
+"""Greatest difference between the logits of a replay and of the step without a graph, relative to
+their standard deviation."""
 MAX_CAPTURE_S = 60.0
-"""No capture begins later than this after the first one."""
+"""No capture begins later than this after the first one, in seconds."""
 WARM_UPS = 2
-"""Forwards before a capture: kernels set things up in their first runs, which must not be
-captured."""
+"""Forwards before a capture: the first runs of kernels do setup work that must not be captured."""
 MAX_ATTEMPTS = 2
 """Captures of one size before steps run without graphs."""
 
@@ -55,10 +54,10 @@ class _Buffers:
         self.ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
         self._blocks, self._shape = np.zeros(0, dtype=np.int64), (0, 0)
-        """The tables that ``block_table`` has, their width, and the number of rows."""
+        """The block tables in ``block_table``, their width, and their number of rows."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        # One copy from the host writes all of these.
+        # One buffer, which one copy from the host fills.
         self._numbers = torch.zeros(3 * largest + 1, dtype=torch.int64, device=device)
         self._positions, self._slots = self._numbers[: 2 * largest].view(2, largest)
         narrow = self._numbers[2 * largest :].view(torch.int32)
@@ -90,8 +89,9 @@ class _Buffers:
         self._numbers.copy_(pinned(numbers, self._device), non_blocking=True)
 
     def fill_table(self, blocks: np.ndarray, width: int, size: int, spare: int) -> None:
-        """Writes the block tables ``[rows * width]`` of the first rows. The other ones of ``size``
-        get the block ``spare``. Most steps have the tables of the step before them."""
+        """Writes the block tables ``[rows * width]`` of the first rows. The remaining rows up to
+        ``size`` get the block ``spare``. Does nothing if the tables have not changed since the last
+        step."""
         if self._shape == (width, size) and np.array_equal(self._blocks, blocks):
             return
         self._blocks, self._shape = blocks, (width, size)
@@ -103,10 +103,10 @@ class _Buffers:
 
 
 class DecodeGraphs:
-    """The graphs of one model, none before ``capture``.
+    """The CUDA graphs of one model; empty before ``capture``.
 
-    ``spare_block``: the block to which rows of padding write. ``width``: blocks of the longest
-    sequence. ``max_batch``: sequences of the largest step that only decodes.
+    ``spare_block``: the block to which padding rows write. ``width``: blocks of the longest
+    sequence. ``max_batch``: sequences of the largest decode step.
     """
 
     def __init__(self, cache: KVCache, spare_block: int, width: int, max_batch: int) -> None:
@@ -121,9 +121,9 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         """``[largest, vocab]``: the output of all graphs."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """By size. A step replays the smallest one that its batch fits."""
+        """By size. A step replays the smallest graph that its batch fits."""
         self.why = "they have not been captured"
-        """Why some steps run without the graph of their size; empty if all sizes have one."""
+        """The reason why some steps run without a graph; empty if all sizes have one."""
 
     def __len__(self) -> int:
         """The number of batch sizes that have a graph."""
@@ -136,9 +136,11 @@ class DecodeGraphs:
         on_progress: OnProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Captures the graphs of ``forward``, the largest first, whose memory the others share.
+        """Captures the graphs of ``forward``, the largest first, so that the others reuse its
+        memory.
 
-        ``why`` says what went wrong. The weights and the cache must stay at their addresses.
+        If captures fail, ``why`` has the reason. The weights and the cache must not move
+        afterwards.
         """
         began, self.why = clock(), ""
         session = _Session(self._device)
@@ -155,7 +157,7 @@ class DecodeGraphs:
                 except Exception as error:
                     log.warning("capture %d of the graph of %d rows: %s", attempt, size, error)
                     self.why = f"capturing the graph of {size} rows failed: {error}"
-                    # Neither is in a known state after a capture that failed.
+                    # After a failed capture, the state of both is undefined.
                     session = _Session(self._device)
             if size not in self._graphs:
                 self._graphs.clear()
@@ -164,12 +166,12 @@ class DecodeGraphs:
             self.why = ""
 
     def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor | None:
-        """The logits ``[rows, vocab]`` of a step that only decodes, of the tokens ``ids``; None if
-        no graph fits the step. The next replay overwrites them."""
+        """The logits ``[rows, vocab]`` of a step that only decodes the tokens ``ids``; None if no
+        graph fits the step. The next replay overwrites them."""
         spans, count = packed.spans, len(packed.ids)
         if not self._graphs or spans is None or spans.queries.max() > 1:
             return None
-        # A chunk of one token in the middle of a prompt has no row of logits.
+        # A one-token chunk in the middle of a prompt has no row of logits.
         if len(packed.rows) != count or count > self._sizes[-1]:
             return None
         size = min(size for size in self._graphs if size >= count)
@@ -181,7 +183,7 @@ class DecodeGraphs:
     # --- capturing ------------------------------------------------------------------------------
 
     def _capture(self, size: int, forward: Forward, session: _Session) -> torch.cuda.CUDAGraph:
-        """One graph; raises if its logits differ from those of the forward."""
+        """Captures one graph; raises if its logits differ from those of the forward."""
         inputs = self._buffers.of(size)
         self._fill_trial(size)
         # torch.cuda.graph leaves its stream current if the capture fails: this block restores it.
@@ -208,7 +210,7 @@ class DecodeGraphs:
         return graph
 
     def _fill_trial(self, size: int) -> None:
-        """Writes decodes at the positions of the spare block, one each."""
+        """Writes one decode for each position of the spare block."""
         positions = np.arange(size) % self._block_size
         self._buffers.fill_numbers(positions, self._spare_slot + positions, positions + 1)
         self._buffers.fill_table(np.full(size, self._spare), 1, size, self._spare)
@@ -216,7 +218,7 @@ class DecodeGraphs:
         ids.copy_(rows)
 
     def _fill(self, size: int, packed: Packed, ids: torch.Tensor) -> None:
-        """Writes a step into the buffers. Rows of padding write to the spare block."""
+        """Writes a step into the buffers. Padding rows write to the spare block."""
         spans, count = packed.spans, len(packed.ids)
         assert spans is not None
         padding = size - count
@@ -239,7 +241,8 @@ class _Session:
 
     @contextmanager
     def stream_current(self) -> Iterator[None]:
-        """Makes the stream the current one, after what the current one has to do; and back."""
+        """Makes the stream current, after the work that is queued on the previous stream; then
+        restores it."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

@@ -28,25 +28,25 @@ except ImportError:
 
 NAME = "tokenbus_varlen"
 TOLERANCE = 2e-2
-"""How far its result may be from that of plain attention, in bfloat16, for unit normal inputs."""
+"""Greatest difference from plain attention, in bfloat16, for unit normal inputs."""
 
 
 @dataclass(slots=True)
 class VarlenBatch:
-    """The metadata of a step for the attention function: N chunks, T tokens."""
+    """The metadata of a step for the attention function, for N chunks and T tokens."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
     """``[T]``: the slots to which the new keys and values are written."""
     starts: torch.Tensor
-    """``[N + 1]``, int32: where each chunk's tokens begin."""
+    """``[N + 1]``, int32: the index of each chunk's first token."""
     key_starts: torch.Tensor
-    """``[N + 1]``, int32: the sums of ``lengths``. FlashAttention 2 requires them although it reads
-    the lengths themselves."""
+    """``[N + 1]``, int32: the cumulative sums of ``lengths``. FlashAttention 2 requires them
+    although it reads ``lengths``."""
     lengths: torch.Tensor
-    """``[N]``, int32: tokens that each chunk attends to."""
+    """``[N]``, int32: number of tokens that each chunk attends to."""
     block_table: torch.Tensor
-    """``[N, blocks]``, int32."""
+    """``[N, max_blocks]``, int32."""
     max_chunk: int
     longest: int
     spans: PackedSpans | None = None
@@ -56,7 +56,7 @@ class VarlenBatch:
 
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
-    """The chunks of a forward, on the device."""
+    """The metadata of a forward's chunks, on the device."""
 
     def ints(values: np.ndarray) -> torch.Tensor:
         return on_device(values.astype(np.int32), slot_mapping.device)
@@ -75,8 +75,8 @@ def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> 
 
 
 def starts_of(counts: np.ndarray) -> np.ndarray:
-    """Where each of consecutive parts of these sizes begins, and where the last one ends:
-    ``[N + 1]``."""
+    """The start of each of N consecutive parts of these sizes, and the end of the last: ``[N +
+    1]``."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
@@ -112,8 +112,8 @@ def attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same for ``query`` ``[T, heads, dim]``, which it returns like. Models whose scores are
-    capped are not run with it (``why_not``)."""
+    """One layer's attention: ``query`` ``[T, heads, dim]`` to ``[T, heads, dim]``. Models with
+    capped scores do not use it (``why_not``)."""
     context.cache.write(layer, context.slot_mapping, key, value)
     keys, values = context.cache.layers[layer]
     found: torch.Tensor = varlen_attn(
@@ -138,14 +138,14 @@ register(NAME, varlen_attention)
 
 
 def why_no_kernel() -> str:
-    """Why this torch has no attention over blocks; empty if it has."""
+    """The reason why this torch has no attention over blocks; empty if it has."""
     if varlen_attn is None or "block_table" not in inspect.signature(varlen_attn).parameters:
         return f"torch {torch.__version__} has no attention over blocks; torch 2.13 has it"
     return ""
 
 
 def why_not(loaded: LoadedModel) -> str | None:
-    """Why FlashAttention cannot read the blocks of this model; None if it can."""
+    """The reason why FlashAttention cannot read the blocks of this model; None if it can."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     if loaded.soft_caps:
@@ -164,7 +164,8 @@ def why_not(loaded: LoadedModel) -> str | None:
 
 
 def _try_it(kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Two chunks over scattered blocks, against plain attention; raises where they differ."""
+    """Compares the attention of two chunks over scattered blocks with plain attention; raises if
+    they differ."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

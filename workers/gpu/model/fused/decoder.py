@@ -3,9 +3,8 @@
 One token of a small model costs more in small operations than in matrix products: transformers'
 modules run some hundred of them for each token. ``FusedDecoder`` is the same computation without
 module calls. It has one product for queries, keys and values, and one for both halves of a gated
-MLP. The rotary embedding is applied in place, and the product adds the residual. It is read from a
-model's structure (``fused_model``), and a model is used through it only where its logits are the
-model's own.
+MLP. The rotary embedding is applied in place, and the product adds the residual. ``fused_model``
+derives it from the model's structure. It is used only if its logits equal the model's own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ the sines is negated."""
 
 
 class Attend(Protocol):
-    """Attention over all that a layer has seen."""
+    """Attention over the tokens of a layer's KV cache and the new tokens."""
 
     def __call__(
         self,
@@ -103,7 +102,7 @@ class GatedMlp:
         self.activation = activation
 
     def add_to(self, residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """The result, added to ``residual`` if there is one."""
+        """The MLP's result, added to ``residual`` if there is one."""
         gate, up = self.gate_up(x).chunk(2, -1)
         product = self.activation(gate).mul_(up)
         return self.down(product) if residual is None else self.down.add_to(residual, product)
@@ -119,7 +118,7 @@ class Layer:
     qkv: Projection
     head_norms: HeadNorms | None
     rotation: str | None
-    """Which of the model's rotary embeddings; None: the layer has none."""
+    """The name of the layer's rotary embedding; None: the layer has none."""
     options: AttentionOptions
     output: Projection
     mlp: GatedMlp
@@ -172,9 +171,9 @@ class Layer:
 class FusedDecoder:
     """The forward of a whole model.
 
-    ``rotary``: cosines and sines ``[1, num_tokens, rotary_dim]`` for hidden states, positions
-    ``[1, num_tokens]`` and one of ``kinds``, as the model computes them; ``by_position``: whether
-    they depend on nothing but the position.
+    ``rotary``: computes cosines and sines ``[1, num_tokens, rotary_dim]`` from hidden states,
+    positions ``[1, num_tokens]`` and one of ``kinds``, as the model does. ``by_position``: whether
+    they depend only on the position.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class FusedDecoder:
         self._embedding_scale = embedding_scale
         self.layers = list(layers)
         self.kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
-        """The rotary embeddings that its layers use."""
+        """The rotary embeddings that the layers use."""
         self.norm = norm
         self.head = head
         self._rotary = rotary
@@ -210,9 +209,9 @@ class FusedDecoder:
         context: Any,
         attend: Attend,
     ) -> torch.Tensor:
-        """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``;
-        ``rows`` of the length of ``ids`` are all of them, in order. ``context`` goes to
-        ``attend`` as it is."""
+        """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``. If
+        ``rows`` has the length of ``ids``, it must be all of them in order. ``context`` is passed
+        to ``attend``."""
         hidden = self.embedded(ids)
         rotations = {kind: self.rotation(hidden, positions, kind) for kind in self.kinds}
         for layer in self.layers:
@@ -227,7 +226,7 @@ class FusedDecoder:
         return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as the model gives them, from those of the output layer, which are overwritten."""
+        """Scales the logits of the output layer as the model does, in place."""
         if self._logits_scale != 1:
             logits = logits.mul_(self._logits_scale)
         if self._logits_cap is not None:
@@ -235,8 +234,8 @@ class FusedDecoder:
         return logits
 
     def pack(self, budget: int) -> int:
-        """Packs weights within ``budget`` bytes, the output layer's first, as it is the largest
-        product. Returns the bytes taken."""
+        """Packs weights within ``budget`` bytes, the output layer's first, because it is the
+        largest product. Returns the size of the packed copies in bytes."""
         left = budget
         projections = [self.head]
         for layer in self.layers:
@@ -246,8 +245,8 @@ class FusedDecoder:
         return budget - left
 
     def rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
-        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. From ``hidden``
-        only dtype and device count."""
+        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. Only the dtype and
+        device of ``hidden`` are used."""
         cos, sin = self._rotary(hidden, positions.unsqueeze(0), kind)
         half = sin.shape[-1] // 2
         signed = torch.cat((sin[0, :, :half].neg(), sin[0, :, half:]), -1)

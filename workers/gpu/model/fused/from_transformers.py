@@ -1,13 +1,13 @@
-"""Reading a ``FusedDecoder`` from a transformers model.
+"""Derives a ``FusedDecoder`` from a transformers model.
 
-A model is recognised by its parts, not by its name: decoder layers of ``self_attn`` and a gated
-``mlp`` with norms around them. Llama has these parts, and so do Mistral, Qwen 2 and 3, Gemma 1 to
-3, Phi-3, OLMo 2, SmolLM3 and Granite. Every module must be known; what a name cannot say (the gain
-of a norm, the scale of the embeddings) is measured on the module itself. The caller compares
-logits, so a model that computes something else with the same parts is found out.
+A model is recognized by its parts, not by its name: decoder layers with ``self_attn`` and a gated
+``mlp``, and norms around them. Llama has these parts, and so do Mistral, Qwen 2 and 3, Gemma 1 to
+3, Phi-3, OLMo 2, SmolLM3 and Granite. Every module must be known. Facts that a name does not show
+(the gain of a norm, the scale of the embeddings) are measured on the module. The caller compares
+logits, which detects a model that computes something else with the same parts.
 
-The model goes on working: weights that are multiplied at once are put side by side in memory, and
-its parameters become views of them, so that nothing is kept twice.
+The model still works afterwards: weights of one product are placed next to each other in memory,
+and the model's parameters become views of them, so that no weight is stored twice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .decoder import (
 from .projections import Projection, stored_by_input
 
 IGNORED = {"act_fn", "activation_fn", "resid_attn_dropout", "resid_mlp_dropout"}
-"""Modules without weights; a model that is served drops nothing out."""
+"""Modules without weights. Dropout does nothing in a model that is served."""
 BY_POSITION = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings that depend on nothing but the position: others are scaled by the length of the
+"""Rotary embeddings that depend only on the position. Others are scaled by the length of the
 text."""
 
 
 class NotFusible(Exception):
-    """The model has a part that is not known; the message says which."""
+    """The model has an unknown part; the message names it."""
 
 
 def fused_model(
@@ -50,8 +50,8 @@ def fused_model(
 ) -> FusedDecoder:
     """The model as a FusedDecoder.
 
-    ``shapes`` and ``options`` are what its layers' attentions were called with. ``by_input``:
-    weights are stored by input where that is faster (``stored_by_input``). Raises NotFusible.
+    ``shapes`` and ``options``: the arguments of its layers' attentions. ``by_input``: store weights
+    by input if that is faster (``stored_by_input``). Raises NotFusible.
     """
     if not type(model).__module__.startswith("transformers."):
         raise NotFusible("its code is not transformers' own")
@@ -84,7 +84,7 @@ def fused_model(
 
 
 def _only(module: Any, known: set[str]) -> None:
-    """Raises NotFusible unless a module's children are among ``known``."""
+    """Raises NotFusible if a module has children that are not among ``known``."""
     if module is None:
         raise NotFusible("it has no decoder under the name model")
     unknown = [name for name, _ in module.named_children() if name not in known | IGNORED]
@@ -168,7 +168,7 @@ def _head_norms(attention: Any, dim: int) -> HeadNorms | None:
 
 
 def _norm(module: Any) -> Function:
-    """A norm in one operation, where the module computes what that does; else the module."""
+    """A norm in one operation, if it computes the same as the module; else the module."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -176,7 +176,7 @@ def _norm(module: Any) -> Function:
     weight = weight.detach()
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(3, len(weight), generator=generator).to(weight.device, weight.dtype)
-    # A sample of small numbers too, where the epsilon counts.
+    # The sample includes small numbers, for which the epsilon matters.
     sample = torch.cat((sample, sample * eps**0.5))
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     with torch.inference_mode():
@@ -189,8 +189,8 @@ def _norm(module: Any) -> Function:
 
 
 def _joined(layers: list[Any], by_input: bool) -> Projection:
-    """Linear layers of the same input as one product. Their weights are put side by side in
-    memory, and become views of that; ``by_input``: stored by input, where that is faster."""
+    """Linear layers with the same input as one product. Their weights are copied into one matrix,
+    and become views of it. ``by_input``: store the matrix by input if that is faster."""
     for layer in layers:
         if type(layer) is not torch.nn.Linear or type(layer.weight.data) is not torch.Tensor:
             raise NotFusible(f"its {type(layer).__name__} is not a plain linear layer")
@@ -213,7 +213,7 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
 
 
 def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
-    """The matrix of which ``parts`` are the rows, where a model was joined before."""
+    """The matrix of which ``parts`` are the rows, if the model was joined before; else None."""
     first = parts[0]
     storage, strides = first.untyped_storage(), first.stride()
     at = first.data_ptr()
@@ -229,7 +229,7 @@ def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor |
 
 
 def _embedding_scale(model: Any, base: Any) -> float:
-    """By what a model multiplies its embeddings before the first layer."""
+    """The factor by which a model multiplies its embeddings before the first layer."""
     seen: list[torch.Tensor] = []
 
     def record(_: Any, args: Any, kwargs: Any) -> None:
@@ -250,7 +250,7 @@ def _embedding_scale(model: Any, base: Any) -> float:
 
 
 class _Rotary:
-    """A model's rotary embeddings, by the type of the layer where it has several."""
+    """A model's rotary embeddings, by layer type if it has several."""
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module
@@ -262,7 +262,7 @@ class _Rotary:
         self.by_position = found <= BY_POSITION
 
     def kind(self, layer: int) -> str:
-        """Which of them a layer uses."""
+        """The name of the rotary embedding of a layer."""
         return "all" if self._types is None else self._types[layer]
 
     def __call__(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:

@@ -1,13 +1,13 @@
 """Matrix products with a model's weights: the kernel that is fastest for the number of rows.
 
-On a CPU, torch multiplies few rows with a matrix at a fraction of what memory gives: it multiplies
-one row on a single thread, and reorders the weights for several each time. A ``Projection``
+On a CPU, torch multiplies few rows with a matrix far below the memory bandwidth. It multiplies one
+row on a single thread, and for several rows it reorders the weights each time. A ``Projection``
 
 - splits the product of one row among the threads (``bmm`` over parts of the outputs), with the
   weights of wide matrices stored by input, which vectorizes over the outputs;
-- for more rows, keeps float32 weights a second time in oneDNN's order, while there is memory.
+- for more rows, has a second copy of float32 weights in oneDNN's order, if memory allows.
 
-Microseconds, with 2 threads and weights that are in no cache:
+Times in microseconds, with 2 threads and weights outside the caches:
 
 | weights | rows | ``linear`` | ``Projection`` |
 | --- | --- | --- | --- |
@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 TYPICAL_ROWS = 32
 """Rows for which oneDNN chooses the order of the packed weights."""
 PART_OF_MEMORY = 0.25
-"""Packed copies take at most this part of the memory that is available."""
+"""Packed copies take at most this fraction of the available memory."""
 
 
 class Projection:
@@ -48,8 +48,8 @@ class Projection:
         """By number of threads."""
 
     def pack(self, budget: int) -> int:
-        """Keeps the weights a second time, in the order in which oneDNN reads them, if they can be
-        packed and take at most ``budget`` bytes. Returns the bytes taken."""
+        """Makes a copy of the weights in oneDNN's order, if they can be packed and take at most
+        ``budget`` bytes. Returns the size of the copy in bytes."""
         weight = self.weight
         if not can_be_packed(weight) or weight.nbytes > budget:
             return 0
@@ -70,8 +70,8 @@ class Projection:
         return product
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual`` ``[rows, out]`` plus the product. ``residual`` may be overwritten, and is
-        not to be used again."""
+        """``residual`` ``[rows, out]`` plus the product. ``residual`` may be overwritten and must
+        not be used again."""
         if self._splits and x.shape[0] == 1:
             return self._row_added(residual, x)
         if self._packed is None:

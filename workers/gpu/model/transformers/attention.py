@@ -22,7 +22,7 @@ from ..kv_cache import KVCache, Mirror
 NAME = "tokenbus"
 NAME_COMPILED = "tokenbus_compiled"
 _NOTHING = torch.empty(())
-"""The addend of a product without one."""
+"""The unused addend of a product."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class Group:
     end: int
     width: int
     blocks: torch.Tensor
-    """``[batch * blocks]``: the blocks of each sequence's keys; padding points to block 0."""
+    """``[batch * max_blocks]``: the blocks of each sequence's keys, padded with block 0."""
     length: int
-    """The greatest end position among them, in tokens."""
+    """The greatest end position of the chunks, in tokens."""
     positions: torch.Tensor
     """``[batch, width]``: the position of each token in its sequence."""
     rows: torch.Tensor | None
@@ -46,20 +46,20 @@ class Group:
     places: torch.Tensor | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool = False
-    """All of them begin at position 0: plain causal attention among the new tokens."""
+    """All chunks begin at position 0: plain causal attention among the new tokens."""
     level: bool = False
-    """For decodes: all of them are at the same position, so that nothing has to be hidden."""
+    """For decodes: all are at the same position, so no mask is needed."""
     mirror: Mirror | None = None
     """For decodes: the contiguous copy of their keys and values."""
     continues: bool = False
-    """The mirror contains all but the new tokens; else it is filled from blocks."""
+    """The mirror contains all tokens except the new ones; else it is filled from blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
     places_in_mirror: dict[int, torch.Tensor] = field(default_factory=dict)
     """By number of key heads, made once per step: ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """The term that is added to the scores: 0 where a token attends, -inf elsewhere."""
+        """The term that is added to the scores: 0 if a token attends to a key, else -inf."""
         found = self.masks.get(window)
         if found is None:
             keys = torch.arange(self.length, device=self.positions.device)
@@ -74,8 +74,8 @@ class Group:
     def gathered(
         self, cache: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values of these sequences, each ``[batch, kv_heads, length, dim]``,
-        from its paged ones. Whole blocks are copied, as they lie in memory."""
+        """A layer's keys and values of these sequences, gathered from blocks, each ``[batch,
+        kv_heads, length, dim]``. Whole blocks are copied."""
         keys, values = (
             paged.flatten(1)
             .index_select(0, self.blocks)
@@ -93,8 +93,8 @@ class Group:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same from the mirror, each ``[batch * kv_heads, room, dim]``; ``k`` and ``v`` are of
-        the new tokens, which ``cache`` contains already."""
+        """A layer's keys and values of these sequences from the mirror, each ``[batch * kv_heads,
+        room, dim]``. ``k`` and ``v``: those of the new tokens, which ``cache`` already contains."""
         if not self.continues:
             return mirror.fill(layer, cache, self.blocks.view(len(self.positions), -1))
         return mirror.add(layer, k, v, self._added(mirror, k.shape[1]))
@@ -165,7 +165,8 @@ def attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same for ``query`` ``[num_tokens, heads, dim]``, which it returns like."""
+    """One layer's attention: ``query`` ``[num_tokens, heads, dim]`` to ``[num_tokens, heads,
+    dim]``."""
     context.cache.write(layer, context.slot_mapping, key, value)
     cache = context.cache.layers[layer]
     window = sliding_window or 0
@@ -200,10 +201,10 @@ def _attend(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The attention of one group's tokens ``[num_tokens, heads, dim]``, over ``k`` and ``v``
+    """The attention of one group's tokens ``[num_tokens, heads, dim]`` over ``k`` and ``v``
     ``[batch, kv_heads, length, dim]``."""
     if group.rows is None:
-        # Decodes. The heads that share a key head become its rows: keys are read once for all.
+        # Decodes. The query heads that share a key head become its rows: each key is read once.
         batch, kv_heads = k.shape[:2]
         grouped = q.reshape(batch, kv_heads, -1, q.shape[-1])
         mask = group.mask(window, q.dtype)
@@ -226,11 +227,11 @@ def _attend_decodes(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One token of each sequence ``[batch, heads, dim]``, over its mirror ``[batch * kv_heads,
-    room, dim]``.
+    """The attention of one token of each sequence ``[batch, heads, dim]`` over the mirror ``[batch
+    * kv_heads, room, dim]``.
 
-    For one row of queries, two products and a softmax take a third of the time of SDPA, whose
-    blocks are made for many.
+    For one row of queries, two products and a softmax take a third of the time of SDPA, whose tiles
+    are made for many rows.
     """
     batch, heads, _ = q.shape
     first = max(0, group.length - window) if group.level and window else 0
@@ -250,7 +251,8 @@ def _attend_drafts(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The same for the last token and the draft of each sequence: ``[num_tokens, heads, dim]``."""
+    """The attention of the last token and the draft of each sequence: ``[num_tokens, heads,
+    dim]``."""
     assert group.rows is not None
     assert group.places is not None
     batch, width = group.positions.shape
@@ -266,8 +268,8 @@ def _attend_drafts(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor:
-    """The scores ``[batch * kv_heads, queries, length]`` of queries, in the order of the mirror's
-    rows, for keys ``[batch * kv_heads, length, dim]``. Not masked."""
+    """The unmasked scores ``[batch * kv_heads, queries, length]`` of queries, in the order of the
+    mirror's rows, for keys ``[batch * kv_heads, length, dim]``."""
     dim = q.shape[-1]
     scale = dim**-0.5 if scaling is None else scaling
     scores = torch.baddbmm(
@@ -300,7 +302,7 @@ def dot_product(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    # Gemma 2 caps its scores before the softmax, which SDPA cannot do.
+    # Gemma 2 caps its scores before the softmax, which SDPA does not support.
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -316,11 +318,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def register(name: str, function: Callable[..., Any]) -> None:
-    """Makes ``function`` known to transformers as an attention, with no mask made for it."""
+    """Registers ``function`` as an attention of transformers, without a mask."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _no_mask)
 
 
 register(NAME, paged_attention)
-# torch.compile leaves this function as it is: its metadata differs in every step.
+# torch.compile skips this function, because its metadata differs in every step.
 register(NAME_COMPILED, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]

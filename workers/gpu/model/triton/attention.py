@@ -31,7 +31,7 @@ MAX_SHORT = 32
 TARGET_PROGRAMS = 528
 """Programs that a launch should have: four for each multiprocessor of an H100."""
 MAX_PARTIAL_BYTES = 256 * 2**20
-"""A launch whose partial results take more is divided."""
+"""A launch whose partial results exceed this size is divided."""
 MAX_DECODES = 4096
 COUNTERS = 1 << 16
 
@@ -43,14 +43,14 @@ class Launch:
     tiles: torch.Tensor
     """``[n, 3]``, int32: the chunk, its first token in the tile, the tile's place."""
     places: int
-    """Tiles whose keys may be split, each of which has a place for its partial results."""
+    """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
     """Rows of a tile that have a result."""
 
 
 @dataclass(slots=True)
 class Tiles:
-    """The tiles of a step, for one number of query heads a key head."""
+    """The tiles of a step, for one number of query heads per key head."""
 
     short: list[Launch]
     long: torch.Tensor
@@ -58,7 +58,7 @@ class Tiles:
 
 
 class Workspace:
-    """Memory that the kernels share from step to step. A stream at a time uses it."""
+    """Memory that the kernels reuse from step to step. Only one stream at a time may use it."""
 
     def __init__(self, device: torch.device) -> None:
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
@@ -73,7 +73,7 @@ _WORKSPACES: WeakKeyDictionary[KVCache, Workspace] = WeakKeyDictionary()
 
 
 def workspace_of(cache: KVCache) -> Workspace:
-    """The workspace of a KV cache, made at the first call: not within a capture."""
+    """The workspace of a KV cache, made at the first call, which must not be within a capture."""
     found = _WORKSPACES.get(cache)
     if found is None:
         keys, _ = next(iter(cache.layers.values()))
@@ -106,7 +106,7 @@ def tiles_of(
         part[:, 2] = np.where(is_split, np.cumsum(is_split) - 1, 0)
         launches.append(Launch(on_device(part, device), int(is_split.sum()), part_rows))
     long = _split(queries, ~short, tile_rows(group, long=True) // group)
-    # The last tiles of a chunk have the most keys: they begin first.
+    # The last tiles of a chunk have the most keys, so they begin first.
     return Tiles(launches, on_device(long[::-1].copy(), device))
 
 
@@ -236,7 +236,7 @@ register(NAME, triton_attention)
 
 
 def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Workspace) -> Tiles:
-    """The tiles of a step for a layer with ``keys`` and this number of query heads a key head."""
+    """The tiles of a step for a layer with ``keys`` and this number of query heads per key head."""
     _, _, kv_heads, dim = keys.shape
     found: Tiles | None = context.tiles.get((group, kv_heads))
     if found is None:

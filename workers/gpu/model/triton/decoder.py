@@ -17,15 +17,15 @@ from ..fused.decoder import Attend, Function, FusedDecoder, HeadNorms, Layer, Rm
 from .ops import GATED, NORM, ROTARY_STORE
 
 MAX_WIDTH = 16384
-"""A row that a program of the norm kernel holds in registers."""
+"""The longest row that a program of the norm kernel can keep in registers."""
 
 
 class NotFusible(Exception):
-    """A layer has a part without a kernel; the message says which."""
+    """A layer has a part without a kernel; the message names it."""
 
 
 class TritonDecoder:
-    """The forward of a whole model, with the same results as its ``FusedDecoder`` but for
+    """The forward of a whole model. Its results equal those of its ``FusedDecoder`` except for
     rounding. Raises NotFusible."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
@@ -71,7 +71,7 @@ class _Update:
         self.scale = scale
 
     def rows(self, rows: torch.Tensor) -> _Update:
-        """The same for some of the tokens."""
+        """The update of a subset of the tokens."""
         values = None if self.values is None else self.values.index_select(0, rows)
         return _Update(values, self.norm, self.scale)
 
@@ -158,7 +158,7 @@ def _optional(norm: Function | None) -> RmsNorm | None:
 
 
 def _head_norms(norms: HeadNorms | None) -> tuple[list[torch.Tensor], list[float]]:
-    """The gains of the norms of queries and keys, and their epsilons; nothing without norms."""
+    """The gains and epsilons of the norms of queries and keys; empty without norms."""
     if norms is None:
         return [], []
     if not norms.per_head:

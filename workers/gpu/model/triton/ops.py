@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 MAX_SPLITS = 16
-"""Parts into which the keys of a tile are split at most."""
+"""Most parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
-"""Keys of a part at least, except for the last one."""
+"""Least number of keys of a part, except for the last one."""
 SHORT_ROWS = 16
-"""Rows of a tile of a short chunk: ``tl.dot`` takes no fewer."""
+"""Rows of a tile of a short chunk, the minimum of ``tl.dot``."""
 LONG_ROWS = 128
 """Rows of a tile of a long chunk."""
 DEEP, SHALLOW = 5, 2
-"""Stages of the loop over keys. The first ones load the block table: two tiles of keys and values
-fit in DEEP stages, and one in SHALLOW ones."""
+"""Stages of the loop over keys. The first stages load the block table. With DEEP stages, two tiles
+of keys and values are in flight; with SHALLOW stages, one."""
 DEEP_BYTES = 160 * 2**10
 """Shared memory of a program that DEEP stages need (A100 and later data centre GPUs have it)."""
 ROTARY_HEADS = 8
