@@ -1,7 +1,8 @@
-"""Biases of controllers: float32 numbers that are added to a row of logits, as they arrive.
+"""Logit biases of controllers: float32 numbers that are added to a row of logits.
 
-The form is that of ``StepResult.bias_row``: a number of pairs, then pairs of a token and its value
-by ascending tokens, or, after 0, a value for each token. Minus infinity forbids a token.
+The format is that of ``StepResult.bias_row``. A sparse bias is the number of pairs, then pairs of a
+token and its value by ascending token. A dense bias is 0, then a value for each token. Minus
+infinity forbids a token.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ....protocol.errors import Code, ControllerError
 
 @dataclass(slots=True, eq=False)
 class Bias:
-    """The numbers that a controller adds to the logits of a sequence's next token."""
+    """A controller's biases for the logits of a sequence's next token."""
 
     values: np.ndarray
-    """float32 ``[tokens]``, or ``[vocab]`` where ``tokens`` is None."""
+    """float32 ``[num_tokens]``, or ``[vocab]`` if ``tokens`` is None."""
     tokens: np.ndarray | None = None
-    """int64, ascending; None: there is a value for each token."""
+    """int64, ascending; None: ``values`` has a value for each token of the vocabulary."""
 
     def of(self, token: int) -> float:
-        """The value of a token."""
+        """The bias of one token."""
         if self.tokens is None:
             return float(self.values[token])
         place = int(np.searchsorted(self.tokens, token))
@@ -38,16 +39,16 @@ class Bias:
 
 
 def bias_words(vocab: int) -> int:
-    """The most words of u32 that a bias takes."""
+    """The greatest size of an encoded bias, in u32 words."""
     return 1 + vocab
 
 
 def read_bias(words: np.ndarray, vocab: int) -> Bias:
-    """The bias in these words of u32, which a dense one refers to.
+    """Decodes a bias from u32 words. A dense bias is a view of the words.
 
-    Raises ControllerError where it is malformed or has a token outside the vocabulary, which would
-    harm other sequences. The controller worker has checked the values: a NaN that is sent all the
-    same harms its own sequence only.
+    Raises ControllerError if the bias is malformed or has a token outside the vocabulary. The
+    values are not checked here: the controller worker checks them, and a NaN would fail only its
+    own sequence.
     """
     pairs = int(words[0]) if len(words) else 0
     if not pairs:

@@ -1,4 +1,4 @@
-"""The numbers that controllers ask for about the distributions of their next tokens."""
+"""The facts that controllers query about the distribution of their next token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOWEST = float(torch.finfo(torch.float32).min)
 
 
 class TokenOptions(NamedTuple):
-    """A controller's options for the next token of its sequence, besides its mask and its bias."""
+    """A controller's sampling options for the next token, in addition to its mask and its bias."""
 
     query: Query | None = None
     override: Override | None = None
@@ -26,22 +26,23 @@ class TokenOptions(NamedTuple):
 
 @dataclass(slots=True)
 class Answers:
-    """The answers to the queries of some rows, on their way from the device: see ``fetch``."""
+    """The answers to the queries of some rows, while they are copied to the host (see
+    ``fetch``)."""
 
     queries: Mapping[int, Query]
     """By row of the step."""
     numbers: torch.Tensor
-    """float64 ``[2, queries]``, on the host once the device has reached this point, as are the
-    others: rank and entropy."""
+    """float64 ``[2, num_queries]``: rank and entropy. This tensor and those below are on the host,
+    and valid when the device has finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
-    """The most likely tokens ``[queries, most]`` and their log-probabilities."""
+    """The most likely tokens ``[num_queries, most]`` and their log-probabilities."""
     scores: torch.Tensor | None
-    """``[queries, most]``: the log-probabilities of the named tokens of each query, from the left.
-    """
+    """``[num_queries, most]``: the log-probabilities of the tokens that each query names, padded at
+    the right."""
 
     def fetch(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[int, Distribution]:
-        """The answer of each row, by the sampled ``tokens`` of all rows and their ``logprobs``. The
-        device must have reached this point."""
+        """The answer of each row. ``tokens`` and ``logprobs``: the sampled tokens of all rows. The
+        device must have finished the copy."""
         ranks, entropies = self.numbers.tolist()
         likely = [part.tolist() for part in self.likely] if self.likely is not None else None
         scores = self.scores.tolist() if self.scores is not None else None
@@ -64,15 +65,15 @@ class Answers:
 
 @torch.inference_mode()
 def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Query]) -> Answers:
-    """Answers queries about rows of ``logits`` ``[rows, vocab]``, from which the tokens ``chosen``
-    ``[rows]`` were sampled. On CUDA nothing here waits for the device."""
+    """Answers queries about rows of ``logits`` ``[rows, vocab]``. ``chosen`` ``[rows]``: the tokens
+    that were sampled from them. Does not wait for a CUDA device."""
     device = logits.device
     rows = on_device(np.array(list(queries), dtype=np.int64), device)
     own = logits[rows]
     every = torch.log_softmax(own, -1).clamp_(min=_LOWEST)
     sampled = own.gather(-1, chosen[rows].unsqueeze(-1))
     ranks = (own > sampled).sum(-1) + 1
-    # No log-probability is infinite, so that a probability of 0 adds 0.
+    # Infinite log-probabilities are clamped, so that a probability of 0 adds 0.
     entropies = -every.exp().mul_(every).sum(-1)
     numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)
     most = min(max(query.top for query in queries.values()), own.shape[-1])
@@ -89,7 +90,8 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
 
 
 def _named(queries: Mapping[int, Query]) -> np.ndarray | None:
-    """The tokens that queries name, int64 ``[queries, most]``, filled with 0; None without any."""
+    """The tokens that queries name, int64 ``[num_queries, most]``, padded with 0; None if no query
+    names tokens."""
     most = max(len(query.tokens) for query in queries.values())
     if not most:
         return None

@@ -1,21 +1,20 @@
-"""Draws a token from each row of logits, so that their last bits hardly ever matter.
+"""Draws a token from each row of logits, robust to rounding differences of the logits.
 
 Candidates of weights ``w`` run a race: each arrives after ``E / w``, where the ``E`` are
-independent exponential numbers, and the first of them is drawn. Candidate i wins with the
-probability ``w[i] / sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954; Maddison,
-Tarlow, Minka 2014). Logits that change by 1e-6 change the winner only where two arrivals are as
-close as that. A place in the sum of all probabilities would come to lie on another token far more
-often, as that sum has as many limits as there are tokens.
+independent exponential numbers, and the first is drawn. Candidate i wins with probability ``w[i] /
+sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow, Minka 2014). A
+change of the logits by 1e-6 changes the winner only if two arrivals are equally close. Inverting
+the cumulative distribution would be far more sensitive, as it has a limit between each two tokens.
 
 If the whole vocabulary may be drawn from, parts of a few hundred tokens race first, by the sums of
 their weights, and then the tokens of the winning part. The probabilities are the same, and a
 vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the remaining tokens
 race.
 
-The numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and of the
-candidate, in 64-bit integers, so that every device computes the same. The key follows from (seed,
-sequence, position). 53 of these bits are the uniform number whose logarithm is -E, so that a token
-of a probability of 1e-9 is drawn as often as that.
+The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and of
+the candidate, in 64-bit integers, so that all devices compute equal numbers. The key is derived
+from (seed, sequence, position). A uniform number has 53 bits and its logarithm is -E, so that even
+a token of probability 1e-9 is drawn with its probability.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ import torch
 from ..model.device_queue import on_device
 
 PART = 64
-"""Tokens of a part of a row in which the likeliest tokens are looked for."""
+"""Tokens of a part of a row when the most likely tokens are searched."""
 CACHED = 2**18
-"""The number of random numbers at a time on a CPU: a mebibyte, which stays in its cache."""
+"""Random numbers that a CPU computes at a time: 1 MiB, which stays in its cache."""
 AHEAD_BYTES = 2**25
-"""Random numbers of further steps that CUDA computes at a time take at most this many bytes."""
+"""Most bytes of random numbers that CUDA computes ahead."""
 MAX_AHEAD = 32
-"""Steps whose random numbers are computed at a time."""
+"""Most steps whose random numbers are computed at a time."""
 SORTED = 2**13
-"""Up to this many tokens it is faster, on a CPU, to sort their weights than to search for one."""
+"""Up to this number of tokens, sorting the weights on a CPU is faster than a search by bits."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
-"""The first number of a token's place in its part; those of parts begin at 0."""
+"""The counter of the first place in a part; the counters of parts begin at 0."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -52,22 +51,23 @@ Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 
 @dataclass(slots=True)
 class Draws:
-    """How the tokens of n rows are drawn: arrays of this length. Temperatures are above 0."""
+    """The sampling parameters of n random rows: arrays of length n. Temperatures are above 0."""
 
     streams: np.ndarray
-    """int64, of ``streams``."""
+    """int64; see the function ``streams``."""
     temperature: np.ndarray
     top_k: np.ndarray
     """int64; 0 keeps all tokens."""
     top_p: np.ndarray
     min_p: np.ndarray
     any_temperature: bool = field(init=False)
-    """Whether any is not 1; and whether any row has one of the others."""
+    """Whether any temperature differs from 1. The flags below: whether any row has that
+    parameter."""
     any_top_k: bool = field(init=False)
     any_top_p: bool = field(init=False)
     any_min_p: bool = field(init=False)
     ahead: Ahead | None = field(init=False, default=None)
-    """The random numbers of the next steps, on CUDA."""
+    """On CUDA: the random numbers of the next steps."""
     _columns: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class Draws:
 
     @property
     def limit(self) -> np.ndarray:
-        """``top_p`` in float64, infinite where it keeps all tokens."""
+        """``top_p`` in float64; infinite if it keeps all tokens."""
         return np.where(self.top_p < 1, self.top_p.astype(np.float64), math.inf)
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
-        """An array of this name on a device, ``[n, 1]``. It is copied to CUDA once: the draws of a
-        batch are the same in each of its steps."""
+        """The array of this name on a device, ``[n, 1]``. It is copied to CUDA once, because a
+        batch has the same parameters in each step."""
         found = self._columns.get(name)
         if found is None:
             found = on_device(getattr(self, name), device).unsqueeze(-1)
@@ -92,7 +92,7 @@ class Draws:
         return found
 
     def of(self, rows: np.ndarray | slice) -> Draws:
-        """Those of these rows."""
+        """The parameters of some rows."""
         return Draws(
             self.streams[rows],
             self.temperature[rows],
@@ -106,58 +106,60 @@ class Draws:
 class Ahead:
     """The logarithms of the random numbers of consecutive steps of a batch.
 
-    They depend on no logits. A device computes those of many steps with the launches of one.
+    They do not depend on logits, so a device computes many steps with the launches of one step.
     """
 
     positions: np.ndarray
-    """The positions of the first step, ``[rows]``."""
+    """``[rows]``: the positions of the first step."""
     logs: torch.Tensor
     """float64 ``[steps, rows, candidates]``."""
 
     def at(self, positions: np.ndarray) -> torch.Tensor | None:
-        """The numbers of the step at these positions; None if it is not one of these steps."""
+        """The numbers of the step at these positions; None if it is not among the computed
+        steps."""
         step = int(positions[0] - self.positions[0])
         if not 0 <= step < len(self.logs) or (positions - self.positions != step).any():
             return None
         return self.logs[step]
 
     def precedes(self, positions: np.ndarray) -> bool:
-        """Whether the step at these positions is the one after these steps."""
+        """Whether the step at these positions follows the last computed step."""
         return bool((positions - self.positions == len(self.logs)).all())
 
 
 def costs_launches(tensor: torch.Tensor) -> bool:
-    """Whether each operation on a tensor costs the host a launch: then few operations on much are
-    better than many on little."""
+    """Whether each operation on the tensor costs a kernel launch. Few large operations are then
+    faster than many small ones."""
     return tensor.is_cuda
 
 
 def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """The keys of the random numbers of each sequence, int64 ``[sequences]``."""
+    """The random stream of each sequence, int64 ``[num_seqs]``."""
     return _mixed(seeds.astype(np.int64) + seqs.astype(np.int64) * _GOLDEN)
 
 
 def keys(of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The keys of the random numbers at each position of ``streams``, int64 ``[rows]``."""
+    """The key of the random numbers at each position of ``of``, a result of ``streams``; int64
+    ``[rows]``."""
     return _mixed(of + positions * _GOLDEN)
 
 
 def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
     """The logarithm of a uniform number in [0, 1) for each row's key and each candidate; float64
-    ``[rows, candidates]``. ``steps``: of ``step_of``, ``[candidates]`` or ``[rows, candidates]``.
-    """
+    ``[rows, candidates]``. ``steps``: a result of ``step_of``, ``[candidates]`` or ``[rows,
+    candidates]``."""
     if costs_launches(steps):
         mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
-        # In one operation: a scalar that is a tensor decides about the type of the product.
+        # One operation: a scalar that is a tensor would determine the type of the product.
         return (mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) * _UNIT).log_()
-    # NumPy starts an operation in half the time.
+    # NumPy needs half of torch's time to start an operation.
     mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
     return ((mixed >> 11) & (2**53 - 1)).double().mul_(2.0**-53).log_()
 
 
 def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
-    """``log_uniforms`` of each row's key at these positions. On CUDA, a batch that draws the second
-    time in turn has those of its next steps computed too."""
+    """``log_uniforms`` of each row's key at these positions. On CUDA, if a batch draws in two
+    consecutive steps, the numbers of its next steps are computed too."""
     count, candidates = len(positions), len(steps)
     before = draws.ahead
     found = before.at(positions) if before is not None else None
@@ -174,13 +176,14 @@ def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> to
 
 
 def step_of(numbers: Integers) -> Integers:
-    """SplitMix64's increment up to the output of each candidate's number, in int64."""
+    """SplitMix64's increment for each candidate's counter, in int64."""
     return numbers * _GOLDEN
 
 
 def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> torch.Tensor:
-    """A token for each row of ``logits`` ``[rows, vocab]``, float32; int64 ``[rows]``. The result
-    of a row does not depend on the others. ``positions``: of each row's token in its sequence."""
+    """Draws a token from each row of ``logits`` ``[rows, vocab]``, float32; returns int64
+    ``[rows]``. A row's token does not depend on other rows. ``positions``: the position of each
+    row's token in its sequence."""
     count, size = logits.shape
     step = count if costs_launches(logits) else max(1, CACHED // size)
     if costs_launches(logits) and not draws.any_top_k:
@@ -211,12 +214,12 @@ def draw_tokens(logits: torch.Tensor, draws: Draws, positions: np.ndarray) -> to
 
 
 def _from_all(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
-    """From all tokens that ``top_p`` and ``min_p`` leave, in turn."""
+    """Draws from all tokens that ``top_p`` and then ``min_p`` keep."""
     return _race(_left_weights(logits, draws), of)
 
 
 def _left_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """The weights of all tokens, 0 where ``top_p`` or ``min_p`` cut."""
+    """The weights of all tokens; 0 for tokens that ``top_p`` or ``min_p`` removes."""
     weights = _probabilities(logits, draws)
     if draws.any_top_p:
         weights = _keep_top_p(weights, draws)
@@ -227,14 +230,15 @@ def _left_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _race(weights: torch.Tensor, of: np.ndarray) -> torch.Tensor:
-    """The winners among all tokens, by the random numbers of these keys."""
+    """The winners of races among all tokens, with the random numbers of these keys."""
     _, steps = _competitors(weights.shape[-1], weights.device)
     return _race_with(weights, log_uniforms(of, steps))
 
 
 def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    """The winners among all tokens: of a part of the vocabulary, and of a token of this part.
-    ``logs``: the logarithms of the random numbers of the parts, and of the places in a part."""
+    """The winners of races among all tokens: first a part of the vocabulary, then a token of this
+    part. ``logs``: the logarithms of the random numbers of the parts, then of the places in a
+    part."""
     count, size = weights.shape
     part, steps = _competitors(size, weights.device)
     parts = len(steps) - part
@@ -245,14 +249,14 @@ def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     within = split[_up_to(count, weights.device), won]
     place = (within / logs[:, parts:]).argmin(-1)
     drawn = torch.add(place, won, alpha=part)
-    # A row without any weight may have led past the end.
+    # A row without any weight may result in an index past the end.
     return drawn.clamp_(max=size - 1) if size % part else drawn
 
 
 @lru_cache(maxsize=16)
 def _competitors(size: int, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Tokens of a part of a vocabulary, some square root of all; and ``step_of`` the parts and of
-    the places in a part."""
+    """The number of tokens of a part, about the square root of the vocabulary size; and ``step_of``
+    the parts and of the places in a part."""
     part = 1 << ((size - 1).bit_length() // 2)
     numbers = [np.arange(-(-size // part)), _PLACES + np.arange(part)]
     return part, on_device(step_of(np.concatenate(numbers)), device)
@@ -264,12 +268,12 @@ def _up_to(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """For all tokens of these rows, at their temperatures; a tensor of its own."""
+    """The probabilities of all tokens of these rows at their temperatures, as a new tensor."""
     if draws.any_temperature:
-        # The largest logit is 0, so that a low temperature does not multiply rounding.
+        # The largest logit becomes 0, so that a low temperature does not multiply rounding errors.
         by = draws.column("temperature", logits.device)
         if costs_launches(logits):
-            # Logits of a GPU are rounded to more than this adds, and it takes two launches less.
+            # Logits from a GPU are already rounded more coarsely, and this saves two launches.
             return torch.softmax(logits / by, -1)
         logits = (logits - logits.amax(-1, keepdim=True)).div_(by)
     return torch.softmax(logits, -1)
@@ -278,15 +282,15 @@ def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _as_floats(
     compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """The result of a comparison, as 0 and 1 in float32: on a CPU these are multiplied with
-    weights in a tenth of the time that booleans take."""
+    """The result of a comparison as 0 and 1 in float32. On a CPU, multiplying weights with these
+    takes a tenth of the time of booleans."""
     return compare(one, other, out=torch.empty_like(one))
 
 
 def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Weights with those set to 0 before which, in descending order, ``top_p`` of their sum is
-    reached. Among equal ones the lower tokens come first."""
-    # Infinite where all are kept: rounding must not leave one out.
+    """Sets weights to 0 if the weights before them, in descending order, reach ``top_p`` of the
+    sum. Equal weights are ordered by token."""
+    # The limit is infinite if all tokens are kept: rounding must not remove one.
     share = draws.column("limit", weights.device)
     limit = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
     least = _least_kept(weights, limit)
@@ -294,7 +298,7 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
         kept = _as_floats(torch.ge, weights, least).mul_(weights)
         if (kept.sum(-1, keepdim=True) - least < limit).all():
             return kept
-    # Some of the equal ones are left out.
+    # Some of several equal weights are removed.
     above = _as_floats(torch.gt, weights, least).mul_(weights)
     room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
     equal = weights == least
@@ -303,19 +307,19 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """The least weight of each row for which the sum of all greater ones is below ``limit``."""
+    """The least weight of each row for which the sum of all greater weights is below ``limit``."""
     if costs_launches(weights) or weights.shape[-1] <= SORTED:
         if costs_launches(weights):
             ordered = weights.sort(-1, descending=True).values
         else:
-            # NumPy sorts numbers alone several times as fast.
+            # NumPy sorts values without indices several times as fast.
             ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         if costs_launches(weights):
             return ordered.masked_fill_(before >= limit, math.inf).amin(-1, keepdim=True)
         last = (before < limit).sum(-1, keepdim=True) - 1
         return ordered.gather(-1, last.clamp_(min=0))
-    # Bit by bit, from the highest, as positive floats are in the order of their bits.
+    # Searches bit by bit, from the highest: positive floats have the order of their bits.
     bits, above = torch.zeros(len(weights), 1, dtype=torch.int32), torch.empty_like(weights)
     for bit in range(29, -1, -1):
         tried = bits + (1 << bit)
@@ -329,7 +333,7 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 
 def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
-    """From the tokens that ``top_k``, ``top_p`` and ``min_p`` leave, in turn."""
+    """Draws from the tokens that ``top_k``, ``top_p`` and then ``min_p`` keep."""
     device, most = logits.device, int(draws.top_k.max())
     values, ids = likeliest(logits, most)
     by = draws.column("temperature", device)
@@ -346,8 +350,8 @@ def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch
 
 
 def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest ``most`` logits of each row in descending order, and their tokens; of equal ones
-    the lower tokens first."""
+    """The greatest ``most`` logits of each row in descending order, and their tokens. Equal logits
+    are ordered by token."""
     size = logits.shape[-1]
     if 2 * most > size:
         ordered = logits.sort(dim=-1, descending=True, stable=True)
@@ -356,7 +360,7 @@ def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
     values = logits
     parts = size // PART
     if 2 * most < parts:
-        # The likeliest tokens are in the parts that have the greatest maxima.
+        # The most likely tokens are in the parts with the greatest maxima.
         within = parts * PART
         split = torch.unflatten(logits[:, :within], -1, (parts, PART))
         maxima = _ranks(split.amax(-1), _up_to(parts, logits.device))
@@ -371,8 +375,8 @@ def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _ranks(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of float32 ``values``, those of lower ``ids`` above their equals: which
-    of equal values ``topk`` gives depends on how many it looks for."""
+    """Integers in the order of float32 ``values``; among equal values, the lower ``ids`` rank
+    higher. Without this, the equal values that ``topk`` returns would depend on its ``k``."""
     bits = (values + 0.0).view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.long() << 32) - ids
@@ -382,7 +386,7 @@ def _ranks(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(numbers: Integers) -> Integers:
-    """SplitMix64's step and output, of int64 that overflow; in place."""
+    """SplitMix64's step and output, in place, for int64 with overflow."""
     numbers += _GOLDEN
     numbers ^= (numbers >> 30) & (2**34 - 1)
     numbers *= _FIRST

@@ -1,5 +1,5 @@
-"""How tokens are to be chosen from the rows of logits of a step: the sampling parameters of their
-requests as columns, and what else each row is chosen by."""
+"""The inputs of sampling besides logits: sampling parameters as columns, and each row's mask, bias
+and tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_DRAWS = Draws(*(np.zeros(0, dtype=of) for of in ("i8", "f4", "i8", "f4", "f4
 
 @dataclass(slots=True)
 class Row:
-    """How to choose from one row of logits."""
+    """The sampling inputs of one row of logits."""
 
     sampling: Sampling
     seed: int
@@ -27,22 +27,22 @@ class Row:
     position: int
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
-    """Read only where the request has penalties."""
+    """Read only if the request has penalties."""
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
-    """The controller's bias, added to the logits after the request's own."""
+    """The controller's bias, which is added to the logits after the request's ``logit_bias``."""
     inspect: bool = False
-    """Report the likeliest tokens that the mask forbids."""
+    """Report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
-    """Those of the controller; only the query is used here."""
+    """The controller's options; only the query is used here."""
 
 
 class RowParameters:
-    """The sampling parameters of n rows that stay the same from token to token, as columns."""
+    """The sampling parameters of n rows, as columns. They are constant from token to token."""
 
     def __init__(self, rows: Sequence[tuple[Sampling, int, int]]) -> None:
-        """``rows``: sampling parameters, seed and number of the sequence of each row."""
+        """``rows``: sampling parameters, seed and sequence number of each row."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
@@ -50,22 +50,22 @@ class RowParameters:
         """The rows that are not greedy."""
         self.random: list[int] = self.random_rows.tolist()
         self.draws = _draws([rows[i] for i in self.random])
-        """How the tokens of these are drawn."""
+        """The parameters of the rows that are not greedy."""
         self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
-        """The rows whose logits bias or penalties change."""
+        """The rows whose logits are changed by biases or penalties."""
         self.any_bias = any(s.logit_bias for s in samplings)
-        """Whether any request has biases, which may forbid tokens."""
+        """Whether any request has a ``logit_bias``, which may forbid tokens."""
         self.samplings = samplings
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.plain = not (self.random or self.bent)
-        """Whether all of them take the most likely token."""
+        """Whether all rows take the most likely token of unchanged logits."""
 
     def __len__(self) -> int:
         return len(self.seeds)
 
 
 def _bends(s: Sampling) -> bool:
-    """Whether bias or penalties change a row's logits."""
+    """Whether a request's biases or penalties change its logits."""
     return bool(
         s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
     )
@@ -87,26 +87,26 @@ def _draws(rows: Sequence[tuple[Sampling, int, int]]) -> Draws:
 
 @dataclass(slots=True)
 class Rows:
-    """How to choose from the n rows of a step."""
+    """The sampling inputs of the n rows of a step."""
 
     parameters: RowParameters
     positions: np.ndarray
-    """int64 ``[n]``: the position of each one's token, counted from the first that was generated.
-    """
+    """int64 ``[n]``: the position of each row's token, counted from the first generated token."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """By row, where it has one: the allowed tokens, as ``Row.mask``."""
+    """By row, if it has one: the allowed tokens (``Row.mask``)."""
     biases: dict[int, Bias] = field(default_factory=dict)
-    """By row, where it has one: as ``Row.bias``."""
+    """By row, if it has one: the controller's bias (``Row.bias``)."""
     seen: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
-    """By row, where the request has penalties: prompt, and generated tokens."""
+    """By row, if its request has penalties: prompt, and generated tokens."""
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
     options: dict[int, TokenOptions] = field(default_factory=dict)
-    """By row, where it has any: as ``Row.options``. Overrides are in ``parameters`` already."""
+    """By row, if it has any: the controller's options (``Row.options``). ``parameters`` already
+    contains their overrides."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Rows:
-        """The columns of these rows."""
+        """Makes the columns of these rows."""
         parameters = RowParameters([(row.sampling, row.seed, row.seq) for row in rows])
         return cls(
             parameters,

@@ -1,4 +1,4 @@
-"""The sequences that are sampled together, as the columns that stay the same from step to step."""
+"""The sequences that are sampled together, with the columns that are constant from step to step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .row_parameters import RowParameters, Rows
 
 
 class SampledBatch:
-    """The sequences of a step, row by row. Made anew only where these change."""
+    """The sequences of a step, one for each row. Steps with the same sequences share the object."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.parameters = RowParameters([(s.sampling, s.seed, s.seq) for s in sequences])
         self.num_prompt = ints(s.num_prompt for s in sequences)
         self.gives_columns = all(s.gives_columns for s in sequences)
-        """Whether all of them may be reported in columns."""
+        """Whether the tokens of all sequences may be reported in columns."""
         self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
         """The rows whose tokens are decoded to text."""
         self._inspected = [i for i, s in enumerate(sequences) if s.inspect]
         self._limits = ints(s.max_length - s.num_prompt for s in sequences)
 
     def rows(self, positions: np.ndarray | None) -> Rows:
-        """How the sampler chooses the next token of each. ``positions``: the position of each one's
-        last token in its sequence, where all of them are known to have been computed just now."""
+        """The inputs of sampling the next token of each sequence. ``positions``: the positions of
+        the last tokens, if this step's forward has computed all of them as plain decodes."""
         sequences = self.sequences
         if positions is None:
             generated = ints(s.num_generated for s in sequences)
@@ -58,7 +58,7 @@ class SampledBatch:
         )
 
     def any_ends(self, rows: Rows, tokens: list[int]) -> bool:
-        """Whether any of them ends with its token of this step."""
+        """Whether any sequence ends with its token of this step."""
         if (rows.positions + 1 >= self._limits).any():
             return True
         return any(t in s.stop_ids for s, t in zip(self.sequences, tokens, strict=True))
@@ -67,7 +67,7 @@ class SampledBatch:
 def _with_override(
     sampling: Sampling, seed: int, seq: int, override: Override | None
 ) -> tuple[Sampling, int, int]:
-    """Sampling parameters, seed and number of a sequence, with what its controller overrides."""
+    """Sampling parameters, seed and sequence number, with a controller's overrides."""
     if override is None:
         return sampling, seed, seq
     temperature, top_p = override.temperature, override.top_p

@@ -1,8 +1,8 @@
-"""From logits to tokens: one batched pass over the rows of a step, on the model's device.
+"""Samples tokens in one batched pass over the rows of a step, on the model's device.
 
-Randomness is counter-based: the numbers that decide a token depend on the request's seed, its
-sequence and the token's position alone (``races.py``). So a request gives the same tokens whatever
-else is in the batch, and can be continued elsewhere.
+Randomness is counter-based: the random numbers of a token depend only on the request's seed, the
+sequence number and the token's position (``races.py``). So a request gets the same tokens in any
+batch, and another worker can continue it.
 """
 
 from __future__ import annotations
@@ -26,51 +26,53 @@ from .row_parameters import Row, Rows
 
 NAN = "the model's logits contain NaN"
 INSPECTED = 5
-"""The most likely tokens that are looked at with ``inspect``, where the request wants none."""
+"""Number of most likely tokens to examine for ``inspect`` if the request has no
+``top_logprobs``."""
 NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The tokens chosen from each row, as lists of the rows' length."""
+    """The token chosen from each row. Lists have one entry for each row."""
 
     tokens: list[int]
     logprobs: list[float]
-    """Under the model's own distribution."""
+    """Log-probabilities under the model's own distribution."""
     numbers: np.ndarray
-    """Both once more, as float64 ``[2, rows]``."""
+    """``tokens`` and ``logprobs`` as float64 ``[2, rows]``."""
     top: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By row, where its request wants them: its most likely tokens and the chosen one."""
+    """By row, if its request has ``top_logprobs``: the most likely tokens and the chosen token."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Rows from which no token could be chosen."""
+    """Errors of rows from which no token could be chosen."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """The most likely tokens that a mask or a controller's bias forbids: of rows to ``inspect``."""
+    """For rows with ``inspect``: the most likely tokens that a mask or a controller's bias
+    forbids."""
     allowed: dict[int, int] = field(default_factory=dict)
-    """The number of allowed tokens of the same rows."""
+    """For rows with ``inspect``: the number of allowed tokens."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The numbers that a controller's bias adds to the other most likely tokens and to the chosen
-    one, without zeros; of rows with ``inspect``."""
+    """For rows with ``inspect``: the controller's nonzero biases of the other most likely tokens
+    and of the chosen token."""
     distributions: dict[int, Distribution] = field(default_factory=dict)
-    """The answers to the queries of controllers, by row."""
+    """By row: the answers to the queries of controllers."""
 
 
 @dataclass(slots=True)
 class OnHost:
-    """Copies of a device's tensors on the host, in the types in which they were computed: to
-    convert them there would cost launches."""
+    """Host copies of a device's tensors, in the dtypes in which they were computed. Converting them
+    on the device would cost launches."""
 
     tokens: torch.Tensor
     """int64 ``[rows]``."""
     logprobs: torch.Tensor
     """``[rows]``."""
     allowed: torch.Tensor | None
-    """Whether each row allows any token; None: all of them do."""
+    """Whether each row allows any token; None: all rows do."""
 
     @classmethod
     def of(
         cls, tokens: torch.Tensor, logprobs: torch.Tensor, allowed: torch.Tensor | None
     ) -> OnHost:
-        """These tensors, on their way from the device."""
+        """Starts the copies of these tensors to the host."""
         return cls(
             tokens.to("cpu", non_blocking=True),
             logprobs.to("cpu", non_blocking=True),
@@ -78,8 +80,8 @@ class OnHost:
         )
 
     def numbers(self) -> np.ndarray:
-        """float64 ``[3, rows]``: tokens, log-probabilities, and whether any token was allowed. The
-        device must have reached this point."""
+        """float64 ``[3, rows]``: tokens, log-probabilities, and whether any token is allowed. The
+        device must have finished the copies."""
         found = np.ones((3, len(self.tokens)))
         found[0], found[1] = self.tokens.numpy(), self.logprobs.float().numpy()
         if self.allowed is not None:
@@ -89,36 +91,38 @@ class OnHost:
 
 @dataclass(slots=True, frozen=True)
 class Numbers:
-    """The same where a CPU has computed all of them already: float64 ``[3, rows]``."""
+    """The results of rows that a CPU has reduced: float64 ``[3, rows]``, as ``OnHost.numbers``."""
 
     values: np.ndarray
 
     def numbers(self) -> np.ndarray:
-        """As they are."""
+        """Returns the numbers."""
         return self.values
 
 
 @dataclass(slots=True)
 class Drawn:
-    """The tokens chosen from each row, on its way from the device: see ``fetch``."""
+    """The token chosen from each row, while it is copied to the host (see ``fetch``)."""
 
     rows: Rows
     vocab: int
     tokens: torch.Tensor
     """int64 ``[rows]``, on the device."""
     on_host: OnHost | Numbers
-    """The tokens and what is known of them, once the device has reached this point."""
+    """Tokens, log-probabilities and errors on the host; valid when the device has finished the
+    copies."""
     likely: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The most likely tokens ``[rows, most]`` and their log-probabilities, on the host too."""
+    """The most likely tokens ``[rows, most]`` and their log-probabilities, also copied to the
+    host."""
     answers: Answers | None = None
-    """To the queries of controllers."""
+    """The answers to the queries of controllers."""
 
     def fetch(self) -> Sampled:
-        """The same as Python's numbers. The device must have reached this point."""
+        """Converts the results to Python numbers. The device must have finished the copies."""
         numbers = self.on_host.numbers()
         tokens, values, fine = numbers.tolist()
         result = Sampled(list(map(int, tokens)), values, numbers[:2])
-        # A sum with NaN is NaN.
+        # A sum that contains NaN is NaN.
         if isnan(sum(values)) or 0 in fine:
             broken = np.flatnonzero(np.isnan(numbers[1])).tolist()
             forbidden = np.flatnonzero(numbers[2] == 0).tolist()
@@ -138,7 +142,7 @@ class Drawn:
 def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> Sampled:
     """Chooses a token for each of ``rows``; row i is sampled from ``logits[which[i]]``.
 
-    Several rows may use the same logits: the sequences that are forked from one prompt.
+    Several rows may use the same logits, such as the forks of one prompt.
     """
     drawn = draw(logits, which, Rows.of(rows))
     if drawn.tokens.is_cuda:
@@ -147,8 +151,8 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
 
 
 def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
-    """The same as work for a device: on CUDA nothing here waits for it. ``which``: None for the
-    rows of ``logits`` as they are."""
+    """Chooses a token for each of ``rows``, as work of a device queue that does not wait for CUDA.
+    ``which``: the index in ``logits`` for each row; None: row i uses ``logits[i]``."""
     own = _rows_of(logits, which)
     drawn = _drawn(own, rows)
     if rows.options:
@@ -173,8 +177,8 @@ def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
 
 @torch.inference_mode()
 def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
-    """The tokens of rows of which not all take the ``best`` one; ``numbers``, of that one, become
-    theirs."""
+    """The tokens of rows of which some do not take the ``best`` token. Updates ``numbers``, which
+    contains the numbers of the best tokens."""
     likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     chosen, allowed = _choose(own, rows, best)
     less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
@@ -187,7 +191,7 @@ def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarr
 
 @torch.inference_mode()
 def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
-    """The same by torch's operations, on any device; with the ``most`` likely tokens."""
+    """``_drawn`` with torch's operations, on any device, with the ``most`` likely tokens."""
     chosen, allowed = _choose(own, rows)
     every = torch.log_softmax(own, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -197,7 +201,7 @@ def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
 
 @torch.inference_mode()
 def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
-    """The tokens that ``draw`` chooses, int64 ``[rows]`` on the device, and nothing else."""
+    """Only the tokens that ``draw`` chooses, int64 ``[rows]``, on the device."""
     own = _rows_of(logits, which)
     chosen, _ = _choose(own, rows)
     return chosen
@@ -205,17 +209,18 @@ def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tenso
 
 @dataclass(slots=True)
 class Scores:
-    """The log-probabilities of scored tokens, on their way from the device: see ``fetch``."""
+    """The log-probabilities of scored tokens, while they are copied to the host (see ``fetch``)."""
 
     tokens: Sequence[int]
     values: torch.Tensor
-    """``[tokens]``, on the host once the device has reached this point; so are the others."""
+    """``[num_tokens]``. This tensor and those below are on the host, and valid when the device has
+    finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
-    """The most likely tokens ``[tokens, most]`` and their log-probabilities."""
+    """The most likely tokens ``[num_tokens, most]`` and their log-probabilities."""
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
         """The log-probability of each token; and the most likely tokens of its row together with
-        it, None where none are wanted. The device must have reached this point."""
+        the token itself, None if not requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)
@@ -226,8 +231,8 @@ class Scores:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
-    """The natural log-probability of each of ``tokens``, given the row of logits before it, and the
-    ``most`` likely tokens of each row. On CUDA nothing here waits for the device."""
+    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the
+    ``most`` likely tokens of each row. Does not wait for a CUDA device."""
     every = torch.log_softmax(logits, -1)
     values = every.gather(-1, _ints(tokens, logits).unsqueeze(-1)).squeeze(-1)
     likely = None
@@ -241,15 +246,15 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
 
 
 def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
-    """The rows of these numbers; None: as they are."""
+    """Selects the rows ``which``; None: all rows."""
     if which is None or list(which) == list(range(logits.shape[0])):
         return logits
     return logits[_ints(which, logits)]
 
 
 def _best(own: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row. On a CPU a maximum with its place takes torch eight times
-    as long as the maximum of each part of a row, and then the place in one of these."""
+    """The most likely token of each row. On a CPU, torch's maximum with index takes eight times as
+    long as first finding the maximum of each part of a row and then the index in one part."""
     size = own.shape[-1]
     whole = size - size % PART
     if costs_launches(own) or not whole:
@@ -265,12 +270,12 @@ def _best(own: torch.Tensor) -> torch.Tensor:
 def _choose(
     own: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token of each row, and whether the row allows any token at all; None: all rows do.
-    ``best``: the most likely tokens, if they are known; it is overwritten."""
+    """The token of each row; and whether the row allows any token, None if all rows do. ``best``:
+    the most likely tokens, if known; it is overwritten."""
     random = rows.parameters.random
     bending = _changed_rows(rows, own, best)
     if len(random) == len(own) and bending in ([], random):
-        # No row takes its best token, and none has to be selected.
+        # If no row takes its best token, the rows need not be selected.
         bent = _bend(own.clone(), bending, rows) if bending else own
         chosen = _draw(bent, rows)
         return chosen, _allowed(bent, chosen, rows) if bending else None
@@ -301,15 +306,15 @@ def _choose(
 
 
 def _allowed(bent: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-    """Whether the token that was chosen from each of these rows is allowed. None if all of them
-    are: neither masks nor biases forbid any."""
+    """Whether the chosen token of each row is allowed. None if neither masks nor biases forbid
+    tokens."""
     if not rows.masks and not rows.biases and not rows.parameters.any_bias:
         return None
     return bent.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
 
 
 def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The tokens of the rows that are not greedy, from their logits."""
+    """Draws the tokens of the rows that are not greedy from their logits."""
     p = rows.parameters
     return draw_tokens(logits, p.draws, rows.positions[p.random_rows])
 
@@ -320,8 +325,8 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _changed_rows(rows: Rows, own: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
-    On a CPU, a greedy row with a mask and nothing else is not among them where the mask allows the
-    best token: no other token would be chosen. Elsewhere that is not known on the host.
+    On a CPU, this leaves out a greedy row that has only a mask, if the mask allows the best token:
+    the mask would not change the choice. On other devices the host does not know the best token.
     """
     found = set(rows.parameters.bent).union(rows.biases)
     tokens: list[int] | None = None
@@ -340,7 +345,7 @@ def _allows(mask: np.ndarray | None, token: int) -> bool:
 
 
 def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
-    """How many of ``vocab`` tokens a mask and a bias allow."""
+    """Number of the ``vocab`` tokens that a mask and a bias allow."""
     allowed = np.ones(vocab, dtype=np.bool_)
     if mask is not None:
         allowed = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
@@ -350,7 +355,7 @@ def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
 
 
 def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
-    """Biases, penalties and masks put into the logits of these rows, which are changed."""
+    """Applies biases, penalties and masks to the logits of these rows, in place."""
     samplings = [rows.parameters.samplings[i] for i in which]
     _add_bias(bent, samplings)
     if rows.biases:
@@ -370,8 +375,8 @@ def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
 
 
 def _forbidden(words: np.ndarray, bent: torch.Tensor) -> torch.Tensor:
-    """Whether masks ``[rows, words]`` forbid each token, ``[rows, vocab]``. A device gets the bits,
-    an eighth of as many booleans."""
+    """Whether masks ``[rows, words]`` forbid each token, ``[rows, vocab]``. The device receives the
+    bits, which are an eighth of the bytes of booleans."""
     vocab = bent.shape[1]
     if not costs_launches(bent):
         bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")
@@ -395,10 +400,10 @@ def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
 
 
 def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Adds the biases of controllers, each to the row at its place."""
+    """Adds controllers' biases to rows. ``biased``: pairs of row and bias."""
     dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
     if dense and not costs_launches(bent) and bent.dtype == torch.float32:
-        # NumPy reads them where they are.
+        # NumPy reads the biases in place.
         rows = bent.numpy()
         for place, values in dense:
             rows[place] += values
@@ -417,7 +422,8 @@ def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
 
 
 def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Arrays of float32 as the rows of one tensor; for CUDA each is copied once on the host."""
+    """Stacks float32 arrays as the rows of one tensor. For CUDA, each is copied once on the
+    host."""
     rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
     np.stack(arrays, out=rows.numpy())
     return rows.to(device, non_blocking=True)
@@ -457,14 +463,14 @@ def _penalise_at_once(
     seen: Sequence[tuple[int, int, float]],
     less: Sequence[tuple[int, int, float]],
 ) -> None:
-    """The same with few launches: one copy from the host, and one update of each token."""
+    """``_penalise`` with few launches: one copy from the host, and one update of each token."""
     vocab = bent.shape[1]
     entries = {(i, t): (factor, 1 / factor, 0.0) for i, t, factor in seen}
     for i, t, amount in less:
         entries[i, t] = (*entries.get((i, t), (1.0, 1.0, 0.0))[:2], -amount)
     places = np.array([i * vocab + t for i, t in entries], dtype=np.int64)
     amounts = np.array(list(entries.values()), dtype=np.float32).T.ravel()
-    # One buffer: the places as int64, and two numbers in each word after them.
+    # One buffer: the places as int64, then two float32 values in each word.
     padded = np.pad(amounts, (0, len(amounts) % 2)).view(np.int64)
     columns = on_device(np.concatenate([places, padded]), bent.device)
     numbers = columns[len(places) :].view(torch.float32)[: len(amounts)]
@@ -486,7 +492,7 @@ def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _most_likely(rows: Rows) -> int:
-    """How many of the most likely tokens of each row are to be known."""
+    """The number of most likely tokens to find for each row."""
     wanted = rows.parameters.top_logprobs
     most = max(wanted.values()) if wanted else 0
     if rows.inspected and any(i in rows.masks or i in rows.biases for i in rows.inspected):
@@ -495,8 +501,8 @@ def _most_likely(rows: Rows) -> int:
 
 
 def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The ``most`` likely tokens of each row and their log-probabilities, on their way to the host;
-    ``every`` has the log-probabilities of all tokens."""
+    """The ``most`` likely tokens of each row and their log-probabilities, copied to the host.
+    ``every``: the log-probabilities of all tokens."""
     if not most:
         return None
     logprobs, ids = every.topk(min(most, every.shape[-1]), -1)
@@ -504,8 +510,8 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """For each row whose request wants them its most likely tokens, and what its mask and its bias
-    did to them."""
+    """Reports the most likely tokens of each row whose request needs them, and the effect of mask
+    and bias on them."""
     likely, values = ids.tolist(), logprobs.tolist()
     wanted = rows.parameters.top_logprobs
     for i, n in wanted.items():
