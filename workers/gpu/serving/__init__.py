@@ -1,1 +1,1 @@
-"""From the messages of the bus to an engine's requests, and from its outputs to messages."""
+"""Turns bus messages into an engine's requests, and an engine's outputs into bus messages."""

@@ -1,4 +1,5 @@
-"""From a request's message to its engine, through the loading of its model where that is needed."""
+"""Passes requests from the bus to their engines, and loads models and tokenizes texts before
+that."""
 
 from __future__ import annotations
 
@@ -46,31 +47,34 @@ Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest
 
 @dataclass(slots=True)
 class Waiting:
-    """A request whose model is being loaded, or whose texts are being tokenized."""
+    """A request that waits for its model to be loaded or for its texts to be tokenized."""
 
     stream: Stream
     message: Request
     attachments: list[bytes] = field(default_factory=list)
     sent: list[Token] | None = None
-    """The entries that the client of a moved request was sent before."""
+    """For a request that was moved to this worker: the entries that its client has received."""
     attempt: int = 0
-    """The attempt of a request that may have been here before, as in ``Start``. Decisions for the
-    earlier attempt may still arrive. 0: the request is sent to a worker for the first time."""
+    """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
+    for the earlier attempt may still arrive. 0: the request is sent to a worker for the first
+    time."""
     job: Job[Tokens] | None = None
-    """The tokenization of its texts; None while its model is being loaded."""
+    """The tokenization of its texts; None while the model is being loaded."""
 
     @property
     def resumption(self) -> Resumption | None:
-        """The sequences of a stream that has moved here, where its client was sent anything."""
+        """The sequences of a stream that was moved here; None if its client has received
+        nothing."""
         return _resumption(self.message, self.sent or ())
 
 
 class Arrivals:
-    """Takes requests in. ``post`` sends frames over a link; ``on_models`` is called when the loaded
-    models have changed, and ``wake``, on another thread, when ``take_tokenized`` has work.
+    """Receives requests. ``post`` sends frames over a link. ``on_models`` is called when the set of
+    loaded models has changed. ``wake`` is called on another thread when ``take_tokenized`` has
+    work.
 
-    A request goes to its engine, waits for its model or for its tokens, or is refused; whatever
-    fails, its client receives an ERROR and nothing of it is left.
+    A request is passed to its engine, waits for its model or its tokens, or is refused. If anything
+    fails, its client receives an ERROR and all state of the request is removed.
     """
 
     def __init__(
@@ -91,32 +95,32 @@ class Arrivals:
         self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
-        """The starts of controllers that are started again."""
+        """The numbers of attempts, for controllers that are restarted."""
         self._logged = ("", 0)
-        """The stage of loading, and the tenth of it, that was logged last."""
+        """The last logged stage of loading, and the last logged tenth of it."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no engine has yet."""
+        """Number of requests that have not been passed to an engine."""
         return len(self._waiting)
 
     @property
     def num_loading(self) -> int:
-        """Requests whose models are being loaded."""
+        """Number of requests whose models are being loaded."""
         return sum(waiting.job is None for waiting in list(self._waiting.values()))
 
     def stream(self, request: int) -> Stream | None:
-        """The stream of a request that no engine has yet."""
+        """The stream of a request that waits here; None if it does not."""
         waiting = self._waiting.get(request)
         return waiting.stream if waiting is not None else None
 
     def streams(self) -> list[Stream]:
-        """The streams of the requests that no engine has yet; safe on another thread."""
+        """The streams of the waiting requests; safe on another thread."""
         return [waiting.stream for waiting in list(self._waiting.values())]
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Takes one request in. It replaces an earlier attempt of the same request, of which
-        nothing is sent any more."""
+        """Receives a request. Drops an earlier attempt of the same request, which sends nothing
+        more."""
         earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
@@ -128,7 +132,7 @@ class Arrivals:
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
             waiting = Waiting(stream, request, message.attachments)
             moved = message.header.flags & Flag.MOVED
-            # A request that has moved may have been here, and was dropped since.
+            # This worker may have run a moved request before, and dropped it.
             waiting.attempt = next(self._attempts) if earlier or moved else 0
             if moved:
                 _take_transcript(waiting)
@@ -138,7 +142,7 @@ class Arrivals:
             self._streams.fail(stream, error, "starting this request")
 
     def take_tokenized(self) -> None:
-        """Gives the requests whose texts were tokenized to their engines."""
+        """Passes the requests whose texts have been tokenized to their engines."""
         done = self._tokenization.done
         while not done.empty():
             job = done.get()
@@ -157,7 +161,7 @@ class Arrivals:
                 self._streams.fail(waiting.stream, error, "starting this request")
 
     def cancel(self, request: int, cancel: Cancel) -> bool:
-        """Ends a request that no engine has yet; whether it is such a request."""
+        """Ends a waiting request. Returns whether the request was waiting here."""
         waiting = self._pop(request)
         if waiting is None:
             return False
@@ -179,13 +183,13 @@ class Arrivals:
         return True
 
     def drop(self, request: int) -> None:
-        """Ends a request that no engine has yet; nothing is sent."""
+        """Drops a waiting request without sending anything."""
         if self._pop(request) is not None:
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
-        """Ends an earlier attempt of a request that has arrived; nothing is sent. Returns whether
-        there was one."""
+        """Drops an earlier attempt of a request without sending anything. Returns whether there was
+        one."""
         self.drop(number)
         if self._streams.get(number) is None and self._streams.kept(number) is None:
             return False
@@ -194,14 +198,14 @@ class Arrivals:
         return True
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
-        """Ends a request that no engine has yet with an ERROR; whether it is such a request."""
+        """Ends a waiting request with an ERROR. Returns whether the request was waiting here."""
         waiting = self._pop(request)
         if waiting is not None:
             self._streams.fail(waiting.stream, error, doing)
         return waiting is not None
 
     def _pop(self, request: int) -> Waiting | None:
-        """Takes out a request that no engine has yet, with what waits of it."""
+        """Removes a waiting request and drops its tokenization."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None and waiting.job is not None:
             self._tokenization.drop(waiting.job)
@@ -227,8 +231,8 @@ class Arrivals:
         self._notice(stream, f"loading {stream.model}", 0.0)
 
     def _begin(self, waiting: Waiting, engine: Engine) -> None:
-        """Answers a request, or gives it to its engine, after its texts were tokenized; raises
-        TokenbusError where it is wrong."""
+        """Answers a request, or passes it to its engine after its texts have been tokenized. Raises
+        TokenbusError if the request is not valid."""
         stream, message = waiting.stream, waiting.message
         if isinstance(message, ModelInfoRequest):
             answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine))
@@ -248,7 +252,7 @@ class Arrivals:
         self._tokenization.submit(waiting.job)
 
     def _run(self, waiting: Waiting, engine: Engine, tokens: Tokens) -> None:
-        """Gives a request to its engine; raises TokenbusError where it is wrong."""
+        """Passes a request to its engine. Raises TokenbusError if the request is not valid."""
         stream, message, prompt = waiting.stream, waiting.message, tokens.prompt
         assert isinstance(message, Generate | Score)
         if isinstance(message, Generate) and message.heal_prompt:
@@ -285,10 +289,10 @@ class Arrivals:
         resumption: Resumption | None,
         attempt: int = 0,
     ) -> None:
-        """Begins a generation, or goes on with one that began before. ``attempt``: of a controller
-        that is started again, as in ``Start``."""
+        """Begins a generation or resumes one. ``attempt``: ``Start.attempt`` of a restarted
+        controller."""
         steered = message.controller is not None
-        # Its controller decides what an end-of-sequence token is, and is forked with it.
+        # The controller handles end-of-sequence tokens, and makes the forks itself.
         sampling = msgspec.structs.replace(message, ignore_eos=True, n=1) if steered else message
         stream.live, continued = sampling.n, None
         if resumption is not None:
@@ -316,8 +320,8 @@ class Arrivals:
             self._steering.start(stream.request, engine, start, given, stream.link)
 
     def start_again(self, stream: Stream, left: str, why: str) -> None:
-        """Starts the controller of a live stream again, if it has one, which was lost. Tokens that
-        were computed and not sent are dropped, and come again."""
+        """Restarts the controller of a live stream after it was lost; does nothing without a
+        controller. Tokens that were computed but not sent are dropped and computed again."""
         message = stream.message
         if message is None or message.controller is None:
             return
@@ -332,8 +336,8 @@ class Arrivals:
     # --- models ---------------------------------------------------------------------------------
 
     def on_load_event(self, event: LoadEvent) -> str | None:
-        """Takes in how far the loading of a model has come; why the worker cannot serve at all,
-        where its default model could not be loaded."""
+        """Handles an event of loading a model. Returns the reason if the worker cannot serve at
+        all, because its default model could not be loaded."""
         loading = [w for w in self._waiting.values() if w.job is None]
         waiting = [w for w in loading if w.stream.model == event.model]
         match event:
@@ -364,8 +368,8 @@ class Arrivals:
         return None
 
     def evict(self) -> None:
-        """Unloads models that are beyond the most that may be loaded, where they are idle."""
-        # A stream uses its model until its end is sent, which an engine may still have to return.
+        """Unloads idle models above the limit of loaded models."""
+        # A stream uses its model until its last output, which the engine may not have returned yet.
         used = {stream.model for stream in (*self._streams, *self.streams())}
         evicted = self._models.evict(used)
         for name in evicted:
@@ -390,7 +394,8 @@ class Arrivals:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """The request with the controller that heals its prompt: the named one, or any text."""
+    """The request with a controller that heals its prompt: the given one, or one that allows any
+    text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)
@@ -430,7 +435,7 @@ def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
 
 
 def _take_transcript(waiting: Waiting) -> None:
-    """Takes in what the client of a request that has moved here was sent before."""
+    """Decodes the entries that the client of a moved request has received."""
     if not waiting.attachments:
         raise RequestError(
             Code.BAD_MESSAGE,
@@ -446,5 +451,5 @@ def _take_transcript(waiting: Waiting) -> None:
 
 
 def _stream_id(body: bytes) -> int:
-    """The stream of a request; the broker has checked it."""
+    """The stream id in a request's body, which the broker has validated."""
     return int(decode_as(ModelInfoRequest, body).stream_id)

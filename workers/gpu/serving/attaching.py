@@ -1,6 +1,6 @@
-"""The ATTACHes that a worker has not answered: an answer has all entries of a stream, which may be
-100,000, and a client may send many ATTACHes. So the answers of one pass of the worker's loop have a
-bound, and sessions take turns."""
+"""The queue of unanswered ATTACH messages. An answer can contain all entries of a stream, up to
+100,000, and a client may send many ATTACHes. So each pass of the worker's loop sends a bounded
+number of entries, and sessions take turns."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from typing import NamedTuple
 from .streams import Stream
 
 MAX_ENTRIES = 2048
-"""Entries for which a pass of the loop allows. A larger answer uses up those of later passes."""
+"""Entries that one pass of the loop may send. A larger answer also uses the budget of later
+passes."""
 
 
 class Attaching(NamedTuple):
-    """An ATTACH that is not answered."""
+    """An unanswered ATTACH."""
 
     stream: Stream
     link: int
-    """From which broker it came."""
+    """The link to the broker that forwarded it."""
     received: int
-    """Number of entries that the client has."""
+    """Number of entries that the client has received."""
 
 
 class AttachQueue:
-    """The ATTACHes that wait for their answer. A pass of the loop begins with ``renew``."""
+    """The unanswered ATTACHes. Each pass of the loop begins with ``renew``."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, deque[Attaching]] = OrderedDict()
-        """By session, the next one first."""
+        """By session, the next session first."""
         self._left = MAX_ENTRIES
-        """Entries that may still be sent in this pass; fewer than 0 after a large answer."""
+        """Entries that this pass may still send; negative after a large answer."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, attaching: Attaching) -> None:
-        """Adds an ATTACH that has arrived."""
+        """Adds an ATTACH."""
         self._waiting.setdefault(attaching.stream.session, deque()).append(attaching)
 
     def renew(self) -> None:
-        """A pass of the loop begins."""
+        """Renews the budget at the beginning of a pass of the loop."""
         self._left = min(MAX_ENTRIES, self._left + MAX_ENTRIES)
 
     def spend(self, entries: int) -> None:
-        """An answer was made of a stream with this number of entries."""
+        """Charges the budget for the answer to a stream with this number of entries."""
         self._left -= max(1, entries)
 
     def next(self) -> Attaching | None:
-        """The next ATTACH to answer; None if no other one is to be answered in this pass."""
+        """The next ATTACH to answer; None if none waits or the budget of this pass is used up."""
         if self._left <= 0 or not self._waiting:
             return None
         session, waiting = self._waiting.popitem(last=False)

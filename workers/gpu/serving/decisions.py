@@ -1,4 +1,4 @@
-"""The decisions of a RESULT: its entries decoded one by one, and the masks that they refer to."""
+"""Decodes the decisions of a RESULT one by one, with the masks and biases that they refer to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Invalid(NamedTuple):
-    """An entry that is not a StepResult, where it can be seen which sequence it is for."""
+    """A malformed entry whose request and sequence could be decoded."""
 
     request: int
     seq: int
@@ -31,18 +31,18 @@ class Invalid(NamedTuple):
 
 
 class Decisions(NamedTuple):
-    """The entries of a RESULT."""
+    """The decoded entries of a RESULT."""
 
     valid: list[StepResult]
     invalid: list[Invalid]
     host: str
-    """The machine of the controller worker."""
+    """The machine id of the controller worker."""
     attempts: dict[int, int]
-    """As in ``Result``."""
+    """See ``Result.attempts``."""
 
 
 class Under(NamedTuple):
-    """Under what a sequence is to be sampled."""
+    """The mask, bias and options of a sequence's next token."""
 
     mask: np.ndarray | None = None
     """u32 ``[words]``; None allows every token."""
@@ -57,7 +57,7 @@ class _RawResult(msgspec.Struct):
 
 
 class _Name(msgspec.Struct, array_like=True):
-    """The beginning of a StepResult."""
+    """The first fields of a StepResult, which identify its sequence."""
 
     request: int
     seq: int
@@ -67,9 +67,9 @@ _decode_name = msgspec.msgpack.Decoder(_Name).decode
 
 
 def decode_decisions(body: bytes) -> Decisions:
-    """The entries of a RESULT's body. One that is malformed leaves the others as they are.
+    """Decodes the entries of a RESULT's body. A malformed entry does not affect the others.
 
-    Raises RequestError if the body is not a list of entries at all.
+    Raises RequestError if the body is not a list of entries.
     """
     try:
         result = _decode_result(body)
@@ -95,9 +95,9 @@ def _one_by_one(body: bytes) -> Decisions:
 
 
 def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) -> np.ndarray | None:
-    """The mask of a decision, u32 ``[words]``; None where it allows every token.
+    """The mask of a decision, u32 ``[words]``; None if it allows every token.
 
-    Raises ControllerError where it refers to a mask that does not exist.
+    Raises ControllerError if the decision refers to a mask that does not exist.
     """
     if one.row is not None:
         if file is None or not 0 <= one.row < len(file.rows):
@@ -118,8 +118,8 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
 def bias_of(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> Bias | None:
-    """The bias of a decision; None where it has none. Raises ControllerError where it refers to a
-    bias that does not exist, or to one that is not valid."""
+    """The bias of a decision; None if it has none. Raises ControllerError if the decision refers to
+    a bias that does not exist or is not valid."""
     if one.bias_row is not None:
         if file is None or not 0 <= one.bias_row < len(file.rows):
             rows = 0 if file is None else len(file.rows)
@@ -137,7 +137,7 @@ def bias_of(
 
 
 def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
-    """The other options of a decision; None where it has none. Raises ControllerError where its
+    """The other sampling options of a decision; None if it has none. Raises ControllerError if its
     query names a token outside the vocabulary."""
     if one.query is None and one.override is None:
         return None
@@ -153,7 +153,7 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
 def masks_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes]
 ) -> list[np.ndarray]:
-    """The masks of a decision along the sequence's draft, as many as are valid."""
+    """The valid masks of a decision along the sequence's draft."""
     if one.row is not None:
         rows = file.rows if file is not None else []
         return [rows[row] for row in one.along if 0 <= row < len(rows)]
@@ -162,7 +162,7 @@ def masks_along(
 
 
 def just_samples(one: StepResult) -> bool:
-    """Whether a decision is the usual one: nothing but a mask and a bias."""
+    """Whether a decision only samples, with at most a mask, a bias and options."""
     more = one.backtrack or one.ff_tokens or one.logs or one.storage or one.wakes
     return one.action == "sample" and not more
 

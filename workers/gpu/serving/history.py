@@ -1,5 +1,4 @@
-"""The entries that were sent to live streams: for clients that attach again, and for saved
-buffers."""
+"""The entries that live streams have sent, for clients that attach again and for saved buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from .recipients import Columns
 from .streams import SentRows, Stream
 
 SORTED_AFTER = 64
-"""Steps whose columns are kept as they were sent, before their rows are given to their streams."""
+"""Number of steps whose columns are stored before their rows are sorted by stream."""
 
 _ROW = np.dtype(
     [("message", "<u8"), ("token", "<u4"), ("pos", "<u4"), ("logprob", "<f8"), ("seq", "<u4")]
@@ -22,11 +21,12 @@ _ROW = np.dtype(
 
 
 class History:
-    """Stores the entries that are sent; ``find`` returns the stream of a request, None if it is not
-    stored.
+    """Stores the sent entries. ``find`` returns the stream of a request, or None if its entries are
+    not stored.
 
-    A row of columns takes 28 bytes and, apart from its text, no object of its own. Columns are
-    stored step by step, and every ``SORTED_AFTER`` steps they are sorted by request in one pass.
+    A row of columns takes 28 bytes and, apart from its text, no Python object of its own. Columns
+    are stored step by step. Every ``SORTED_AFTER`` steps, their rows are sorted by request in one
+    pass.
     """
 
     def __init__(self, find: Callable[[int], Stream | None]) -> None:
@@ -39,7 +39,8 @@ class History:
         entries: list[tuple[Stream, list[Token]]],
         columns: Columns | None = None,
     ) -> None:
-        """Keeps what one message has: in it a stream has entries or rows, never both."""
+        """Stores the contents of one message. A stream has either entries or rows in a message, not
+        both."""
         self._messages += 1
         for stream, new in entries:
             stream.entries.append((self._messages, new))
@@ -62,10 +63,11 @@ class History:
         return [entry for _, entry in found]
 
     def sort(self) -> None:
-        """Gives the rows of the last steps to their streams; those of others are dropped.
+        """Moves the rows of the last steps to their streams, and drops the rows of other requests.
 
-        After a stream was dropped, none of its rows then goes to a stream of the same request that
-        comes back to this worker."""
+        Call it after a stream is dropped, so that a new stream of the same request does not get its
+        rows.
+        """
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -85,7 +87,7 @@ class History:
         for end in ends:
             stream = self._find(int(requests[first]))
             if stream is not None:
-                # A copy: a part of these rows would keep all of them in memory.
+                # A view would keep the rows of all streams in memory.
                 of_stream = texts[first:end] if texts is not None else None
                 if of_stream is not None and not any(text is not None for text in of_stream):
                     of_stream = None
@@ -94,7 +96,7 @@ class History:
 
 
 def _texts(steps: Sequence[Columns], order: np.ndarray) -> list[str | None] | None:
-    """The texts of the rows of all steps, in this order; None where there are none."""
+    """The texts of the rows of all steps, in this order; None if no row has text."""
     if all(columns.texts is None for columns in steps):
         return None
     texts: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Streams that have ended a moment ago: their last tokens may still be lost with the broker."""
+"""Streams that ended a moment ago: a broker that fails may lose their last tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""For how long, in seconds: a broker that is down for 30 s is back by then."""
+"""Seconds for which an ended stream is stored. A broker that is down for 30 s is back by then."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
-"""For all of them together; a longer stream is not kept."""
+"""Bound on the stored tokens of all streams. A longer stream is not stored."""
 
 
 class _Kept(NamedTuple):
@@ -22,9 +22,9 @@ class _Kept(NamedTuple):
 
 
 class KeptStreams:
-    """The last streams that have ended, within bounds of time and memory, oldest first.
+    """The streams that ended last, within bounds of time and memory, the oldest first.
 
-    A broker that was restarted is sent what they sent, and passes it on to clients that attach.
+    After a broker has restarted, it receives their entries and sends them to clients that attach.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,18 +33,18 @@ class KeptStreams:
         self._tokens = 0
 
     def __iter__(self) -> Iterator[Stream]:
-        """The streams as they are now; safe on another thread."""
+        """A snapshot of the streams; safe on another thread."""
         return iter([kept.stream for kept in list(self._kept.values())])
 
     def get(self, request: int) -> Stream | None:
-        """The stream of a request, if it is one of them."""
+        """The stream of a request; None if it is not stored."""
         kept = self._kept.get(request)
         return kept.stream if kept is not None else None
 
     def add(self, stream: Stream) -> None:
-        """Adds a stream whose end was sent; those beyond the bounds go."""
+        """Adds a stream whose last entry has been sent. Drops streams beyond the bounds."""
         now = self._clock()
-        # Only its entries are needed, and the fields by which its client knows it.
+        # Only the entries are needed, and the fields that identify the stream to its client.
         stream.frames = [encode_body({"stream_id": stream.stream_id}, "msgpack")]
         if not stream.save:
             stream.prompt = []
@@ -58,7 +58,7 @@ class KeptStreams:
             self.drop(first.stream.request)
 
     def drop(self, request: int) -> None:
-        """Drops a stream, if it is there."""
+        """Drops the stream of a request, if it is stored."""
         kept = self._kept.pop(request, None)
         if kept is not None:
             self._tokens -= kept.stream.num_tokens

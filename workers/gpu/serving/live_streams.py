@@ -1,7 +1,7 @@
-"""The table of live streams, and all that leaves a GPU worker for their clients.
+"""The table of live streams, and everything that a GPU worker sends to their clients.
 
-A stream ends in one of two ways: with the TOKEN message that has the end of its last sequence, or
-with an ERROR. Nothing that fails on the way leaves a stream without either.
+A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
+ERROR. Every stream gets one of them, even if sending fails.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class LiveStreams:
-    """The streams whose requests an engine has, by request.
+    """The streams whose requests an engine runs, by request.
 
-    ``post`` sends frames over a link. ``release`` frees what the engine and the controllers keep of
-    a stream that is over; it may be called for one of which nothing is left. ``name``: the
-    worker's.
+    ``post`` sends frames over a link. ``release`` frees the state of an ended stream in the engine
+    and in steering; it may be called if nothing is left. ``name``: the name of the worker.
     """
 
     def __init__(
@@ -61,40 +60,40 @@ class LiveStreams:
         self._kept = KeptStreams()
         self._history = History(lambda request: self._streams.get(request) or self.kept(request))
         self._recipients: dict[str, Recipients] = {}
-        """The recipients of the batch of each model, while its streams stay as they are."""
+        """By model: the recipients of the current batch, while its streams do not change."""
         self.num_outputs = 0
-        """Outputs that were sent, all streams together."""
+        """Number of outputs that were sent for all streams."""
         self.inconsistent = False
-        """Whether a stream could not be released: its engine's tables can no longer be trusted."""
+        """Set if a stream could not be released: the tables of its engine are then inconsistent."""
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def __iter__(self) -> Iterator[Stream]:
-        """The streams as they are now; safe on another thread."""
+        """A snapshot of the streams; safe on another thread."""
         return iter(list(self._streams.values()))
 
     def add(self, stream: Stream) -> None:
-        """A request was given to its engine."""
+        """Adds the stream of a request that was passed to an engine."""
         self._streams[stream.request] = stream
         stream.metrics = self.metrics.of(stream.model)
 
     def get(self, request: int) -> Stream | None:
-        """The live stream of a request."""
+        """The live stream of a request; None if it has none."""
         return self._streams.get(request)
 
     def kept(self, request: int) -> Stream | None:
-        """The stream of a request that ended a moment ago."""
+        """The stream of a request that ended a moment ago; None if it is not stored."""
         return self._kept.get(request)
 
     def reported(self) -> Iterator[Stream]:
-        """The streams that a broker which was restarted is notified of; safe on another thread."""
+        """The streams that are reported to a restarted broker; safe on another thread."""
         return chain(self, self._kept)
 
     # --- tokens ---------------------------------------------------------------------------------
 
     def send(self, outputs: StepOutputs | list[TokenOutput]) -> None:
-        """Sends outputs; streams that end with them are over."""
+        """Sends outputs, and removes the streams that end with them."""
         if not isinstance(outputs, StepOutputs):
             outputs = StepOutputs(outputs)
         new: dict[int, tuple[Stream, list[Token]]] = {}
@@ -139,8 +138,9 @@ class LiveStreams:
     def _recipients_of(
         self, columns: TokenColumns, new: dict[int, tuple[Stream, list[Token]]]
     ) -> Recipients | None:
-        """Who gets these rows; None where none of their streams is live. A stream that begins with
-        this step gets an entry, which says what its prompt was: its rows go to ``new``."""
+        """The recipients of these rows; None if none of their streams is live. A stream whose first
+        token is in this step gets it as an entry in ``new``, together with the usage of its
+        prompt."""
         for known in self._recipients.values():
             if known.sequences == columns.sequences:
                 return known
@@ -164,24 +164,24 @@ class LiveStreams:
         if not any(rest):
             return None
         found = Recipients(columns.sequences, rest)
-        # In the next step the streams that begin have rows too.
+        # From the next step on, the streams that begin here get rows too.
         found.sequences = None
         self._recipients[first.model] = found
         return found
 
     def _announce(self, stream: Stream, move: Move) -> None:
-        """Notifies the client of a stream that has moved, before its first new entry."""
+        """Notifies the client of a moved stream before its first new entry."""
         stream.move = None
         notice = move.notice(stream, self._name)
         self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
 
     def send_end(self, stream: Stream, ends: list[Token]) -> None:
-        """Sends the last entries of a stream that no engine has."""
+        """Sends the last entries of a stream that has not been passed to an engine."""
         stream.live = 0
         self._deliver([(stream, ends)])
 
     def finish(self, stream: Stream) -> None:
-        """Reports the end of a stream that has moved, and whose last entry was sent before."""
+        """Reports the end of a moved stream whose last entry was sent by the previous worker."""
         if stream.save:
             self._post(saved_buffer_frames(stream, self._history.of(stream)), stream.link)
         self._post(token_frames({}, [stream.request]), stream.link)
@@ -196,14 +196,14 @@ class LiveStreams:
             if not new:
                 if columns is None or columns.texts is None:
                     raise
-                # A text cannot be encoded: each row is sent alone, as an entry.
+                # A text cannot be encoded: each row is sent on its own, as an entry.
                 for row in self._rows_as_entries(columns):
                     self._deliver([row])
                 return
             if len(new) == 1 and columns is None:
                 self.fail(new[0][0], error, "sending its tokens")
                 return
-            # A value of one stream cannot be encoded: the others are sent without it.
+            # A value of one stream cannot be encoded: the other streams are sent without it.
             if columns is not None:
                 self._deliver([], columns)
             for one in new:
@@ -229,8 +229,7 @@ class LiveStreams:
     def _messages(
         self, new: list[tuple[Stream, list[Token]]], columns: Columns | None
     ) -> list[tuple[Frames, int]]:
-        """The buffers of streams that end, then the tokens: a message for each broker that has any
-        of these streams."""
+        """The saved buffers of streams that end, then the tokens: one message for each broker."""
         messages = []
         by_link: dict[int, tuple[BySession, list[int]]] = {}
         for stream, entries in new:
@@ -251,25 +250,26 @@ class LiveStreams:
         return messages
 
     def sent(self, stream: Stream) -> list[Token]:
-        """All entries of a live stream that were sent, in their order."""
+        """All entries of a live stream that were sent, in order."""
         return self._history.of(stream)
 
     def take_form(self, stream: Stream, flags: int) -> None:
-        """A client attaches. ``flags``: those of its header, as another connection may take another
-        form."""
+        """Sets the form of a stream's tokens when a client attaches. ``flags``: the flags of its
+        header. The form can differ between connections."""
         self._dissolve()
         stream.take_form(flags)
 
     def attach(self, stream: Stream, received: int) -> int:
-        """Sends again what a client that attaches has not received; returns the number of entries
-        that the stream has."""
+        """Sends the entries that an attaching client has not received. Returns the number of
+        entries of the stream."""
         entries = self._history.of(stream)
         for frames in attached_frames(stream, entries[received:], received):
             self._post(frames, stream.link)
         return len(entries)
 
     def send_journal(self, stream: Stream) -> None:
-        """Sends all of a stream to the broker of its link, as it is to go on there."""
+        """Sends the request and all entries of a stream to the broker of its link, which takes it
+        over."""
         self._dissolve()
         entries = self._history.of(stream)
         self._post(journal_frames(stream, entries), stream.link)
@@ -277,7 +277,7 @@ class LiveStreams:
             self._post(saved_buffer_frames(stream, entries), stream.link)
 
     def _dissolve(self) -> None:
-        """The streams of the batches change: the recipients are worked out again."""
+        """Discards the recipients of all batches, because their streams change."""
         for recipients in self._recipients.values():
             recipients.settle()
         self._recipients.clear()
@@ -285,8 +285,8 @@ class LiveStreams:
     # --- ends -----------------------------------------------------------------------------------
 
     def fail(self, stream: Stream, error: Exception, doing: str) -> None:
-        """Ends a stream with an ERROR: ``error`` where that is written for clients, else one that
-        says that the worker failed while ``doing`` something."""
+        """Ends a stream with an ERROR. ``error`` is sent if it is meant for clients. Otherwise the
+        client receives an error that says that the worker failed while ``doing`` something."""
         if not isinstance(error, TokenbusError):
             number = stream.request
             log.error("request %d: %s failed", number, doing, exc_info=error, extra=about(number))
@@ -296,7 +296,7 @@ class LiveStreams:
         self._post(error_frames(stream, error), stream.link)
 
     def drop(self, request: int) -> None:
-        """Ends a stream for which no client waits; nothing is sent."""
+        """Ends a stream without sending anything, because no client waits for it."""
         self._kept.drop(request)
         stream = self._streams.get(request)
         if stream is not None:
@@ -304,7 +304,7 @@ class LiveStreams:
         self._history.sort()
 
     def _end(self, stream: Stream, reason: str, error: str | None) -> None:
-        """A stream is over: counts it, and frees what is kept of it."""
+        """Counts an ended stream and frees its state."""
         if any(stream in recipients.streams for recipients in self._recipients.values()):
             self._dissolve()
         self.metrics.ended(stream, reason)
@@ -321,14 +321,14 @@ class LiveStreams:
 
 
 def internal_error(error: Exception, doing: str) -> ServiceError:
-    """The error that clients receive where the worker itself failed."""
+    """The error that clients receive if the worker itself failed."""
     text = f"the GPU worker failed while {doing}: {type(error).__name__}: {error}"
-    # Names of files may hold what is not valid Unicode, and such text cannot be sent.
+    # File names may contain invalid Unicode, which cannot be sent.
     return ServiceError(Code.INTERNAL, text.encode(errors="backslashreplace").decode())
 
 
 def _entry(output: TokenOutput, stream: Stream) -> Token:
-    # A call with more than 15 names builds a dict for them, which takes longer than all the rest.
+    # A call with more than 15 keyword arguments builds a dict, which would take most of the time.
     entry = Token(
         token=output.token,
         stream_id=stream.stream_id,

@@ -1,8 +1,8 @@
-"""Masks and biases on one machine: a file in memory whose rows a controller worker writes and this
-one reads.
+"""Shared memory for masks and biases: a controller worker on the same machine writes rows of a
+memory file, and the GPU worker reads them.
 
-It has no name in any folder: the other process opens it under ``/proc`` as long as this one lives,
-so that nothing remains of a process that was killed.
+The file has no name in a folder. The other process opens it under ``/proc`` while this process is
+alive, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ ROWS = 1024
 class MaskFile:
     """Rows of ``words`` u32 each, written by one controller worker and read in place.
 
-    Behind the masks of all rows there is room for a bias of each. The system provides memory for
-    the biases that were written, and for no others."""
+    The masks of all rows are followed by a bias for each row. The system allocates memory only for
+    biases that have been written.
+    """
 
     def __init__(self, words: int) -> None:
-        """Raises OSError where the system has no such files."""
+        """Raises OSError if the system has no memory files."""
         self.row_bytes = 4 * words
         bias_size = bias_words(32 * words)
         self.bias_bytes = 4 * bias_size
@@ -42,15 +43,15 @@ class MaskFile:
             raise
         every = np.frombuffer(memory, dtype=np.uint32)
         self.rows = list(every[: ROWS * words].reshape(ROWS, words))
-        """u32 ``[words]`` each; bit i of a row is token i, little-endian. A row that is still
-        referenced keeps the memory mapped."""
+        """u32 ``[words]`` each; bit i of a row is token i, little-endian. A reference to a row
+        keeps the memory mapped."""
         self.biases = every[ROWS * words :].reshape(ROWS, bias_size)
-        """u32 ``[ROWS, bias_bytes / 4]``: see ``biases.py``."""
+        """u32 ``[ROWS, bias_bytes / 4]``; the format is in ``biases.py``."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
-        """The path at which the other process opens the file, and its inode. The inode identifies
-        it, because a restarted process, or one in another container, may have another file at the
-        same path."""
+        """The path at which the other process opens the file, and the file's inode. The inode
+        identifies the file: after a restart, or in another container, the path may lead to another
+        file."""
 
     def close(self) -> None:
         """Closes the descriptor. The memory is freed when no process maps it any more."""
@@ -58,19 +59,20 @@ class MaskFile:
 
 
 class MaskFiles:
-    """The files of the controller workers whose requests run here, one for each size of a mask.
+    """The memory files of controller workers with requests here, one for each mask size.
 
-    A file is open as long as one of the requests that use it is live. A controller worker that
-    registers again has another id, and its requests end, so that its file is closed.
+    A file is open while a request that uses it is live. A controller worker that registers again
+    has a new id, and its earlier requests end, so that the old file is closed.
     """
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], MaskFile | None] = {}
-        """By controller worker and words of a mask; None where the system gave no file."""
+        """By controller worker and mask size in words; None if the system could not make a file."""
         self._users: Counter[tuple[int, int]] = Counter()
 
     def open(self, worker: int, words: int) -> MaskFile | None:
-        """One more request uses the file of a controller worker; None where there is none."""
+        """Adds a user to the file of a controller worker, and opens it if needed; None if that
+        fails."""
         key = (worker, words)
         self._users[key] += 1
         if key not in self._files:
@@ -82,11 +84,11 @@ class MaskFiles:
         return self._files[key]
 
     def get(self, worker: int, words: int) -> MaskFile | None:
-        """The file of a controller worker; None where masks are sent in messages."""
+        """The file of a controller worker; None if its masks are sent in messages."""
         return self._files.get((worker, words))
 
     def close(self, worker: int, words: int) -> None:
-        """A request that used the file of a controller worker is over."""
+        """Removes a user of the file of a controller worker. The last one closes it."""
         key = (worker, words)
         self._users[key] -= 1
         if not self._users[key]:

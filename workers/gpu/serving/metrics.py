@@ -1,7 +1,7 @@
-"""The counters of a GPU worker: of its requests, by model, whatever client they come from.
+"""The counters of a GPU worker's requests by model.
 
-Nothing here is done for each token: intervals between tokens are counted once for all streams that
-a step served after the step before, and the rest once for each request.
+No work is done for each token. The interval between two steps is counted once for all streams that
+have a token in both, and everything else once for each request.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_MODELS = 64
-"""Models that are counted each on its own; others are counted together."""
+"""Models with counters of their own. All further models share one set of counters."""
 
 
 class ModelMetrics:
-    """The requests of one model. Times are of ``time.monotonic``, in seconds."""
+    """The counters of one model's requests. Times are from ``time.monotonic``, in seconds."""
 
     def __init__(self) -> None:
         self.first_token_s = Histogram.over(LATENCY_S)
@@ -52,12 +52,12 @@ class ModelMetrics:
         self._prompt_tokens = 0
         self._finished = Tally("request_success", "finished_reason")
         self.sent_at = -1.0
-        """When tokens of this model were sent last."""
+        """When tokens of this model were last sent."""
         self.regular = 0
-        """Streams that also got the tokens before, in the message that is being sent."""
+        """Streams of the current message that also had a token in the previous one."""
 
     def irregular(self, stream: Stream, now: float) -> None:
-        """A stream gets its first token, or one after a pause of its own."""
+        """Counts a stream's first token, or a token after a pause of the stream."""
         if stream.first_at:
             self.between_tokens_s.observe(now - stream.sent_at)
             return
@@ -72,15 +72,15 @@ class ModelMetrics:
                 self._prefill_s.observe(now - usage.admitted_at)
 
     def sent(self, now: float) -> None:
-        """A message with tokens was made: counts the interval since the one before, once for all
-        streams that have a token in both."""
+        """Counts a message with tokens: the interval since the previous one, once for all streams
+        that have a token in both."""
         if self.regular:
             self.between_tokens_s.observe(now - self.sent_at, self.regular)
             self.regular = 0
         self.sent_at = now
 
     def ended(self, stream: Stream, reason: str, now: float) -> None:
-        """A stream has ended."""
+        """Counts a stream that has ended."""
         self._finished.add(reason)
         self._request_s.observe(now - stream.arrived)
         self._generation_sizes.observe(stream.num_tokens)
@@ -88,7 +88,7 @@ class ModelMetrics:
             self._decode_s.observe(stream.sent_at - stream.first_at)
 
     def series(self, model: str) -> list[Series]:
-        """All of it; safe on another thread."""
+        """All series of the model; safe on another thread."""
         labels = {"model_name": model}
         values: dict[str, float | Histogram] = {
             "time_to_first_token_seconds": self.first_token_s,
@@ -113,7 +113,7 @@ class WorkerMetrics:
         self.errors = Tally("errors", "code")
 
     def of(self, model: str) -> ModelMetrics:
-        """Those of one model."""
+        """The counters of one model."""
         found = self._models.get(model)
         if found is None:
             name = model if len(self._models) < MAX_MODELS else OTHER
@@ -125,9 +125,9 @@ class WorkerMetrics:
         streams: Iterable[tuple[Stream, list[Token]]],
         recipients: Recipients | None = None,
     ) -> None:
-        """A message is about to be sent: these entries, and a token in each of these rows.
+        """Counts a message before it is sent: these entries, and one token in each of these rows.
 
-        While a batch stays as it is, its rows are not looked at one by one.
+        While a batch does not change, its rows are not visited one by one.
         """
         now = time.monotonic()
         with_tokens = [stream for stream, entries in streams if entries[-1].token is not None]
@@ -158,7 +158,7 @@ class WorkerMetrics:
             model.sent(now)
 
     def ended(self, stream: Stream, reason: str) -> None:
-        """A stream of an engine has ended."""
+        """Counts the end of a stream that an engine ran."""
         if log.isEnabledFor(logging.DEBUG):
             what = "request %d has ended after %d tokens: %s"
             log.debug(what, stream.request, stream.num_tokens, reason, extra=about(stream.request))
@@ -166,7 +166,7 @@ class WorkerMetrics:
             stream.metrics.ended(stream, reason, time.monotonic())
 
     def series(self, engines: Mapping[str, Engine]) -> list[Series]:
-        """All of it, with the gauges of the loaded models; safe on another thread."""
+        """All series, including the gauges of the loaded models; safe on another thread."""
         found = self.errors.series()
         for name, metrics in list(self._models.items()):
             found += metrics.series(name)

@@ -1,4 +1,4 @@
-"""A request's texts and token ids: buffers, prompt and what is scored."""
+"""The texts and token ids of a request: buffers, prompt and scored text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 class RequestTexts(NamedTuple):
-    """The texts and token ids of a request. ``prompt``: its parts, in order."""
+    """The texts and token ids of a request. ``prompt``: the parts of the prompt, in order."""
 
     prompt: list[Part]
     scored: Part
@@ -31,8 +31,8 @@ class RequestTexts(NamedTuple):
     bound: TextBound
 
     def check(self) -> int:
-        """The bytes of all texts. Raises RequestError where the model has no tokenizer for them,
-        or where they are too long for it."""
+        """Returns the size of all texts in bytes. Raises RequestError if the model has no
+        tokenizer, or if the texts are too long for the model."""
         texts = [part for part in self.prompt if isinstance(part, str)]
         prompt_bytes = self.bound.check(texts)
         if isinstance(self.scored, str):
@@ -49,15 +49,16 @@ class RequestTexts(NamedTuple):
         return prompt_bytes + scored_bytes
 
     def tokens(self, wanted: Callable[[], bool] = lambda: True) -> Tokens:
-        """Tokenizes the texts; callable on another thread. It ends early, with fewer tokens, once
-        ``wanted`` is false. Text gets the tokenizer's own beginning (a BOS) only at the start.
+        """Tokenizes the texts; may be called on another thread. Returns early, with fewer tokens,
+        when ``wanted`` returns False. The tokenizer's special beginning (BOS) is added only at the
+        start.
 
-        Raises RequestError where the texts have too many tokens, or cannot be encoded.
+        Raises RequestError if the texts have too many tokens or cannot be encoded.
         """
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine refuses it by this number; further parts cannot shorten it.
+                # The engine refuses this number of tokens, and further parts cannot reduce it.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)
@@ -75,18 +76,18 @@ class RequestTexts(NamedTuple):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return len(tokenize(segment, self.tokenizer, start=False))
-        # A batch does not keep the interpreter's lock.
+        # A call for a batch releases the interpreter's lock.
         return len(backend.encode_batch_fast([segment], add_special_tokens=False)[0])
 
 
 def request_texts(
     message: Generate | Score, attachments: Sequence[bytes], loaded: LoadedModel, max_tokens: int
 ) -> RequestTexts:
-    """The texts and token ids of a request, for a model that takes ``max_tokens`` tokens.
+    """The texts and token ids of a request, for a model with at most ``max_tokens`` tokens.
 
-    The last attachments are its buffers, as many as it names; the first one is the prompt itself
-    where the body has none. Raises RequestError where token ids alone are too many, before they
-    are read.
+    The last attachments are the buffers that the request names. The first attachment is the prompt
+    if the body has none. Raises RequestError, before anything is decoded, if the token ids alone
+    are too many.
     """
     own = len(attachments) - len(message.buffers)
     if own < 0:
@@ -106,7 +107,7 @@ def request_texts(
         )
     bound = TextBound(loaded.name, max_tokens, loaded.token_size or TokenSize(1))
     if loaded.tokenizer is not None:
-        # Before they are decoded.
+        # This check comes before the ids are decoded.
         bound.check_bytes(sum(len(k) - 1 for k in kept if k[:1] == b"s"))
     parts: list[Part] = [buffer_part(one) for one in kept]
     if message.prompt is not None:
@@ -118,9 +119,10 @@ def request_texts(
 
 
 def tokenize(text: str, tokenizer: Any, *, start: bool) -> list[int]:
-    """The ids of a text; ``start``: it begins a sequence, so special beginnings are added.
+    """The token ids of a text. ``start``: the text begins the sequence, so special beginnings are
+    added.
 
-    Raises RequestError where the tokenizer cannot encode the text.
+    Raises RequestError if the tokenizer cannot encode the text.
     """
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=start)

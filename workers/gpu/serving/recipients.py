@@ -1,4 +1,5 @@
-"""Which clients the rows of a batch go to: worked out once for each batch, not for each step."""
+"""The clients that receive the rows of a batch, computed once per batch instead of once per
+step."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from .streams import BySession, Form, Frames, Stream, entry_bodies
 
 @dataclass(slots=True)
 class _Part:
-    """The rows of one session, which follow each other: ``first`` to ``end``.
+    """The consecutive rows of one session: ``first`` to ``end``.
 
-    Those from ``entries`` on have text, which this client takes in entries only.
+    Rows from ``entries`` on have text, which the client accepts only in entries.
     """
 
     link: int
@@ -33,12 +34,12 @@ class _Part:
     streams: bytes
     seqs: bytes
     texts: bool
-    """Whether any of those that stay rows has text."""
+    """Whether any row before ``entries`` has text."""
 
 
 @dataclass(slots=True)
 class Columns:
-    """A step's rows that have recipients, ordered by session, as they go out and are kept."""
+    """The rows of a step that have recipients, ordered by session, as they are sent and stored."""
 
     recipients: Recipients
     tokens: np.ndarray
@@ -48,15 +49,15 @@ class Columns:
     positions: np.ndarray
     """u32."""
     texts: list[str | None] | None
-    """None where no row has any."""
+    """None if no row has text."""
 
 
 class Recipients:
-    """The streams of a batch's rows. Row i of a step is of ``sequences[i]``; those whose stream is
-    None have no recipient.
+    """The streams of a batch's rows. Row i of a step belongs to ``sequences[i]``. A row without a
+    stream has no recipient.
 
-    Everything that is counted for each token of a stream is counted here for all of them, and
-    passed on to the streams by ``settle``, which whoever reads these numbers calls first.
+    Counters of each stream's tokens are kept here for all streams together. ``settle`` adds them to
+    the streams; call it before reading a stream's counters.
     """
 
     def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:
@@ -66,7 +67,8 @@ class Recipients:
         counts: dict[Stream, int] = {}
         for row, stream in enumerate(streams):
             if stream is not None:
-                # Not ``stream.form``: this is done for each row of each batch that has changed.
+                # ``stream.form`` would be slower, and this runs for each row of each batch that has
+                # changed.
                 form: Form = "columns" if stream.columns else stream.encoding
                 key = stream.link, stream.session, form
                 rows = by_session.get(key)
@@ -76,7 +78,7 @@ class Recipients:
                     rows.append((row, stream))
                 counts[stream] = counts.get(stream, 0) + 1
         self.streams = counts
-        """Each stream, and how many rows it has."""
+        """Each stream with its number of rows."""
         in_entries = [_in_entries(rows, sequences) for rows in by_session.values()]
         ordered = [row for rows in by_session.values() for row in rows]
         order = [row for row, _ in ordered]
@@ -109,10 +111,10 @@ class Recipients:
         }
         self._steps = 0
         self.sent_at = math.nan
-        """When these streams got tokens last, by ``time.monotonic``, in seconds."""
+        """When these streams last received tokens, by ``time.monotonic``, in seconds."""
 
     def columns(self, rows: TokenColumns) -> Columns:
-        """The rows of a step that have recipients; copies, as they are kept."""
+        """The rows of a step that have recipients. They are copies, because they are stored."""
         tokens, logprobs, positions, texts = rows.tokens, rows.logprobs, rows.positions, rows.texts
         order = self._order
         if order is not None:
@@ -124,14 +126,14 @@ class Recipients:
 
     @property
     def links(self) -> Collection[int]:
-        """The links to the brokers that these streams are of."""
+        """The links to the brokers of these streams."""
         return self._parts.keys()
 
     def frames(
         self, columns: Columns, entries: BySession, finished: list[int], link: int = 0
     ) -> Frames:
-        """The ``TOKEN`` of a step for one of the links: its rows, and the other entries of each
-        session, which are taken out of ``entries``."""
+        """The ``TOKEN`` of a step for one link: its rows, and the other entries of each session,
+        which are removed from ``entries``."""
         tokens, logprobs = columns.tokens.tobytes(), columns.logprobs.tobytes()
         positions = columns.positions.tobytes()
         bodies = []
@@ -174,12 +176,12 @@ class Recipients:
         return [plain_entry(*row) for row in rows]
 
     def sent(self, now: float) -> None:
-        """Each row of these streams was sent once more."""
+        """Counts one more token for each row."""
         self._steps += 1
         self.sent_at = now
 
     def settle(self) -> None:
-        """Passes on to the streams what was counted for them."""
+        """Adds the counted tokens to the streams."""
         steps, self._steps = self._steps, 0
         if steps:
             for stream, rows in self.streams.items():
@@ -188,8 +190,8 @@ class Recipients:
 
 
 def _in_entries(rows: list[tuple[int, Stream]], sequences: list[Sequence]) -> int:
-    """How many rows of a session have text that its client takes in entries only: they go to the
-    end."""
+    """Moves the rows of a session whose text the client accepts only in entries to the end. Returns
+    their number."""
 
     def in_entries(row: tuple[int, Stream]) -> bool:
         place, stream = row

@@ -1,9 +1,10 @@
-"""Where a stream goes on that began elsewhere: from what its client was sent to its sequences.
+"""Resumes a moved stream: derives its sequences from the entries that its client has received.
 
-Pure: entries in, sequences out. A sequence without a controller goes on behind its last token. One
-with a controller restarts at its *resume point*: its last sampled token, or the last fork that the
-client knows of which it is a part, where that is later. Its controller is replayed up to there and
-decides anew; what it gives again that the client has already is suppressed.
+Pure: entries in, sequences out. A sequence without a controller resumes after its last token. A
+sequence with a controller resumes at its *resume point*: its last sampled token, or the last fork
+of the sequence that the client knows, whichever is later. The controller is replayed up to the
+resume point and then decides again. Entries that it repeats and the client already has are
+suppressed.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from ....protocol.worker_messages import Replay
 @dataclass(slots=True)
 class Given:
     """The entries of a sequence that its client already has and that its restarted controller
-    repeats: they are not sent again."""
+    repeats. They are not sent again."""
 
     entries: int = 0
-    """Entries behind the resume point: appended and dropped tokens."""
+    """Entries after the resume point: appended and dropped tokens."""
     log_chars: int = 0
     """Characters of its log since its last sampled token or its beginning."""
     writes: int = 0
-    """Writes to variables since then."""
+    """Number of writes to variables since its last sampled token or its beginning."""
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.log_chars or self.writes)
 
     def take(self, logs: str, storage: list[Any]) -> tuple[str, list[Any]]:
-        """The part that its client does not have yet of the next piece of its log and of the next
-        writes."""
+        """The parts of the next log text and of the next writes that the client does not have
+        yet."""
         chars, writes = min(len(logs), self.log_chars), min(len(storage), self.writes)
         self.log_chars -= chars
         self.writes -= writes
@@ -42,31 +43,31 @@ class Given:
 
 @dataclass(slots=True, eq=False)
 class Resumed:
-    """One sequence of a stream, as its client knows it."""
+    """One sequence of a stream, in the state that its client has received."""
 
     seq: int
     tokens: list[int] = field(default_factory=list)
-    """After the prompt, at the place where the sequence goes on."""
+    """The tokens after the prompt, up to the resume point."""
     given: Given = field(default_factory=Given)
     alive: bool = True
     replay: Replay = field(init=False)
-    """How its controller gets there."""
+    """The replay of its controller up to the resume point."""
     _behind: list[Token] = field(default_factory=list)
-    """The entries behind its resume point."""
+    """The entries after the resume point."""
 
     def __post_init__(self) -> None:
         self.replay = Replay(self.seq, [])
 
     @property
     def num_sent(self) -> int:
-        """Tokens after the prompt that the client has."""
+        """Number of tokens after the prompt that the client has received."""
         tokens = list(self.tokens)
         for entry in self._behind:
             _apply(tokens, entry)
         return len(tokens)
 
     def take(self, entry: Token) -> None:
-        """The client has been sent one more entry of it."""
+        """Adds an entry that the client has received."""
         sampled = entry.token is not None and entry.logprob is not None
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
@@ -84,13 +85,13 @@ class Resumed:
             self.alive, self.replay.ended, self.replay.last = False, True, sampled
 
     def reach(self) -> None:
-        """Its resume point is behind all of its entries so far."""
+        """Moves the resume point after all entries so far."""
         for entry in self._behind:
             _apply(self.tokens, entry)
         self._behind.clear()
 
     def settle(self) -> None:
-        """No more entries follow: counts those that are given again."""
+        """Counts the entries that will be repeated. No more entries follow."""
         self.given.entries = len(self._behind)
 
 
@@ -102,24 +103,24 @@ class Resumption:
 
     @property
     def live(self) -> list[Resumed]:
-        """Those that have not ended."""
+        """The sequences that have not ended."""
         return [one for one in self.sequences.values() if one.alive]
 
     @property
     def given(self) -> dict[int, Given]:
-        """By sequence: what its client has that is given again."""
+        """By sequence: the entries that its controller repeats."""
         return {one.seq: one.given for one in self.live if one.given}
 
     @property
     def replay(self) -> list[Replay]:
-        """How its controllers are started again."""
+        """The replays with which the controllers are restarted."""
         return [one.replay for one in self.sequences.values()]
 
 
 def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resumption:
-    """The sequences of a stream whose client was sent ``entries``.
+    """The sequences of a stream whose client has received ``entries``.
 
-    ``n``: its sequences from the outset, without a fork. ``steered``: it has a controller.
+    ``n``: number of sequences at the beginning, before any fork. ``steered``: it has a controller.
     """
     sequences = {seq: Resumed(seq) for seq in range(n)}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The span of a GPU worker for a request that is traced."""
+"""The OpenTelemetry span of a GPU worker for a traced request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .streams import Stream
 
 
 def record_span(stream: Stream, reason: str, error: str | None) -> None:
-    """A stream with a trace has ended; the names are OpenTelemetry's for generative AI."""
+    """Records the span of an ended stream with a trace. Names follow OpenTelemetry's conventions
+    for generative AI."""
     exporter = tracing.active()
     if exporter is None:
         return
@@ -33,5 +34,5 @@ def record_span(stream: Stream, reason: str, error: str | None) -> None:
         events.append(Happened("first token", stream.first_at, {}))
         attributes["gen_ai.latency.time_to_first_token"] = stream.first_at - stream.arrived
     name = f"{stream.operation} {stream.model}"
-    # Its wait at the broker is in the broker's span.
+    # The broker's span contains the wait at the broker.
     exporter.record(name, stream.trace, stream.request, stream.received, attributes, events, error)

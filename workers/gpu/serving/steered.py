@@ -15,44 +15,45 @@ from .resumption import Given
 
 @dataclass(slots=True, eq=False)
 class Steered:
-    """A request with a controller."""
+    """The state of a request with a controller."""
 
     engine: Engine
     eos: frozenset[int]
-    """The tokens that end its sequences, where their controller does not make more of them."""
+    """The tokens that end its sequences, unless the controller decides otherwise."""
     link: int = 0
-    """The link to the broker that its client is at, over which its controller worker is reached."""
+    """The link to the broker of its client, over which its controller worker is reached."""
     attempt: int = 0
-    """That of its START: what was sent before in answer to an earlier one may still arrive."""
+    """The attempt in its START. Messages that answer an earlier attempt may still arrive."""
     worker: int = 0
-    """The controller worker that runs its controller; 0 until that has answered."""
+    """The id of the controller worker that runs the controller; 0 until it has answered."""
     same_machine: bool = False
-    """Whether that is on this machine, so that the request uses its mask file."""
+    """Whether the controller worker is on this machine, so that the request uses its mask file."""
     file: MaskFile | None = None
-    """That file, where the system gave one."""
+    """The mask file; None if the system could not make one."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
-    """By sequence: ends that are sent once the controller's last round is over."""
+    """By sequence: last outputs that are sent after the controller's last round."""
     stopped: set[int] = field(default_factory=set)
-    """Sequences whose controller has stopped or failed, so that it is not notified of their end."""
+    """Sequences whose controller has stopped or failed. Their end is not reported to the
+    controller."""
     inspect: bool = False
     round_us: dict[int, int] = field(default_factory=dict)
-    """With ``inspect``, by sequence: the time of its rounds since its last sampled token."""
+    """With ``inspect``, by sequence: duration of the controller's rounds since the last sampled
+    token, in microseconds."""
     takes_drafts: bool = False
-    """Whether its controller gives masks along drafts."""
+    """Whether the controller gives masks along drafts."""
     constrained: bool = False
-    """Whether its controller is a built-in constraint."""
+    """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
-    """By sequence: how its text ends, under a built-in constraint, for its last output."""
+    """Under a built-in constraint, by sequence: how the text ends, for the last output."""
     notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
-    """By sequence: logs and writes that go with its next token."""
+    """By sequence: logs and writes that are sent with its next token."""
     wakes: dict[int, int] = field(default_factory=dict)
-    """By sequence: how often it was woken since its last sampled token."""
+    """By sequence: number of wakes since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
-    """By sequence of a request whose controller was restarted: the entries that its client already
-    has."""
+    """After the controller was restarted, by sequence: the entries that the client already has."""
 
     def note(self, one: StepResult) -> None:
-        """Keeps what a round logged and wrote, for the sequence's next token."""
+        """Stores the logs and writes of a round for the sequence's next token."""
         logs, storage = one.logs, one.storage
         given = self.given.get(one.seq)
         if given is not None:
@@ -64,8 +65,8 @@ class Steered:
             self.notes[one.seq] = (before[0] + logs, [*before[1], *storage])
 
     def repeats(self, output: TokenOutput) -> bool:
-        """Whether the client has an output already, as a controller that was started again has
-        appended or dropped once more. All that follows a sampled token or an end is new."""
+        """Whether an output repeats an appended or dropped token that the client has from before
+        the controller was restarted. Outputs from the next sampled token or end on are new."""
         given = self.given.get(output.seq)
         if given is None or output.parent is not None:
             return False
@@ -77,7 +78,7 @@ class Steered:
         return repeated
 
     def noted(self, output: TokenOutput) -> TokenOutput:
-        """An output with what was kept for it."""
+        """An output with the stored logs and writes of its sequence."""
         if self.inspect and output.inspected is not None:
             round_us = self.round_us.pop(output.seq, 0)
             output = output._replace(inspected=output.inspected._replace(round_us=round_us))

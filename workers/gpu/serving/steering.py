@@ -1,9 +1,9 @@
-"""The GPU worker's side of controllers: sends what was sampled, applies what was decided.
+"""The GPU worker's side of controllers: sends sampled tokens, and applies decisions.
 
-A sequence with a controller is sampled once its decision for this round has arrived. Decisions
-arrive while the forward runs. The batch waits a moment for those that are missing; then their
-sequences are deferred, and only they: the step goes on without them. A decision that never arrives
-ends its sequence with an error.
+A sequence with a controller is sampled when its decision for this round has arrived. Decisions
+arrive while the forward runs. After the forward, the batch waits a moment for missing decisions.
+Sequences without a decision are then deferred, and the step continues with the others. If a
+decision never arrives, its sequence ends with an error.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ log = logging.getLogger(__name__)
 EMPTY_MASK = "its controller allows no token that may come here; allow one at least, or stop"
 
 PATIENCE = 0.25
-"""How long a batch waits for missing decisions, as a part of the time its forward took."""
+"""How long a batch waits for missing decisions, as a fraction of the forward's duration."""
 PATIENCE_S = (0.0003, 0.005)
-"""At least and at most."""
+"""The least and the greatest wait, in seconds."""
 POLL_S = 0.0005
-"""How often it is looked whether the forward is over, in seconds, while a decision is missing."""
+"""While decisions are missing: interval of checking whether the forward has finished, in
+seconds."""
 REPLAYED_ROUND_S = 0.25
-"""How long a round may take that is run again, on average, in seconds."""
+"""Allowed average duration of a replayed round, in seconds."""
 CHECK_S = 1.0
-"""How often overdue decisions are looked for, in seconds."""
+"""Interval of checking for overdue decisions, in seconds."""
 
 Key = tuple[int, int]
-"""Request and sequence."""
+"""Request and sequence number."""
 
 
 def decision_timeout(settings: Settings) -> float:
-    """How long a decision may take, in seconds: longer than any call of a controller may."""
+    """The time limit of a decision, in seconds: longer than any call of a controller may take."""
     calls_ms = (
         settings.controller_init_ms
         + settings.controller_pre_ms
@@ -70,9 +71,9 @@ def decision_timeout(settings: Settings) -> float:
 class Steering:
     """Requests with controllers. ``post`` sends frames over a link.
 
-    ``timeout_s``: how long a decision may take before its sequence ends with an error, by
-    ``clock``, which counts seconds. ``again_s``: how much longer it may take after a controller was
-    restarted, which may have to wait for a controller worker.
+    ``timeout_s``: time limit of a decision by ``clock``, in seconds; a sequence whose decision is
+    overdue ends with an error. ``again_s``: additional time after a controller was restarted,
+    because it may have to wait for a controller worker.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class Steering:
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
-        """Sequences whose decision has not arrived, and when it is overdue. The time is ``inf``
-        after a decision to wait: for a suspended sequence, and for a fork that waits for its
-        logits."""
+        """Sequences whose decision has not arrived, with the time when it is overdue. The time is
+        ``inf`` for suspended sequences and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """Forks of sequences that have no logits yet, and all decisions that follow them."""
+        """By sequence without logits: its fork decision, and the decisions that must follow the
+        fork."""
         self._behind: dict[Key, Key] = {}
-        """Sequences whose decisions follow such a fork, and the sequence that it is of."""
+        """By sequence whose decisions must follow such a fork: the sequence that is forked."""
         self._files = MaskFiles()
 
     @property
@@ -115,12 +116,12 @@ class Steering:
         given: Mapping[int, Given] | None = None,
         link: int = 0,
     ) -> None:
-        """Starts the controller of a request that was just added to its engine, by the broker
-        behind ``link``.
+        """Starts the controller of a request that was added to its engine. ``link``: the link to
+        its broker.
 
-        With ``start.replay`` it is started again: a decision of each sequence that lives is awaited
-        for longer, and of what it gives again nothing that its client has (``given``) is sent.
-        Raises RequestError where the controller's argument cannot be sent on; then nothing is sent.
+        With ``start.replay``, the controller is restarted. Its first decisions may then take
+        longer, and entries that the client already has (``given``) are not sent again. Raises
+        RequestError, and sends nothing, if the controller's argument cannot be encoded.
         """
         try:
             body = encode_body(start, "msgpack")
@@ -141,9 +142,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """A request is about to be cancelled: notes how the texts of its sequences end, where their
-        constraints' decisions have arrived. A mask allows the end of the sequence exactly where the
-        text is complete."""
+        """Records how the texts of a request end, before the request is cancelled. It is known for
+        sequences whose constraint has sent its decision: the mask allows an end-of-sequence token
+        exactly if the text is complete."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -155,19 +156,20 @@ class Steering:
                 steered.text_ends[seq] = "complete" if whole else "cut"
 
     def kept_ends(self, request: int) -> list[TokenOutput]:
-        """The ends of a request that is cancelled, whose controllers are not waited for."""
+        """The last outputs of a cancelled request that were waiting for a controller's last
+        round."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
 
     def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The last outputs of a request that is cancelled, with logs and writes not yet sent."""
+        """The last outputs of a cancelled request, with logs and writes that have not been sent."""
         steered = self._requests.get(request)
         if steered is None:
             return outputs
         return [steered.noted(o) for o in outputs if not steered.repeats(o)]
 
     def forget(self, request: int) -> None:
-        """Frees what is kept of a request that is over."""
+        """Frees the state of an ended request."""
         steered = self._requests.pop(request, None)
         if steered is None:
             return
@@ -180,10 +182,11 @@ class Steering:
     # --- the step -------------------------------------------------------------------------------
 
     def decide(self, engine: Engine, step: PendingStep, receive: Callable[[float], None]) -> None:
-        """Between forward and sampling: takes in decisions while the forward runs, waits a moment
-        more for missing ones, and defers the sequences that still have none.
+        """Between forward and sampling: receives decisions while the forward runs and for a moment
+        after it, and defers the sequences without a decision.
 
-        ``receive`` takes the messages of the bus, waiting up to this many seconds for the first.
+        ``receive`` processes bus messages. Its argument is the longest wait for the first message,
+        in seconds.
         """
         receive(0.0)
         undecided = self._undecided(step)
@@ -205,12 +208,13 @@ class Steering:
             engine.defer(request, seq)
 
     def sampled(self, engine: Engine, outputs: StepOutputs) -> StepOutputs:
-        """After sampling: sends the controller workers their STEPs; the outputs for clients."""
+        """After sampling: sends STEPs to the controller workers. Returns the outputs for
+        clients."""
         updates: dict[int, list[StepSequence]] = {}
         others, columns = outputs.others, outputs.columns
         if columns is not None:
-            # Stored logs and writes of a sequence are sent with its token, which then does not fit
-            # into columns.
+            # Stored logs and writes are sent with the sequence's token, which then cannot be in
+            # columns.
             noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
             if noted:
                 columns, with_notes = columns.without(noted)
@@ -239,7 +243,8 @@ class Steering:
         return StepOutputs(for_clients, columns)
 
     def expire(self) -> list[TokenOutput]:
-        """Ends the sequences whose decisions are overdue; the ends that were kept for them."""
+        """Ends the sequences whose decisions are overdue. Returns the stored last outputs among
+        them."""
         now = self._clock()
         if now < self._next_check:
             return []
@@ -257,11 +262,11 @@ class Steering:
     def on_result(
         self, worker: int, body: bytes, attachments: list[bytes], link: int = 0
     ) -> list[TokenOutput]:
-        """Applies the decisions of a RESULT, which came over ``link``; the ends that were kept for
-        them.
+        """Applies the decisions of a RESULT that arrived over ``link``. Returns the stored last
+        outputs whose last round is complete.
 
-        An entry that is malformed, or cannot be applied, ends its own sequence with an error.
-        Raises RequestError where the body is no RESULT.
+        An entry that is malformed or cannot be applied ends only its own sequence, with an error.
+        Raises RequestError if the body is not a valid RESULT.
         """
         ends: list[TokenOutput] = []
         valid, invalid, host, attempts = decode_decisions(body)
@@ -285,9 +290,9 @@ class Steering:
         return ends
 
     def _samples_under_row(self, worker: int, one: StepResult) -> bool:
-        """Applies the usual decision, which a step has of most of its sequences: sample one that
-        waits for it, under a row of the mask file. Returns False where it is another one, or where
-        there is more to do."""
+        """Fast path for the most frequent decision: sample a waiting sequence under a row of the
+        mask file. Returns False, and changes nothing, if the decision or the request needs more
+        work."""
         row, steered = one.row, self._requests.get(one.request)
         if steered is None or steered.worker != worker or row is None or not just_samples(one):
             return False
@@ -306,8 +311,8 @@ class Steering:
     def _steered_by(
         self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
     ) -> Steered | None:
-        """The request of a decision that this worker sent; None where it is over or another's, goes
-        on behind another broker, or was started again since."""
+        """The request of a decision from this worker. None if the request has ended, belongs to
+        another worker, is now at another broker, or was restarted after the decision."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None
@@ -357,15 +362,14 @@ class Steering:
         return []
 
     def _undecided(self, step: PendingStep) -> list[Key]:
-        """Sequences that are ready and have no decision. Forks that waited for their logits are
-        made first."""
+        """The ready sequences without a decision. Forks that waited for logits are made first."""
         for key in step.ready if self._forks else ():
             self._make_forks(key)
         return [key for key in step.ready if key in self._awaited]
 
     def _make_forks(self, key: Key) -> None:
-        """Applies the decisions that waited for the logits of a sequence, which are there now or
-        never will be."""
+        """Applies the decisions that waited for the logits of a sequence. The sequence is now ready
+        or has ended."""
         waiting = self._forks.pop(key, [])
         for one, _ in waiting:
             for seq in (one.seq, *one.children):
@@ -392,7 +396,7 @@ class Steering:
         elif not self._changed(steered, one):
             del self._awaited[key]
         elif one.action == "fork" and not engine.ready(*key):
-            # Its forks would each compute what it still has to compute.
+            # Without logits, each fork would compute the remaining tokens separately.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
@@ -400,22 +404,24 @@ class Steering:
             self._apply(engine, one, under)
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
-        """A decision that no sequence waits for has no effect: its sequence has ended, or was never
-        made, or has had its decision."""
+        """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
+        already has its decision."""
         log.debug("the decision of %s for %s is void", action, key)
         self._awaited.pop(key, None)
         if action == "sample" and not steered.engine.alive(*key):
-            # For its controller the sequence is with the model: a round may have run as it ended.
+            # The controller decided while the sequence ended, and now waits for a token: this STEP
+            # reports the end.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
-        """Resumes a sequence, drops and appends; whether it goes on after the appended tokens."""
+        """Resumes, drops and appends as a decision requires. Returns whether the sequence is still
+        alive."""
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
         steered.note(one)
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
-        # All this happens once, where a fork waits after it.
+        # A fork that waits for logits applies its decision twice; these changes must be made once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
         return engine.alive(*key)
 
@@ -445,7 +451,7 @@ class Steering:
 
     @staticmethod
     def _check_children(engine: Engine, one: StepResult) -> None:
-        """Refuses the numbers of new sequences that are not new."""
+        """Raises ControllerError if the numbers of new sequences are not valid or already used."""
         children = one.children
         known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
         if known or len(set(children)) < len(children):
@@ -469,7 +475,7 @@ class Steering:
         return self._fail(steered, key, text, Code.INTERNAL)
 
     def _fail(self, steered: Steered, key: Key, error: str, code: Code | str) -> list[TokenOutput]:
-        """Ends a sequence with an error; its end, where that was kept for the controller."""
+        """Ends a sequence with an error. Returns its stored last output, if it has one."""
         engine = steered.engine
         end = steered.ends.pop(key[1], None)
         self._awaited.pop(key, None)
@@ -489,8 +495,7 @@ class Steering:
     # --- messages -------------------------------------------------------------------------------
 
     def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
-        """The meaning of rows for their controllers: a token was sampled, and a decision is
-        awaited."""
+        """Adds an update for each row: its token was sampled, and the next decision is awaited."""
         due = self._clock() + self._timeout_s
         for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
             request, seq = sequence.request, sequence.seq
@@ -503,13 +508,13 @@ class Steering:
                 updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
-        """The meaning of an output for its controller; None where it need not be notified.
+        """The update of an output for its controller; None if the controller need not be notified.
 
-        Where a sequence ends otherwise than by its controller, this still runs a last round: the
-        end is kept until that is over.
+        If a sequence ends, but not at its controller's decision, the controller runs a last round.
+        The last output is stored until that round is complete.
         """
         reason, token, stop = output.finish_reason, output.token, ""
-        # A token that was fast-forwarded has no probability, and is known to its controller.
+        # An appended token has no log-probability, and its controller knows it.
         drawn = [token] if token is not None and output.logprob is not None else []
         if reason is None:
             if not drawn:
@@ -521,11 +526,12 @@ class Steering:
                 return None
             if token is not None:
                 if reason == "length" and drawn and token in steered.eos:
-                    # Without a controller it would have ended with this token just so.
+                    # Without a controller, the sequence would have ended with this token and this
+                    # reason.
                     reason = "stop"
                 self._await((output.request, output.seq))
                 if output.shortened and isinstance(output.stop, str):
-                    # The controller judges the shorter text.
+                    # The controller gets the stop string, because it judges the text before it.
                     stop = output.stop
                 shortened = output.shortened and not stop
                 end = output._replace(finish_reason=reason, shortened=shortened)
@@ -536,7 +542,7 @@ class Steering:
         return update
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
-        """Drafts for the sequences whose controllers give masks along them."""
+        """Adds drafts to the updates of sequences whose controllers give masks along drafts."""
         takers = {
             (update.request, update.seq): update
             for sequences in updates
@@ -558,7 +564,7 @@ class Steering:
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:
-    """Adds an update; one entry has all tokens of a sequence's draft."""
+    """Adds an update. The tokens of one sequence's draft share one update."""
     last = updates[-1] if updates else None
     if last is None or (last.request, last.seq) != (update.request, update.seq):
         updates.append(update)

@@ -1,6 +1,7 @@
-"""The streams that a GPU worker runs, and how their tokens become messages.
+"""The streams that a GPU worker runs, and the messages that carry their tokens.
 
-One body per client and step, all in one multipart message: the broker fans them out as they are.
+A step is one multipart message with one body for each client. The broker forwards the bodies
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .metrics import ModelMetrics
 
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
-"""How a client gets TOKEN: entries in one of two encodings, or columns, in msgpack."""
+"""The form of a client's TOKEN messages: entries in one of two encodings, or columns in msgpack."""
 
 
 class Move(NamedTuple):
-    """That a stream, or its controller, is with another worker now."""
+    """The move of a stream, or of its controller, to another worker."""
 
     left: str
-    """The worker that it was with."""
+    """The previous worker."""
     why: str
     since: float
-    """Since when it was with none, by ``time.monotonic``."""
+    """When the stream lost its previous worker, by ``time.monotonic``."""
 
     def notice(self, stream: Stream, worker: str) -> System:
-        """The SYSTEM for its client; ``worker``: the one that it is with now."""
+        """The SYSTEM notice for the client. ``worker``: the stream's new worker."""
         return System(
             event="moved",
             message=self.why,
@@ -50,7 +51,7 @@ class Move(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """Rows of columns that were sent of a stream."""
+    """Rows of columns that were sent for a stream."""
 
     rows: np.ndarray
     texts: list[str | None] | None
@@ -59,7 +60,7 @@ class SentRows(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request of a client, as the worker that runs it knows it."""
+    """A client's request on the worker that runs it."""
 
     request: int
     session: int
@@ -67,49 +68,49 @@ class Stream:
     encoding: Encoding
     model: str
     live: int
-    """Sequences that have not ended."""
+    """Number of sequences that have not ended."""
     columns: bool = False
-    """Whether its client takes tokens in columns."""
+    """Whether the client accepts tokens in columns."""
     texts: bool = False
-    """Whether it takes columns with texts."""
+    """Whether the client accepts columns with texts."""
     link: int = 0
-    """The link to the broker that its client is at."""
+    """The link to the client's broker."""
     type: bytes = b"GENERATE"
     frames: list[bytes] = field(default_factory=list)
-    """Its request: body and attachments, for a broker that was restarted."""
+    """The request's body and attachments, which a restarted broker needs."""
     save: str | None = None
     prompt: list[int] = field(default_factory=list)
     healed: int | None = None
-    """The token that was taken back from the end of the prompt."""
+    """The token that was removed from the end of the prompt."""
     message: Generate | None = None
-    """The engine's request of a generation."""
+    """The request of a generation; None until it is passed to the engine."""
     usage: PromptUsage | None = None
-    """The usage of its prompt; None while no engine has the request."""
+    """The usage of the prompt; None until the request is passed to the engine."""
     started: bool = False
-    """Whether anything was sent."""
+    """Whether any token was sent."""
     num_tokens: int = 0
-    """Tokens that were sent."""
+    """Number of tokens that were sent."""
     entries: list[tuple[int, list[Token]]] = field(default_factory=list)
-    """The messages that were sent as entries, and in which message (``history.py``)."""
+    """The entries that were sent, each list with the number of its message (``history.py``)."""
     rows: list[SentRows] = field(default_factory=list)
-    """The messages that were sent in columns (``history.py``)."""
+    """The rows that were sent in columns (``history.py``)."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of its span, if it has a trace."""
     received: float = field(default_factory=time.monotonic)
-    """When this worker received it, in seconds."""
+    """When this worker received the request, by ``time.monotonic``."""
     arrived: float = field(default_factory=time.monotonic)
-    """When the broker did, by the clock of this process."""
+    """When the broker received the request, on this process's ``time.monotonic``."""
     first_at: float = 0.0
-    """When its first token was sent; 0 before."""
+    """When the first token was sent; 0 before."""
     sent_at: float = 0.0
-    """When its last one was."""
+    """When the last token was sent."""
     metrics: ModelMetrics | None = None
-    """Those of its model, while an engine has it."""
+    """The metrics of its model, while an engine runs the request."""
     move: Move | None = None
-    """The move of a moved stream, until its client is notified."""
+    """The move of a moved stream, until the client is notified."""
     moves: int = 0
-    """How often it had moved when it came here."""
+    """Number of moves of the stream before it came here."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
@@ -121,29 +122,30 @@ class Stream:
 
     @property
     def form(self) -> Form:
-        """The form of its tokens."""
+        """The form of the client's TOKEN messages."""
         return "columns" if self.columns else self.encoding
 
     @property
     def flags(self) -> int:
-        """The capabilities of its client, as flags of a header."""
+        """The capabilities of the client, as flags of a header."""
         msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
         return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
 
     def restore(self, sent: list[Token], move: Move, moves: int) -> None:
-        """It began at another worker, which has sent these entries. ``moves``: how often it has
-        moved."""
+        """Restores a stream that began at another worker. ``sent``: the entries that its client has
+        received. ``moves``: number of its moves so far."""
         self.moves = moves
         self.entries = [(0, sent)]
         self.started = bool(sent)
         self.num_tokens = sum(entry.token is not None for entry in sent)
         self.move = move
         if self.num_tokens:
-            # The time to its first token is not counted again; the pause is one between tokens.
+            # The time to first token is not counted again. The pause counts as an interval between
+            # tokens.
             self.first_at = self.sent_at = move.since
 
     def take_form(self, flags: int) -> None:
-        """Its client takes what these flags of a header say."""
+        """Sets the form of tokens from the flags of a header."""
         self.encoding = "msgpack" if flags & Flag.MSGPACK else "json"
         self.columns = bool(flags & Flag.COLUMNS)
         self.texts = bool(flags & Flag.TEXTS)
@@ -154,7 +156,7 @@ BySession = dict[tuple[int, Form], list[Token]]
 
 
 def entry_bodies(entries: BySession) -> list[bytes]:
-    """A body of ``TOKEN`` for each session: its entries."""
+    """A ``TOKEN`` body with the entries of each session."""
     return [
         encode_body(tokens, "json" if form == "json" else "msgpack")
         for (_, form), tokens in entries.items()
@@ -162,13 +164,13 @@ def entry_bodies(entries: BySession) -> list[bytes]:
 
 
 def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
-    """The ``TOKEN`` of a step without columns. ``finished``: requests that end with it."""
+    """The ``TOKEN`` of a step without columns. ``finished``: the requests that end with it."""
     sessions = [session for session, _ in entries]
     return [b"TOKEN", encode_token_header(sessions, finished), *entry_bodies(entries)]
 
 
 def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
-    """The messages to a client that resumes a stream: the answer, then the missed entries."""
+    """The messages to an attaching client: the answer, then the missed entries."""
     answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
     head = encode_header(stream.request, stream.session)
     messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]
@@ -193,8 +195,7 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
 
 
 def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
-    """All of a stream, for a broker that was restarted or out of reach: its request and what was
-    sent."""
+    """A stream's request and all sent entries, for a broker that was restarted or out of reach."""
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,
@@ -207,14 +208,15 @@ def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
 
 
 def gone_frames(request: int) -> Frames:
-    """A stream that such a broker wants, and that has ended without its last entries meanwhile."""
+    """Reports to a broker that a stream it requested has ended and that its entries are not stored
+    here."""
     body = Journal(type="GENERATE", gone=True)
     return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
 
 
 def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
-    """The buffer that a stream with ``save`` leaves: its prompt and its first sequence, which its
-    entries have."""
+    """The buffer that a stream with ``save`` leaves: the prompt and the tokens of its first
+    sequence."""
     tokens = list(stream.prompt)
     for entry in entries:
         if entry.seq == 0:

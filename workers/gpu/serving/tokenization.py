@@ -1,9 +1,10 @@
-"""Tokenizes longer texts on threads of their own, so that no prompt stops the steps of others.
+"""Tokenizes longer texts on separate threads, so that a long prompt does not delay the steps of
+other requests.
 
-Clients take turns: each has at most one text in work in a lane, and a text waits at most for one of
-each other client. There are two lanes, so that a text of some kilobytes does not wait for one of
-some megabytes. A lane has one thread, while it has work; the tokenizers library does not hold the
-interpreter's lock there.
+Clients take turns: a lane works on at most one text per client, and a text waits for at most one
+text of each other client. There are two lanes, so that a text of some kilobytes does not wait for a
+text of some megabytes. A lane runs a thread while it has work. The tokenizers library releases the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """The texts of one request. ``work`` is called on a thread, with a function that says whether
-    the result is still wanted."""
+    """The tokenization of one request. ``work`` is called on a thread. Its argument is a function
+    that returns whether the result is still needed."""
 
     def __init__(
         self, request: int, client: int, num_bytes: int, work: Callable[[Callable[[], bool]], T]
@@ -39,14 +40,14 @@ class Job(Generic[T]):
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Does the work, and keeps its result or its error."""
+        """Runs the work, and stores its result or its error."""
         try:
             self._result = self._work(lambda: self.wanted)
         except Exception as error:
             self._error = error
 
     def result(self) -> T:
-        """The result; raises the error where the work has failed."""
+        """The result. Raises the error if the work has failed."""
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -54,7 +55,8 @@ class Job(Generic[T]):
 
 
 class Tokenization(Generic[T]):
-    """The jobs of one worker. ``on_done`` is called on a thread when one is in ``done``."""
+    """The jobs of one worker. ``on_done`` is called on a thread when a job has been added to
+    ``done``."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self.done: SimpleQueue[Job[T]] = SimpleQueue()
@@ -66,7 +68,7 @@ class Tokenization(Generic[T]):
         self._lane(job).submit(job)
 
     def drop(self, job: Job[T]) -> None:
-        """The result of a job is not wanted any more: nothing of it waits."""
+        """Drops a job whose result is not needed any more."""
         job.wanted = False
         self._lane(job).drop(job)
 
@@ -79,13 +81,13 @@ class Tokenization(Generic[T]):
 
 
 class _Lane(Generic[T]):
-    """One thread and what waits for it."""
+    """One thread and its waiting jobs."""
 
     def __init__(self, finish: Callable[[Job[T]], None]) -> None:
         self._finish = finish
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, deque[Job[T]]] = OrderedDict()
-        """By client, the next one first."""
+        """By client, the next client first."""
         self._running = False
 
     def submit(self, job: Job[T]) -> None:

@@ -1,4 +1,4 @@
-"""A model's tokenizer for clients: ``TOKENIZER`` and its answer."""
+"""Sends a model's tokenizer to clients: ``TOKENIZER`` and its answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..model.loader import LoadedModel
 from .streams import Frames, Stream
 
 KEPT = 2
-"""Most encoded tokenizers in memory, each of up to some 20 MB."""
+"""Number of encoded tokenizers in memory; each takes up to about 20 MB."""
 
 
 class _Answer(msgspec.Struct):
@@ -25,13 +25,13 @@ class _Answer(msgspec.Struct):
 
 
 class TokenizerAnswers:
-    """Answers requests for tokenizers; encodes each once for all of them."""
+    """Answers requests for tokenizers. Each tokenizer is encoded once for all requests."""
 
     def __init__(self) -> None:
         self._encoded: OrderedDict[tuple[str, str, Encoding], msgspec.Raw] = OrderedDict()
 
     def frames(self, stream: Stream, loaded: LoadedModel) -> Frames:
-        """The answer to a request; raises RequestError if the model has no such tokenizer."""
+        """The answer to a request. Raises RequestError if the model has no such tokenizer."""
         key = (loaded.name, loaded.fingerprint, stream.encoding)
         encoded = self._encoded.get(key)
         if encoded is None:
@@ -48,7 +48,8 @@ class TokenizerAnswers:
 def tokenizer_files(loaded: LoadedModel) -> TokenizerFiles:
     """A model's tokenizer, chat template and special tokens.
 
-    Raises RequestError if the model has none, or one that the tokenizers library cannot represent.
+    Raises RequestError if the model has no tokenizer, or one that the tokenizers library cannot
+    represent.
     """
     tokenizer, json = loaded.tokenizer, loaded.tokenizer_json
     if json is None:
@@ -63,7 +64,7 @@ def tokenizer_files(loaded: LoadedModel) -> TokenizerFiles:
         raise RequestError(Code.UNSUPPORTED, f"the model {loaded.name} {what}", path="$.model")
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):
-        # Several by name: "default" is the one without tools or documents.
+        # Among several named templates, "default" is the one without tools or documents.
         template = template.get("default", "")
     special = getattr(tokenizer, "special_tokens_map", {})
     return TokenizerFiles(
