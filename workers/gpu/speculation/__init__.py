@@ -1,1 +1,1 @@
-"""Drafts: tokens that are likely to follow a sequence, verified in the forward of its next step."""
+"""Speculative decoding: draft tokens are verified in the forward of a sequence's next step."""

@@ -1,10 +1,10 @@
-"""A draft model: a small model that writes ahead of the large one, which verifies what it wrote.
+"""A draft model: a small model writes draft tokens, which the large model verifies.
 
-It has a KV cache of its own, and computes for each sequence what it has not computed yet: the
-tokens that were accepted, and then one token after another. If the large model's tokens are
-sampled, the draft's are sampled with the same counter-based numbers. So two similar distributions
-give the same token most of the time, almost as in a maximal coupling. The idea of verified drafts
-is from Leviathan, Kalman and Matias (2023).
+The draft model has its own KV cache. For each sequence it first computes the accepted tokens that
+it has not seen, and then writes one token after another. If the large model samples, the draft
+model samples with the same counter-based random numbers. Two similar distributions then give the
+same token most of the time, almost as in a maximal coupling. The idea of verified drafts is from
+Leviathan, Kalman and Matias (2023).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from ..sampling.sampler import guess
 log = logging.getLogger(__name__)
 
 CATCH_UP = 1024
-"""Tokens of sequences' texts that one step computes at most: a long prompt takes several."""
+"""Most tokens of sequences' texts that one step computes. A longer prompt takes several steps."""
 OVERHEAD = 0.05
-"""The cost of a forward of the draft model beside its weights, over a forward of the large one."""
+"""The cost of a draft model's forward in addition to its weights, relative to a forward of the
+large model."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Refuses a draft model whose tokens are not those of the model; raises ModelLoadError."""
+    """Raises ModelLoadError if the tokens of a draft model are not those of the model."""
     name = f"the draft model {draft.name!r}"
     if loaded.ranks is not None:
         raise ModelLoadError(
@@ -56,24 +57,24 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 @dataclass(slots=True)
 class Guessed:
-    """The tokens of one place of all drafts."""
+    """The tokens of all drafts at one position of the draft."""
 
     tokens: torch.Tensor
-    """int64 ``[texts]``, on the device."""
+    """int64 ``[num_texts]``, on the device."""
     on_host: torch.Tensor
-    """The same on the host, once the device has reached this point."""
+    """``tokens`` on the host; valid when the device has finished the copy."""
 
     def fetch(self) -> list[int]:
-        """The same as Python's numbers. The device must have reached this point."""
+        """``tokens`` as Python numbers. The device must have finished the copy."""
         found: list[int] = self.on_host.tolist()
         return found
 
 
 class DraftModel:
-    """Drafts by a model for a larger one, ``large``.
+    """Writes drafts with a small model for a larger one, ``large``.
 
-    ``cache_bytes``: the size of its KV cache. ``queue``: the device's, which it shares with the
-    larger one.
+    ``cache_bytes``: the size of the draft model's KV cache. ``queue``: the device queue, which both
+    models share.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class DraftModel:
         self._same_vocabulary = large.vocab_size == draft.vocab_size
         self._max_length = min(draft.context_length, self._blocks.capacity)
         self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
-        """The assumed cost of a forward, over a forward of the large model."""
+        """The assumed cost of a forward, relative to a forward of the large model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """The draft model's state of each sequence: the same tokens with other blocks. The least
-        recently drafted first."""
+        """The draft model's own sequence for each sequence: equal tokens, other blocks. Ordered by
+        last use, the least recent first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
-        """The ``count`` tokens that are likely to follow each of these sequences. None follow where
-        a text is not computed up to its end yet, is too long, or finds no blocks."""
+        """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the
+        sequence is not computed up to its end yet, is too long, or finds no free blocks."""
         try:
             return self._draft(sequences, count)
         except Exception:
-            # A draft is a guess, and the sequences go on without.
+            # Drafts are optional: the sequences continue without them.
             log.exception("drafting failed; the step goes on without")
             for sequence in list(self._texts):
                 self.forget(sequence)
@@ -114,18 +115,18 @@ class DraftModel:
             return [[] for _ in sequences]
 
     def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
-        """Captures the CUDA graphs of its forwards, if it can have any."""
+        """Captures the CUDA graphs of the draft model's forwards, if it can have any."""
         self._runner.capture_graphs(max_batch, on_progress)
 
     def forget(self, sequence: Sequence) -> None:
-        """Frees what is kept of a sequence."""
+        """Frees the draft model's state of a sequence."""
         text = self._texts.pop(sequence, None)
         if text is not None:
             self._blocks.free(text.block_table)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of its cache that are in use."""
+        """Number of blocks of the draft model's cache that are in use."""
         return self._blocks.num_used
 
     # --- inside ---------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class DraftModel:
             owners = {self._texts[s]: s for s in sequences if s in self._texts}
             texts, drawn = self._write(batch, owners, count)
             for text, tokens in zip(texts, zip(*drawn, strict=True), strict=True):
-                # The last one was drawn, and has not been computed.
+                # The last token was drawn but has not been computed.
                 text.tokens[len(owners[text].tokens) :] = tokens[:-1]
                 known = next((i for i, t in enumerate(tokens) if t >= self._vocab_size), count)
                 drafts[owners[text]] = list(tokens[:known])
@@ -157,8 +158,8 @@ class DraftModel:
         room: int,
         copies: list[tuple[int, int]],
     ) -> Chunk | None:
-        """The part of a sequence's text to compute before its draft, at most ``room`` tokens; None
-        if there are no blocks for it."""
+        """The next chunk of a sequence's text to compute before its draft, at most ``room`` tokens.
+        None if no blocks are free."""
         text = self._texts.pop(sequence, None) or _empty(sequence)
         self._texts[sequence] = text
         tokens, table = sequence.tokens, text.block_table
@@ -184,9 +185,9 @@ class DraftModel:
     def _write(
         self, batch: Batch, owners: dict[Sequence, Sequence], count: int
     ) -> tuple[list[Sequence], list[list[int]]]:
-        """Computes the chunks, and ``count`` tokens behind those that reach the end of their text:
-        these texts, and the tokens of each place. On a GPU all of it is launched at once: a token
-        goes from one forward to the next on the device."""
+        """Computes the chunks, then ``count`` draft tokens for each text that is computed to its
+        end. Returns these texts, and the tokens by position of the draft. On a GPU everything is
+        launched at once: tokens go from one forward to the next on the device."""
         chunks, packed = self._runner.pack(batch)
         forward = self._runner.launch(packed)
         for chunk in chunks:
@@ -213,11 +214,11 @@ class DraftModel:
         return texts, found
 
     def _next(self, texts: Items[Sequence], place: int) -> Batch:
-        """The forward of the tokens that were drawn last."""
+        """The batch that computes the tokens that were drawn last."""
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
-                # The token before that one was drawn elsewhere, and its number is unknown here.
+                # The token before the last one is still on the device; 0 is a placeholder.
                 text.tokens.append(0)
             text.drawn = row
             at = len(text.tokens)
@@ -226,7 +227,8 @@ class DraftModel:
         return batch
 
     def _row(self, sequence: Sequence) -> Row:
-        """How the large model's next token is chosen, as far as it can be known here."""
+        """The sampling inputs of the large model's next token, except masks and other decisions of
+        a controller."""
         sampling = structs.replace(sequence.sampling, top_logprobs=0)
         if not self._same_vocabulary:
             sampling = structs.replace(sampling, logit_bias={}, repetition_penalty=1.0)
@@ -242,7 +244,7 @@ class DraftModel:
 
 
 def _multiplied(loaded: LoadedModel) -> int:
-    """How many weights a forward multiplies with: embeddings are only looked up."""
+    """Number of weights that a forward multiplies with. Embeddings are only looked up."""
     embeddings = loaded.model.get_input_embeddings().weight
     head = loaded.model.get_output_embeddings()
     tied = head is None or head.weight is embeddings
@@ -250,14 +252,14 @@ def _multiplied(loaded: LoadedModel) -> int:
 
 
 def _empty(sequence: Sequence) -> Sequence:
-    """A sequence of the draft model."""
+    """A new sequence for the draft model, without tokens."""
     return Sequence(
         sequence.request, sequence.seq, [], sequence.num_prompt, sequence.sampling, 2**62
     )
 
 
 def _agreement(one: list[int], other: list[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
+    """Length of the common prefix of two token lists."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -277,12 +279,12 @@ def _tokens(work: Work[Guessed]) -> Callable[[], torch.Tensor]:
 def _guesses(
     forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
 ) -> Callable[[], Guessed]:
-    """The tokens that follow each row of a forward, as work for the device."""
+    """Work for the device that samples the token after each row of a forward."""
     at = Rows(rows.parameters, rows.positions + place, seen=rows.seen)
 
     def run() -> Guessed:
         tokens = guess(forward.value, order, at)
-        # Reading them from the device would wait for all of its work, and in pageable memory too.
+        # A plain copy to the host would wait for all work of the device.
         return Guessed(tokens, tokens.to("cpu", non_blocking=True))
 
     return run

@@ -1,4 +1,4 @@
-"""The state of a sequence for its drafts."""
+"""The state of speculative decoding of one sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .places import Match
 
 
 class Guess(NamedTuple):
-    """The expected token at a position, by a match."""
+    """The token that a match predicts for a position."""
 
     position: int
     token: int
@@ -21,22 +21,22 @@ class Guess(NamedTuple):
 
 @dataclass(slots=True)
 class Drafting:
-    """The state of a sequence for its drafts."""
+    """A sequence's state of speculative decoding."""
 
     lookup: PromptLookup
     steered: bool = False
-    """It has a controller, which gives the masks along its drafts."""
+    """Whether a controller gives the masks along drafts."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     kind: int = 0
-    """That of the last match or draft."""
+    """The kind of the last match or draft (``kind_of``)."""
     idle: int = 0
-    """Steps without a draft of the draft model."""
+    """Number of steps without a draft from the draft model."""
     guess: Guess | None = None
-    """A match that was not drafted from. Its outcome costs nothing and is as informative as that of
-    a draft."""
+    """The prediction of a match from which no draft was made. It is free to check, and is as
+    informative as a draft."""
 
     def look(self, tokens: list[int]) -> Match | None:
-        """The match of a sequence with these tokens."""
+        """Looks up the match of a sequence with these tokens, and checks the last guess."""
         guess, self.guess = self.guess, None
         if guess is not None and guess.position < len(tokens):
             self.acceptance.observe(guess.kind, 1, tokens[guess.position] == guess.token)
@@ -47,9 +47,9 @@ class Drafting:
         return match
 
     def chances(self, match: Match) -> Iterator[float]:
-        """How likely each token of a draft from the last match is to be accepted."""
+        """The acceptance probability of each token of a draft from this match."""
         return self.lookup.chances(match, self.acceptance.expected(self.kind))
 
     def fork(self, tokens: list[int]) -> Drafting:
-        """The same for a fork with these tokens."""
+        """The state of a fork with these tokens."""
         return Drafting(self.lookup.fork(tokens), self.steered, self.acceptance.fork())

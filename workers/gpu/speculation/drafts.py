@@ -1,4 +1,4 @@
-"""Which sequences of the next step have drafts, and what becomes of them."""
+"""Chooses the sequences that have drafts in the next step, and records the outcome of drafts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from .draft_model import DraftModel
 
 MIN_PROBABILITY = 0.2
-"""The draft model writes nothing for a sequence whose tokens it foresees less often than this."""
+"""The least expected acceptance of a sequence at which the draft model writes drafts for it."""
 RETRY_STEPS = 32
-"""After this many steps without a draft it writes one nevertheless, as the text may have
-changed."""
+"""After this number of steps without a draft from the draft model, a sequence gets one as a trial,
+as its text may have changed."""
 RETRY_TOKENS = 3
 
 
 class Speculation:
     """The drafts of one engine.
 
-    A draft changes no token: it is verified, and what follows from the logits is sampled as without
-    it (``verify.py``). So all that is here is a guess, and may be wrong. ``costs``: what drafts
-    cost on the engine's device; None: no sequence has any. ``model`` writes drafts for sequences
-    whose text repeats nothing.
+    A draft does not change any token: it is verified, and each token is sampled from the logits as
+    without a draft (``verify.py``). So a draft may be wrong. ``costs``: the costs of drafts on the
+    engine's device; None disables drafts. ``model``: writes drafts for sequences whose text has no
+    match.
     """
 
     def __init__(self, costs: Costs | None, model: DraftModel | None = None) -> None:
@@ -38,36 +38,37 @@ class Speculation:
         self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
         self._ahead: list[Sequence] = []
-        """Those of them whose drafts were made before the step, for their controllers."""
+        """Sequences in ``_drafted`` that have a controller and got their draft before the step was
+        scheduled."""
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
 
     def begin(self, sequence: Sequence, steered: bool = False) -> None:
-        """Lets a sequence have drafts; ``steered``: under masks that its controller gives."""
+        """Enables drafts for a sequence. ``steered``: its controller gives masks along drafts."""
         if self._costs is not None and sequence.drafting is None:
             earlier = self._earlier.of(sequence.client)
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
 
     def ended(self, sequence: Sequence) -> None:
-        """Keeps the text of a sequence for the drafts of its session's next requests."""
+        """Stores the text of an ended sequence, from which the session's next requests can
+        draft."""
         if self._model is not None:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
-        # Its request's first sequence has the prompt of all.
+        # The text of sequence 0 has the prompt, so the other sequences leave it out.
         start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
         self._earlier.add(sequence.client, sequence.tokens[start:])
 
     @property
     def any_drafts(self) -> bool:
-        """Whether the next step has drafts."""
+        """Whether any sequence has a draft for the next step."""
         return bool(self._drafted)
 
     def propose(self, running: Collection[Sequence]) -> None:
-        """Sets ``draft`` of the sequences that are to be continued by one, before a step is
-        scheduled; those of the step before are removed. Sequences with controllers keep what
-        ``propose_ahead`` has made for this step."""
+        """Sets ``draft`` of the running sequences before a step is scheduled, and removes the
+        drafts of the last step. Drafts that ``propose_ahead`` has made for this step stay."""
         ahead, self._ahead = self._ahead, []
         for sequence in self._drafted:
             if sequence not in ahead:
@@ -76,8 +77,9 @@ class Speculation:
         self._propose([s for s in running if s.decodes and not _steered(s)], len(running))
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
-        """Sets ``draft`` of sequences with controllers for the next step, of this many ``rows``,
-        which has not been scheduled: the controllers are to give the masks along it."""
+        """Sets ``draft`` of sequences with controllers for the next step, before it is scheduled,
+        so that the controllers can give masks along the draft. ``rows``: number of rows of that
+        step."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
 
@@ -94,15 +96,15 @@ class Speculation:
             self._write(self._model, [s for s in ready if not s.draft], rows)
 
     def awaits(self, sampled: Collection[Sequence]) -> bool:
-        """Whether some of the sequences that are being sampled are likely to have drafts in the
-        next step: then their tokens are to be known before it is scheduled."""
+        """Whether any of the sequences that are being sampled is likely to have a draft in the next
+        step. The next step must then be scheduled after their tokens are known."""
         rows = len(sampled)
         if self._worthwhile(sampled, rows):
             return True
         return self._model is not None and bool(self._foreseen(self._model, sampled, rows)[1])
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Takes in what became of a sequence's draft."""
+        """Records the outcome of a sequence's draft."""
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
@@ -112,8 +114,8 @@ class Speculation:
     def _worthwhile(
         self, sequences: Iterable[Sequence], rows: int
     ) -> list[tuple[Sequence, Drafting, Match, int]]:
-        """The sequences for which a draft in a step of this many ``rows`` saves more than it costs,
-        with the match that it is made from and its length."""
+        """The sequences for which a draft saves more than it costs in a step of ``rows`` rows, each
+        with its match and the length of the draft."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return []
         found: list[tuple[Sequence, Drafting, Match]] = []
@@ -130,7 +132,7 @@ class Speculation:
     # --- the draft model ------------------------------------------------------------------------
 
     def _write(self, model: DraftModel, sequences: Iterable[Sequence], rows: int) -> None:
-        """Lets the draft model write drafts, where they save more than they cost."""
+        """Lets the draft model write drafts if they save more than they cost."""
         foreseen, count = self._foreseen(model, sequences, rows)
         if not count:
             return
@@ -145,8 +147,8 @@ class Speculation:
     def _foreseen(
         self, model: DraftModel, sequences: Iterable[Sequence], rows: int
     ) -> tuple[list[Sequence], int]:
-        """The sequences for which the draft model is to write in a step of this many ``rows``, and
-        how many tokens; 0: none."""
+        """The sequences for which the draft model writes drafts in a step of ``rows`` rows, and the
+        number of tokens of each draft; 0 if none."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return [], 0
         foreseen: list[Sequence] = []
@@ -172,5 +174,6 @@ def _steered(sequence: Sequence) -> bool:
 
 
 def _room(sequence: Sequence) -> int:
-    """How long a draft may be: the token after it is sampled in any case, and may be the last."""
+    """The greatest useful length of a draft: the token after the draft is sampled anyway, and may
+    be the last one."""
     return sequence.max_length - len(sequence.tokens) - 1

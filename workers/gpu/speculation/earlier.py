@@ -1,8 +1,8 @@
-"""The texts of a session's earlier requests, in which prompt lookup finds what they repeat.
+"""The texts of a session's earlier requests, which prompt lookup searches for repetitions.
 
-A session that edits one file after another, or extracts records from one page after another,
-has texts in its next request that were generated in the last ones. They are kept for each session
-by itself: no session's drafts come from what another has sent.
+A session that edits several files, or extracts records from several pages, repeats text that its
+earlier requests generated. Texts are stored for each session separately: drafts never come from the
+texts of another session.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ from collections.abc import Sequence as Tokens
 from .places import LONGEST, Index, Places, add_runs
 
 HALF = 2**14
-"""Tokens of a session's texts, after which those of as many tokens before them are dropped."""
+"""When the newer index of a session has this number of tokens, it becomes the older index, and the
+previous older index is dropped."""
 MAX_TOKENS = 2**18
-"""Tokens of all sessions' texts, beyond which those of the session that is longest ago go. With
-their indexes they take some 100 MB."""
+"""Bound on the tokens of all sessions' texts. Beyond it, the least recently used sessions are
+dropped. The texts and their indexes take about 100 MB."""
 ADVANCE = 4096
-"""Tokens that one lookup adds to the index at most."""
+"""Most tokens that one lookup adds to the index."""
 
 
 class EarlierTexts:
-    """The latest texts of one session: at least the last ``HALF`` tokens, at most three times as
-    many. Their runs are added to the index when somebody looks for one."""
+    """The latest texts of one session, about ``HALF`` to three times ``HALF`` tokens. Lookups add
+    the texts to the index in small steps."""
 
     __slots__ = ("_indexed", "_newer", "_older", "_size", "_waiting", "_whole", "num_tokens")
 
     def __init__(self) -> None:
         self._waiting: deque[list[int]] = deque()
-        """Texts that are not in the index, or of which only a part is."""
+        """Texts that are not completely in the index."""
         self._indexed = 0
-        """Tokens of the first of them that are."""
+        """Number of tokens of the first waiting text that the index contains."""
         self._newer: Index = {}
         self._older: Index = {}
         self._size = 0
-        """Tokens in ``_newer``."""
+        """Number of tokens in ``_newer``."""
         self._whole: Tokens[int] = ()
-        """The last text, whole: the next one may begin with it, as in a conversation."""
+        """The complete last text. In a conversation, the next text begins with it."""
         self.num_tokens = 0
-        """Tokens that are kept in all, about."""
+        """Approximate number of stored tokens."""
 
     def add(self, text: list[int]) -> None:
-        """Takes in the text of a sequence that has ended, prompt included; not changed later."""
+        """Adds the text of an ended sequence, including its prompt. The list must not change
+        later."""
         known = len(self._whole)
         extends = len(text) >= known and text[:known] == self._whole
         self._whole = text
@@ -54,13 +56,14 @@ class EarlierTexts:
         self.num_tokens = min(self.num_tokens + len(new), 3 * HALF)
 
     def places(self, run: tuple[int, ...]) -> Places:
-        """Where a run occurs, as far as the texts are in the index, the latest last."""
+        """The places of a run in the indexed texts, the latest last. Adds waiting texts to the
+        index."""
         if self._waiting:
             self._advance()
         return self.known_places(run)
 
     def known_places(self, run: tuple[int, ...]) -> Places:
-        """The same, without adding to the index."""
+        """The places of a run in the indexed texts. Does not add to the index."""
         return [*self._older.get(run, ()), *self._newer.get(run, ())]
 
     def _advance(self) -> None:
@@ -78,15 +81,16 @@ class EarlierTexts:
 
 
 class SessionTexts:
-    """The earlier texts of all sessions that an engine has served, the least recent dropped."""
+    """The earlier texts of all sessions of an engine. The least recently used sessions are
+    dropped."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, EarlierTexts] = OrderedDict()
         self._num_tokens = 0
-        """For all of them, and one for each session."""
+        """Tokens of all sessions, plus 1 for each session."""
 
     def of(self, session: int) -> EarlierTexts:
-        """Those of a session, from now on the most recent."""
+        """The texts of a session, which becomes the most recently used one."""
         found = self._sessions.get(session)
         if found is None:
             found = self._sessions[session] = EarlierTexts()
@@ -96,7 +100,7 @@ class SessionTexts:
         return found
 
     def add(self, session: int, text: list[int]) -> None:
-        """Takes in the text of a sequence that has ended."""
+        """Adds the text of an ended sequence."""
         texts = self.of(session)
         before = texts.num_tokens
         texts.add(text)

@@ -1,12 +1,11 @@
-"""How long a draft is: as long as what it saves is more than what it costs.
+"""Draft lengths: a draft grows while it saves more than it costs.
 
-While a forward waits for memory to give the weights, a row more costs little; then it is bound by
-arithmetic, and each row costs as much as the one before (``Costs.of``). Where any sequence of a
-step has a draft, the step costs ``draft_cost`` more for each of its sequences. If the tokens of a
-draft are accepted with probabilities p, q, r, ... each, given that those before them were, the
-draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the tokens of a step divided by
-its cost. So a lone sequence gets long drafts, and the more sequences share a step the more certain
-a draft must be.
+While a forward is bound by the memory bandwidth of the weights, another row costs little. Beyond
+that it is bound by arithmetic, and each row costs as much as the row before (``Costs.of``). If any
+sequence of a step has a draft, the step costs ``draft_cost`` more for each sequence. If the tokens
+of a draft are accepted with conditional probabilities p, q, r, ..., the draft yields p + pq + pqr +
+... more tokens. Draft lengths maximize the number of tokens of a step divided by its cost. So a
+single sequence gets long drafts, and in a large batch only likely drafts are made.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from itertools import islice
 from typing import NamedTuple
 
 MOST = 31
-"""Tokens of a draft at most: with the one before it they are a forward of 32."""
+"""Most tokens of a draft: with the token before them they make a forward of 32 tokens."""
 FADE = 0.9
-"""The weight of an observation after each later one of its kind."""
+"""The factor by which each later observation of a kind reduces the weight of an observation."""
 PRIOR = 2.0
-"""The weight of the first guess, in observations."""
+"""The weight of the initial probability, in observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
-"""The initial probability that a token of a draft is accepted: for a match of up to 2, 4, 8, 16 and
-more tokens, and for a token from a draft model."""
+"""The initial probability that a draft token is accepted. For matches of up to 2, 4, 8, 16 and more
+tokens, and for tokens from a draft model."""
 WRITTEN = len(FIRST_GUESSES) - 1
-"""The kind of a draft that a draft model writes."""
+"""The kind of drafts from a draft model."""
 MAX_WRITTEN = 8
-"""Tokens that a draft model writes at most."""
+"""Most tokens of a draft from a draft model."""
 
 
 class Costs(NamedTuple):
-    """The cost of rows on a device, over a forward of one row."""
+    """The cost of rows on a device, relative to a forward of one row."""
 
     few_rows: int
     """Up to this number of rows, a step's time is bound by memory bandwidth."""
     few_cost: float
-    """A row more of these."""
+    """The cost of another row up to ``few_rows``."""
     row_cost: float
-    """A row more beyond them."""
+    """The cost of another row beyond ``few_rows``."""
     draft_cost: float
-    """For each sequence of a step in which any has a draft: attention over several rows, and
-    verification."""
+    """The cost of attention over several rows and of verification: for each sequence of a step in
+    which any sequence has a draft."""
     max_sequences: int
-    """Sequences of a step with drafts at most: with more, nothing is looked up."""
+    """Most sequences of a step with drafts. Larger steps make no lookups."""
 
     def of(self, rows: int) -> float:
-        """A forward of this many rows."""
+        """The cost of a forward of this number of rows."""
         few = min(rows, self.few_rows)
         return 1 + (few - 1) * self.few_cost + (rows - few) * self.row_cost
 
@@ -58,39 +57,41 @@ CUDA = Costs(256, 0.004, 0.004, 0.1, 64)
 
 
 def kind_of(match_length: int) -> int:
-    """The kind of a draft, by the length of the match that it comes from."""
+    """The kind of a draft, by the length of its match."""
     return 0 if match_length <= 2 else min((match_length - 1).bit_length(), 5) - 1
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """The outcomes of the drafts of one sequence, by their kind, and what to expect of the next."""
+    """The outcomes of one sequence's drafts by kind, and the expected acceptance of the next
+    draft."""
 
     accepted: list[float] = field(default_factory=lambda: [PRIOR * p for p in FIRST_GUESSES])
     verified: list[float] = field(default_factory=lambda: [PRIOR] * len(FIRST_GUESSES))
 
     def observe(self, kind: int, drafted: int, accepted: int) -> None:
-        """Records that ``accepted`` of ``drafted`` tokens were accepted. The first refused token is
-        the last one that gives information."""
+        """Records that ``accepted`` of ``drafted`` tokens were accepted. Tokens after the first
+        rejected one give no information."""
         verified = accepted + (accepted < drafted)
         fading = FADE**verified
         self.accepted[kind] = self.accepted[kind] * fading + accepted
         self.verified[kind] = self.verified[kind] * fading + verified
 
     def expected(self, kind: int) -> float:
-        """The probability that a token of a draft is accepted, where those before it were."""
+        """The probability that a draft token is accepted, given that the tokens before it were."""
         return self.accepted[kind] / self.verified[kind]
 
     def fork(self) -> Acceptance:
-        """The same experience, for a fork."""
+        """A copy of the outcomes, for a fork."""
         return Acceptance(list(self.accepted), list(self.verified))
 
 
 def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> list[int]:
-    """How many tokens to draft for each of some sequences, by the probability of each one's tokens,
-    one after another, of which no more than ``MOST`` are asked for, and none that cannot count.
+    """The number of draft tokens for each sequence. ``probabilities``: for each sequence, the
+    acceptance probability of its draft tokens in order. At most ``MOST`` values are read, and none
+    after a token that cannot pay off.
 
-    ``rows``: those of the step without drafts, one for each sequence, at least one.
+    ``rows``: number of rows of the step without drafts, one for each sequence; at least 1.
     """
     tokens = float(rows)
     best = tokens / costs.of(rows)
@@ -103,7 +104,7 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
             if gain <= best * least:
                 break
             gains.append((gain, i))
-    # The more probable tokens first: within a draft this is their order.
+    # The more probable tokens come first. Within a draft this keeps their order.
     gains.sort(key=lambda gain: -gain[0])
     chosen = 0
     for number, (gain, _) in enumerate(gains, 1):
@@ -120,11 +121,11 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
 def written_length(
     probabilities: Items[float], rows: int, costs: Costs, forward_cost: float
 ) -> int:
-    """How many tokens a draft model writes for each of some sequences of a step, by the probability
-    of each one's tokens; 0 where none are worth their cost.
+    """The number of tokens that a draft model writes for each sequence of a step; 0 if no draft is
+    worth its cost. ``probabilities``: the acceptance probability of each sequence's draft tokens.
 
-    ``forward_cost``: what a forward of the draft model costs, over one of the large model; it needs
-    one for each place of the drafts.
+    ``forward_cost``: the cost of a draft model's forward, relative to one of the large model. Each
+    position of the drafts needs one forward.
     """
     if not probabilities:
         return 0

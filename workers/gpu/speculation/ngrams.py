@@ -1,15 +1,15 @@
-"""Prompt lookup: a text that repeats what stood before it is likely to go on as that did.
+"""Prompt lookup: drafts from earlier occurrences of the text that a sequence ends with.
 
-The index has, for each run of ``SIZE`` tokens, the last places where it occurred in the texts of
-one request: its prompt, what it has generated, and its forks. It grows with the texts, one entry
-for each token, so that a lookup costs the same however long they are. Found places are compared
-backwards, and the longest match wins. Where it is not found there over ``LONGEST`` tokens, the
-texts of the session's earlier requests are looked at too (``earlier.py``). The idea is Saxena's
-(prompt lookup decoding, 2023).
+For each run of ``SIZE`` tokens, the index has the last places where it occurs in the texts of one
+request: prompt, generated tokens, and forks. The index grows by one entry per token, so the time of
+a lookup does not depend on the length of the text. Places are compared backwards, and the longest
+match wins. If it has fewer than ``LONGEST`` tokens, the texts of the session's earlier requests are
+searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding, 2023).
 
-Where a text departs from what it repeats (a name that was replaced, a value of a record), it often
-comes back soon. So behind the last match one or two tokens are enough. The likelihood of a draft
-token follows from the tokens after the other places of the run before it.
+A text that differs from its source at one place (a replaced name, a value of a record) often
+returns to it soon. So near the last match, one or two equal tokens are enough for a new match. The
+acceptance probability of a draft token is estimated from the tokens that follow the other places of
+the run before it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .lengths import MOST, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""This many tokens after the last match, and this many tokens long, the text is expected back."""
+"""After the last match, a match of one or two tokens is searched for during the next ``NEAR``
+tokens of the sequence, in the ``NEAR`` tokens of the source."""
 
 
 class PromptLookup:
-    """The lookups of one sequence, in an index that it shares with its forks.
+    """The lookups of one sequence. Forks share the index.
 
-    ``tokens`` is the sequence's own list: what is appended to it is found without a further call.
-    Tokens that were dropped from it may be in the index still, and are recognised there.
-    ``earlier``: texts of other requests.
+    ``tokens`` is the sequence's own list: tokens that are appended to it are found without a
+    further call. Dropped tokens may still be in the index; comparing the places excludes them.
+    ``earlier``: the texts of the session's earlier requests.
     """
 
     __slots__ = ("_earlier", "_index", "_indexed", "_last", "_size", "_tokens")
@@ -41,19 +42,19 @@ class PromptLookup:
         self._indexed = SIZE
         """Runs that end before this position are in the index."""
         self._last: Match | None = None
-        """The last match of a run."""
+        """The last match of a full run."""
         self._size = 0
-        """How many tokens there were then."""
+        """Number of tokens of the sequence when ``_last`` was found."""
 
     def fork(self, tokens: list[int]) -> PromptLookup:
-        """The lookups of a fork, whose ``tokens`` are equal until now."""
+        """The lookups of a fork, whose ``tokens`` are equal so far."""
         copy = PromptLookup(tokens, self._earlier)
         copy._index = self._index
         copy._indexed = self._indexed
         return copy
 
     def match(self) -> Match | None:
-        """The longest earlier occurrence of what the text ends with, the latest of equal ones."""
+        """The longest earlier occurrence of the end of the text; the latest among equals."""
         found = self._of_run()
         if found is None:
             return self._near()
@@ -75,10 +76,10 @@ class PromptLookup:
         return best
 
     def draft(self, match: Match, count: int) -> list[int]:
-        """The ``count`` tokens that followed a match; fewer where another text ends before.
+        """The ``count`` tokens that follow a match; fewer if another text ends before.
 
-        Where the match is near the end of the sequence's own text, the text has a period, and goes
-        round in it.
+        A match near the end of the sequence's own text means that the text is periodic. The draft
+        then repeats the period.
         """
         found = match.text[match.end : match.end + count]
         if match.text is self._tokens:
@@ -88,9 +89,9 @@ class PromptLookup:
         return found
 
     def chances(self, match: Match, guess: float) -> Iterator[float]:
-        """How likely each token of a draft from a match is to be accepted, where those before it
-        were. ``guess``: the same of any token of a match of its kind, which counts as much as
-        ``PRIOR`` observations."""
+        """The acceptance probability of each token of a draft from a match, given that the tokens
+        before it were accepted. ``guess``: the expected acceptance for this kind of match, with a
+        weight of ``PRIOR`` observations."""
         run = self._tokens[-SIZE:]
         for token in self.draft(match, MOST):
             alike, observed = self._followed_alike(tuple(run))
@@ -104,7 +105,7 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """Where behind the last match the last two tokens occur, or the last one."""
+        """The place after the last match where the last two tokens occur, or the last one."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None
@@ -119,7 +120,7 @@ class PromptLookup:
 
     def _advance(self, size: int) -> None:
         """Adds the runs that end before the last token. The run at the end is added when another
-        token follows it, so that it does not find itself."""
+        token follows it, so that it does not match itself."""
         first = min(self._indexed, size)
         until = min(size, first + ADVANCE)
         add_runs(self._index, self._tokens, first, until)

@@ -1,4 +1,4 @@
-"""Where runs of tokens occur: the index of prompt lookup."""
+"""The index of prompt lookup: the places where runs of tokens occur."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SIZE = 3
-"""Tokens of a run: shorter ones occur everywhere and predict little."""
+"""Tokens of a run. Shorter runs are too frequent to predict the next token."""
 PLACES = 6
-"""Places that are remembered of each run, the last ones."""
+"""Most places that are stored for each run, the latest ones."""
 LONGEST = 32
-"""Matches are compared up to this length; a longer one predicts no better."""
+"""Matches are compared up to this length. A longer match does not predict better."""
 
 Places = list[tuple[list[int], int]]
-"""The texts in which a run occurs, and where in them it ends, the latest last."""
+"""Pairs of a text in which a run occurs and the end of the run in it, the latest last."""
 Index = dict[tuple[int, ...], Places]
-"""By run: its places."""
+"""The places of each run."""
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of what a text ends with."""
+    """An earlier occurrence of the end of a text."""
 
     text: list[int]
     end: int
-    """The token there followed the occurrence."""
+    """The index after the occurrence: ``text[end]`` is the token that followed it."""
     length: int
-    """How many tokens are the same before it; at most ``LONGEST``."""
+    """Number of equal tokens before ``end``; at most ``LONGEST``."""
 
 
 def add_runs(index: Index, text: list[int], start: int, end: int) -> None:
-    """Adds the runs of a text that end in ``[start, end)``: before the token of that place."""
+    """Adds the runs of a text that end in ``[start, end)``. A run ends before the token at its
+    end."""
     for at in range(max(start, SIZE), end):
         run = tuple(text[at - SIZE : at])
         places = index.get(run)
@@ -42,7 +43,7 @@ def add_runs(index: Index, text: list[int], start: int, end: int) -> None:
 
 
 def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match | None:
-    """The longest of the matches of what ``tokens`` ends with, the first of equal ones."""
+    """The longest match of the end of ``tokens`` among ``places``; the first among equals."""
     best: Match | None = None
     size = len(tokens)
     for text, end in places:
@@ -56,8 +57,8 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """How many places of a run are followed by the same token as the one before them, of how many
-    of which that is known."""
+    """Counts the places of a run that are followed by the same token as the place before them, and
+    the places for which this is known."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):
@@ -68,7 +69,7 @@ def followed_alike(places: Places) -> tuple[int, int]:
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:
-    """How many tokens before ``size`` equal those of ``text`` before ``end``."""
+    """Number of tokens before ``size`` that equal those of ``text`` before ``end``."""
     most = min(size, end, LONGEST)
     if tokens[size - most : size] == text[end - most : end]:
         return most

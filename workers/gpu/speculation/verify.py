@@ -1,10 +1,10 @@
-"""Samples a sequence that has a draft: each row as it would be sampled without one.
+"""Verifies drafts: samples each row as it would be sampled without a draft.
 
 The forward computes the sequence's last token and its draft, with a row of logits for each. The
-first row gives the next token. If that is the first of the draft, then the second row is what the
-next step would have computed, and gives the token after it; and so on. Sampling depends on the
-seed, the sequence, the position and the tokens before, all of which are the same as without a
-draft, so the tokens are too.
+first row gives the next token. If that equals the first draft token, the second row is the row that
+the next step would have computed, and gives the token after it, and so on. Sampling depends on the
+seed, the sequence, the position and the tokens before. All of these are the same as without a
+draft, so the sampled tokens are the same too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Verification:
-    """The sampling of sequences with drafts, handed to the device."""
+    """The queued sampling of sequences with drafts."""
 
     sequences: list[Sequence]
     work: Work[Drawn]
@@ -50,9 +50,9 @@ class Verifier:
         self.sampled_tokens = 0
 
     def sample(self, step: PendingStep) -> Verification | None:
-        """Hands the sampling of a step's sequences with drafts to the device, and takes them out of
-        the step; None where there are none. One that was steered since the forward is left in the
-        step, without its draft; one with a controller is verified as far as there are masks."""
+        """Queues the sampling of a step's sequences with drafts, and removes them from the step;
+        None if there are none. A sequence that was steered since the forward stays in the step,
+        without its draft. A sequence with a controller is verified as far as it has masks."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
@@ -70,8 +70,8 @@ class Verifier:
         return Verification(sequences, self._runner.queue.submit(run))
 
     def take(self, verification: Verification) -> None:
-        """Waits for the tokens, and appends to each sequence those that its draft foresaw and the
-        one after them. Where the step or the sampling failed, they go on without drafts."""
+        """Waits for the tokens. Appends to each sequence its accepted draft tokens and the token
+        after them. If the step or the sampling failed, the sequences continue without drafts."""
         work = verification.work
         work.wait()
         if work.error is not None:
@@ -93,7 +93,7 @@ class Verifier:
             first += count
 
     def _take(self, sequence: Sequence, draft: Tokens[int], sampled: Sampled, first: int) -> None:
-        """Appends the tokens up to the first that is not the drafted one."""
+        """Appends the sampled tokens up to and including the first that differs from the draft."""
         drawn = sampled.tokens[first : first + len(draft) + 1]
         bad = {i - first for i in sampled.errors if first <= i <= first + len(draft)}
         accepted = 0
@@ -116,8 +116,8 @@ class Verifier:
                 return
 
     def _settle(self, sequence: Sequence, accepted: Tokens[int], unusable: bool) -> None:
-        """The keys and values of accepted tokens count as computed; the blocks of the others are
-        given back. ``unusable``: those of the others may contain NaN."""
+        """Counts the accepted tokens as computed, and frees the blocks of the rejected ones.
+        ``unusable``: the keys and values of the rejected tokens may contain NaN."""
         blocks, table = self._blocks, sequence.block_table
         if unusable:
             # A masked position still meets 0 * value, and 0 * NaN is NaN: all is computed again.
@@ -135,8 +135,9 @@ class Verifier:
 
 
 def _is_verifiable(sequence: Sequence) -> bool:
-    """Whether any of a sequence's draft can be verified; shortens it to what can. The biases and
-    options along a draft are not known, so a sequence with these has its next token only."""
+    """Whether a part of a sequence's draft can be verified; shortens the draft to that part. A bias
+    or options apply only to the next token, so a sequence with these is sampled without its
+    draft."""
     if sequence.bias is not None or sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:
@@ -147,7 +148,7 @@ def _is_verifiable(sequence: Sequence) -> bool:
 
 
 def _rows(sequence: Sequence) -> list[Row]:
-    """How the token after each part of a sequence's draft is chosen, beginning with none of it."""
+    """The sampling inputs of the next token and of the token after each draft token."""
     sampling, draft = sequence.sampling, sequence.draft
     penalised = (
         sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
