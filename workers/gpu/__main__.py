@@ -1,4 +1,4 @@
-"""``python -m tokenbus.workers.gpu``: one GPU worker, set by the environment."""
+"""``python -m tokenbus.workers.gpu``: one GPU worker, configured by environment variables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .cpu import prepare_environment
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM, which drain it; the exit code."""
+    """Runs the worker until SIGINT or SIGTERM, which drain it. Returns the exit code."""
     try:
         settings = settings_of("gpu")
     except (SettingError, ValueError) as error:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
-    # After the settings: a wrong one is reported without the seconds that importing torch takes.
+    # After the settings: an invalid one is reported before the seconds that importing torch takes.
     importlib.import_module("torch")  # It sets up logs of its own.
     logs.take_over("torch")
     from .worker import GpuWorker

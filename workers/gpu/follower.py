@@ -1,6 +1,6 @@
 """``python -m tokenbus.workers.gpu.follower``: a rank other than 0.
 
-The worker, which is rank 0, starts it and sends it orders over its standard input.
+The worker, which is rank 0, starts the process and sends commands over its standard input.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Carries out the orders of rank 0, in order."""
+    """Runs the commands of rank 0 in order."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, LoadedModel] = {}
         self._runners: dict[str, Runner] = {}
 
     def on_order(self, encoded: bytes) -> None:
-        """One order of rank 0's."""
+        """Runs one command of rank 0."""
         match decode_order(encoded):
             case Load(name, options):
                 try:
@@ -47,7 +47,7 @@ class Follower:
 
 
 def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
-    """Reads the orders ahead, so that the end of rank 0 is seen within a forward too."""
+    """Reads commands on a thread, so that the end of rank 0 is noticed also during a forward."""
     pipe = sys.stdin.buffer
     while len(head := pipe.read(ORDER_SIZE.size)) == ORDER_SIZE.size:
         [size] = ORDER_SIZE.unpack(head)
@@ -56,7 +56,7 @@ def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
 
 
 def main() -> int:
-    """Follows until rank 0 ends it."""
+    """Runs commands until rank 0 ends."""
     settings = load()
     logs.set_up(settings, "gpu-rank")
     orders = queue.SimpleQueue[bytes]()

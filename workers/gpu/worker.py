@@ -1,4 +1,4 @@
-"""The GPU worker: takes messages from the bus, steps its engines, sends tokens back."""
+"""The GPU worker: receives messages from the bus, steps its engines, and sends tokens."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ from .serving.streams import Stream, gone_frames
 log = logging.getLogger(__name__)
 
 PAGES_EVERY_S = 0.1
-"""The pages of the KV caches are reported this often, if they have changed."""
+"""Interval of reporting changed pages of the KV caches, in seconds."""
 REQUESTS: dict[bytes, type[Request]] = {
     b"GENERATE": Generate,
     b"SCORE": Score,
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,
 }
-"""The requests of clients to a GPU worker: type to body."""
+"""The client requests that a GPU worker serves: message type to body."""
 IDLE_S = 0.25
-"""How long a worker without work waits for a message before it checks its own state again."""
+"""The longest wait of an idle worker for a message, in seconds; it then checks its own state."""
 
 
 class GpuWorker:
-    """One process of the GPU group. ``run`` serves until ``stop``; the exit code is its result."""
+    """One process of the GPU group. ``run`` serves until ``stop``, and returns the exit code."""
 
     def __init__(self, settings: Settings, name: str = "") -> None:
         self._settings = settings
@@ -100,27 +100,28 @@ class GpuWorker:
         self._attaching = AttachQueue()
         self._draining_since: float | None = None
         self._paged: set[str] = set()
-        """The models whose pages were reported."""
+        """The models whose pages have been reported."""
         self._pages_at = 0.0
         self._all_pages = False
-        """Whether the broker is to get all pages, and not only what has changed."""
+        """Whether the next report contains all pages instead of only the changes."""
         self._handed_over: set[int] = set()
-        """The links of the brokers at which other workers continue what it has."""
+        """The links of brokers at which other workers continue this worker's requests."""
         self._stop_reason = ""
         self._restarts = False
-        """Whether a successor may come, so that supervisord is asked. ``stop`` sets it."""
+        """Whether supervisord may start a successor, so that the worker asks it. ``stop`` sets
+        it."""
         self._failed: str | None = None
-        """Why the worker cannot go on."""
+        """The reason why the worker must exit."""
         self._rate = 0.0
         self._rate_at = time.monotonic()
         self._counted = 0
-        """Outputs that are in the rate already."""
+        """Number of outputs that the rate includes already."""
 
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves; returns 0, or 1 where the worker could not go on: its default model could not be
-        loaded, or its device was lost."""
+        """Serves until ``stop``. Returns 0, or 1 if the default model could not be loaded or the
+        device was lost."""
         if self._models.default:
             self._models.want(self._models.default)
         self._bus.start()
@@ -143,9 +144,9 @@ class GpuWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Drains the worker: it takes no more requests, finishes those it has, and ends. Callable
-        from a signal handler. ``restarts``: it hands its streams over to a successor if supervisord
-        will start one."""
+        """Drains the worker: it accepts no more requests, finishes the requests it has, and exits.
+        May be called from a signal handler. ``restarts``: hand the streams over to a successor if
+        supervisord will start one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -166,14 +167,14 @@ class GpuWorker:
         )
 
     def _take(self) -> None:
-        """Takes the messages that have arrived; waits for one while there is nothing to step."""
+        """Receives the messages that have arrived. Waits for a message while no engine has work."""
         busy = any(engine.has_work for engine in self._models.engines.values())
         self._receive(0 if busy or self._attaching else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
-                # A prompt may hang its tokenizer.
+                # A prompt may block its tokenizer for a long time.
                 with self._bus.stepping():
                     self._on_message(message)
             except Exception as error:
@@ -182,8 +183,8 @@ class GpuWorker:
         self._bus.flush()
 
     def _answer_attaching(self) -> None:
-        """Answers ATTACHes, as many as a pass of the loop allows. If a stream has ended, the broker
-        has answered them."""
+        """Answers as many ATTACHes as a pass of the loop allows. If a stream has ended, the broker
+        has answered its ATTACHes."""
         self._attaching.renew()
         while (attaching := self._attaching.next()) is not None:
             stream, link, received = attaching
@@ -209,14 +210,14 @@ class GpuWorker:
             self._arrivals.evict()
 
     def _expire(self) -> None:
-        """Ends the sequences whose controllers have not decided in time."""
+        """Ends the sequences whose decisions are overdue."""
         ends = self._steering.expire()
         if ends:
             self._streams.send(ends)
             self._bus.flush()
 
     def _step(self) -> None:
-        """One step of each model that has work, and one message with all its tokens."""
+        """Runs one step of each model that has work, and sends one message with all its tokens."""
         for model, engine in self._models.engines.items():
             if not engine.has_work:
                 continue
@@ -227,10 +228,10 @@ class GpuWorker:
             self._bus.flush()
 
     def _report_pages(self) -> None:
-        """Reports what the KV caches hold to the broker, where that has changed."""
+        """Reports the changed pages of the KV caches to the broker."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # The pages of a model that was evicted are in no log any more.
+            # No page log contains the pages of a model that was evicted.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
@@ -251,10 +252,11 @@ class GpuWorker:
         self._bus.post_all([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
 
     def _computed(self, engine: Engine) -> StepOutputs:
-        """The results of one step of an engine for its clients.
+        """Runs one step of an engine and returns the outputs for clients.
 
-        Where steps overlap, this step's forward has been running since ``finish`` of the step
-        before, while that one's tokens were sent; and the next one runs when this returns.
+        If steps overlap, this step's forward was launched by ``finish`` of the previous step and
+        ran while the previous tokens were sent. When this method returns, the next forward is
+        running.
         """
         with self._bus.stepping():
             step = engine.begin()
@@ -271,7 +273,7 @@ class GpuWorker:
     # --- failures -------------------------------------------------------------------------------
 
     def _message_failed(self, message: FromBus, error: Exception) -> None:
-        """Ends the request that a message belongs to, where it belongs to one."""
+        """Ends the request of a message that could not be handled, if it belongs to a request."""
         shown = message.type.decode("ascii", "backslashreplace")
         request = message.header.request
         stream = self._streams.get(request)
@@ -281,8 +283,8 @@ class GpuWorker:
             log.error("a %s message was dropped", shown, exc_info=error)
 
     def _step_failed(self, model: str, engine: Engine, error: Exception) -> None:
-        """Ends the streams of a model whose step has failed as a whole; the worker ends where its
-        device or its tables cannot be trusted any more."""
+        """Ends the streams of a model whose step failed as a whole. The worker exits if its device
+        is lost or its tables are inconsistent."""
         for stream in self._streams:
             if stream.model == model:
                 self._streams.fail(stream, error, f"computing a step of {model}")
@@ -333,12 +335,12 @@ class GpuWorker:
                 log.warning("a GPU worker does not take messages of the type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """A request for this worker; refused where those of other brokers leave no room for it. A
-        later attempt of a request that is here takes the place of the earlier one."""
+        """Handles a client's request. Refuses it if requests of other brokers use the worker's
+        capacity. A later attempt of a known request replaces the earlier one."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
         if known is not None and known.link != message.link:
-            # That broker could not be notified, and thinks that it was lost.
+            # The other broker has not been notified of the move, and counts the request as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
@@ -346,8 +348,8 @@ class GpuWorker:
             self._arrivals.request(message, kind)
 
     def _claim(self, session: int, link: int) -> None:
-        """The client of a session has come to another broker: all that is there of it goes on
-        behind that one."""
+        """Handles a client's move to another broker: the session's requests continue at that
+        broker."""
         released: dict[int, list[int]] = {}
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
             if stream.session != session or stream.type not in (b"GENERATE", b"SCORE"):
@@ -355,8 +357,8 @@ class GpuWorker:
             if stream.link != link:
                 released.setdefault(stream.link, []).append(stream.request)
                 stream.link = link
-                # The broker that it leaves may move a copy of it once more before it is notified;
-                # of the two, the client then knows this one by more moves.
+                # The previous broker may move a copy of the stream once more before it is notified.
+                # The client keeps the copy with more moves, so this one counts two.
                 stream.moves += 2
             self._go_on(stream, "its client has come to another broker")
         for left, requests in released.items():
@@ -365,20 +367,21 @@ class GpuWorker:
         self._bus.post([b"CLAIMED", encode_header(), body], link)
 
     def _leave_to_another(self, requests: list[int], link: int) -> None:
-        """Notifies a broker that these requests go on behind another one."""
+        """Notifies a broker that these requests continue at another broker."""
         body = encode_body(Released(requests=requests), "msgpack")
         self._bus.post([b"RELEASED", encode_header(), body], link)
 
     def _go_on(self, stream: Stream, why: str) -> None:
-        """A stream goes on behind another broker, which gets its journal."""
+        """Sends a stream's journal to the broker at which it continues, and restarts its
+        controller."""
         self._streams.send_journal(stream)
         if self._streams.get(stream.request) is stream:
-            # Messages between its controller worker and this one may be lost.
+            # Messages between its controller worker and this worker may be lost.
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
-        """Drops the streams that the broker has given to others while there was no lease. The
-        broker receives the journals of requests that continue here, as it was restarted or
+        """Drops the streams that the broker gave to other workers while the lease was lost. The
+        broker receives the journals of requests that continue here, because it was restarted or
         disconnected."""
         kept = self._bus.kept(answer, link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
@@ -389,7 +392,7 @@ class GpuWorker:
                 self._arrivals.drop(request)
                 self._streams.drop(request)
         self._bus.registered(answer, link)
-        # Earlier reports were dropped, or went to another broker.
+        # Earlier reports were dropped, or were sent to another broker.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
@@ -401,7 +404,8 @@ class GpuWorker:
                 self._go_on(wanted, "the connection to the broker was lost")
 
     def _stream(self, request: int) -> Stream | None:
-        """The stream of a request, whether an engine has it or it waits for its model."""
+        """The stream of a request that an engine runs or that waits for its model; None if
+        unknown."""
         return self._streams.get(request) or self._arrivals.stream(request)
 
     def _cancel(self, stream: Stream, cancel: Cancel) -> None:
@@ -416,8 +420,8 @@ class GpuWorker:
         self._streams.send([*ends, *self._steering.with_notes(request, aborted)])
 
     def _lost(self, lost: Lost, link: int) -> None:
-        """Controllers that are lost are started again, elsewhere; those that no worker can run end
-        their requests, after what these have computed."""
+        """Restarts lost controllers on other controller workers. If no worker can run a controller,
+        its request ends after the tokens that have been computed."""
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)
@@ -429,14 +433,14 @@ class GpuWorker:
                 self._streams.fail(stream, error, "running its controller")
 
     def _start_again(self, stream: Stream, left: str, why: str) -> None:
-        """Starts the controller of a stream again, if it has one."""
+        """Restarts the controller of a stream, if it has one."""
         try:
             self._arrivals.start_again(stream, left, why)
         except Exception as failure:
             self._streams.fail(stream, failure, "starting its controller again")
 
     def _tokenizer(self, message: FromBus) -> None:
-        """Sends the tokenizer that a controller worker needs, or why there is none."""
+        """Sends the tokenizer that a controller worker requests, or an error."""
         wanted: FetchTokenizer = decode_as(FetchTokenizer, message.body, "msgpack")
         loaded = (e.loaded for e in self._models.engines.values())
         found = next((m for m in loaded if m.fingerprint == wanted.fingerprint), None)
@@ -453,7 +457,7 @@ class GpuWorker:
         self._bus.post(frames, message.link)
 
     def _release(self, stream: Stream) -> None:
-        """Frees what the engine and the controllers keep of a stream that is over."""
+        """Frees the state of an ended stream in the engine and in steering."""
         self._steering.forget(stream.request)
         engine = self._models.engines.get(stream.model)
         if engine is not None:
@@ -466,7 +470,7 @@ class GpuWorker:
         return stream.link if stream is not None else None
 
     def _elsewhere(self, link: int) -> int:
-        """How many requests are there behind other brokers than that of a link."""
+        """Number of requests that belong to other brokers than that of a link."""
         return sum(s.link != link for s in (*self._streams, *self._arrivals.streams()))
 
     @property

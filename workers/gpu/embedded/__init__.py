@@ -1,13 +1,13 @@
-"""The embedded model: a small Llama that comes with Tokenbus, trained by ``train.py`` beside it."""
+"""The embedded model: a small Llama in the Tokenbus package, trained by ``train.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 NAME = "embedded"
-"""The name under which it is served."""
+"""The name under which the worker serves it."""
 
 
 def path() -> Path:
-    """The folder that ``from_pretrained`` loads the embedded model and its tokenizer from."""
+    """The folder from which ``from_pretrained`` loads the embedded model and its tokenizer."""
     return Path(__file__).parent / "model"
