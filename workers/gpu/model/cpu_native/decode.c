@@ -1,10 +1,10 @@
 /* The forward of a decoder for few tokens, in float32, in one call.
  *
  * A token of a small model costs more in calls of small operations than in arithmetic, and one row
- * times a matrix is bound by how fast memory gives the matrix. So here the weights are read once for
- * all tokens, in the order in which they lie in memory, and what is between the products is done on
- * the way. Keys and values are read from their blocks in place. It computes what FusedDecoder
- * (fused.py) computes; the structures are those of native_decoder.py. */
+ * times a matrix is bound by memory bandwidth. So the weights are read once for all tokens, in the
+ * order of their addresses, and the operations between the products are fused. Keys and values are
+ * read from their blocks in place. The result is that of FusedDecoder (fused/decoder.py). The
+ * structures must match those of decoder.py in this folder. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -83,7 +83,7 @@ static void multiply_part(const void *given, int64_t first, int64_t end) {
     multiply(m->product, m->x, m->tokens, m->y, first, end);
 }
 
-/* Outputs of a part: not too many parts, as at the beginning of each no weights were fetched. */
+/* Outputs of a part. Parts are few, because no weights have been prefetched when a part begins. */
 static int64_t part_of(int64_t out, int64_t in) {
     int64_t outs = most(PART_FLOATS / in, out / MANY_PARTS) / BLOCK_OUTS * BLOCK_OUTS;
     return most(outs, BLOCK_OUTS);
@@ -131,7 +131,7 @@ static void normalize(const Norm *norm, const float *x, float *y) {
         y[i] = x[i] * factor * norm->gain[i];
 }
 
-/* y = the norm of each token's x, or x where there is no norm. */
+/* y = the norm of each token's x, or x if the layer has no such norm. */
 static const float *normalized(const Norm *norm, const float *x, float *y, int64_t tokens) {
     if (!norm->gain)
         return x;
@@ -174,8 +174,8 @@ typedef struct {
     const int64_t *runs; /* The first token of each run, and the end of the last. */
 } Attention;
 
-/* The tokens of a step in runs: tokens of one sequence one behind the other, whose queries read the
- * same keys and values. Returns how many. */
+/* Divides the tokens of a step into runs: consecutive tokens of one sequence, whose queries read
+ * the same keys and values. Returns the number of runs. */
 static int64_t find_runs(const Step *step, int64_t *runs) {
     int64_t count = 0;
     for (int64_t t = 0; t < step->num_tokens; t++)
@@ -186,7 +186,7 @@ static int64_t find_runs(const Step *step, int64_t *runs) {
     return count;
 }
 
-/* Scores become weights that sum up to 1. */
+/* Softmax: turns scores into weights whose sum is 1. */
 static void softmax(float *scores, int64_t count) {
     float greatest = -INFINITY, total = 0;
     Vector most_of = all(-INFINITY), total_of = {0};
@@ -209,7 +209,7 @@ static void softmax(float *scores, int64_t count) {
         scores[i] *= factor;
 }
 
-/* How many positions from this one on lie together in a block. */
+/* Number of positions from `at` to `end` or to the end of its block, whichever comes first. */
 static int64_t together(int64_t at, int64_t end, int64_t size) {
     int64_t rest = size - at % size;
     return end - at < rest ? end - at : rest;
@@ -228,7 +228,7 @@ INLINE const float *entry(const Kept *kept, int64_t position) {
            (kept->blocks[block] * kept->size + position - block * kept->size) * kept->row;
 }
 
-/* Fetches those of so many positions from this one on, as far as they lie together. */
+/* Prefetches the entries of up to LANES positions from this one on, in the same block. */
 INLINE void fetch(const Kept *kept, int64_t position, int64_t end) {
     if (position >= end)
         return;
@@ -239,15 +239,15 @@ INLINE void fetch(const Kept *kept, int64_t position, int64_t end) {
             __builtin_prefetch(from + i * kept->row + at, 0, 3);
 }
 
-/* One query: its scores, and then weights, at the positions from first to end - 1. */
+/* One query: its scores, later its weights, at the positions from first to end - 1. */
 typedef struct {
     const float *query;
     float *scores, *found;
     int64_t first, end;
 } Query;
 
-/* Keys that lie together, as many as there are lanes, turned: a vector of each of their entries. In
- * the place of those that are missing is the first one. */
+/* Transposes LANES contiguous keys: vector i contains entry i of each key. The first key replaces
+ * missing ones. */
 INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *turned) {
     for (int64_t at = 0; at < keys->dim; at += LANES) {
         int64_t lanes = keys->dim - at < LANES ? keys->dim - at : LANES;
@@ -262,9 +262,8 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
     }
 }
 
-/* The scores of some queries at the positions of keys that are turned. They are summed up in the
- * order of `scores_of`, to the last bit: entries that are so many lanes apart one after the other,
- * then neighbours. */
+/* The scores of some queries at the positions of transposed keys. The order of summation is that of
+ * `scores_of`, to the last bit: entries that are LANES apart one after the other, then neighbours. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -286,8 +285,8 @@ INLINE void turned_scores(const Vector *keys, const Query *queries, int count, i
         found[q] = (parts[q][0] + parts[q][1]) + (parts[q][2] + parts[q][3]);
 }
 
-/* The scores of one query at positions that lie together, as many as there are lanes; of fewer, the
- * others are those of the first. */
+/* The scores of one query at up to LANES contiguous positions. Unused lanes have the score of the
+ * first position. */
 INLINE Vector scores_of(const Kept *keys, const float *from, int64_t count, const float *query) {
     Vector found[LANES];
     for (int i = 0; i < LANES; i++)
@@ -308,7 +307,7 @@ INLINE Vector scores_of(const Kept *keys, const float *from, int64_t count, cons
     return sums_of(found);
 }
 
-/* Keeps the scores of a query at some positions from this one on, as far as it attends to them. */
+/* Stores the scores of a query at positions from this one on, if the query attends to them. */
 INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector scores) {
     int64_t skipped = query->first > at ? query->first - at : 0;
     int64_t wanted = (query->end < at + count ? query->end - at : count) - skipped;
@@ -317,7 +316,7 @@ INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector sc
                (size_t)wanted * sizeof(float));
 }
 
-/* The scores of all queries. To turn keys takes as long as to sum up the scores of some queries. */
+/* The scores of all queries. Transposing keys takes as long as computing some queries' scores. */
 static void score(const Kept *keys, const Query *queries, int64_t count, float scale) {
     int64_t first = queries[0].first, end = queries[count - 1].end, dim = keys->dim, some;
     Vector turned[dim + LANES], found[SCORED];
@@ -372,8 +371,8 @@ INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t a
         found[i] = total[i];
 }
 
-/* The same over all positions of each query. Each sum is in the order of the positions, so that it
- * does not depend on the other queries. */
+/* The weighted sums of values over all positions of each query. Each sum is in the order of the
+ * positions, so that it does not depend on the other queries. */
 INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                       int64_t lanes) {
     Vector found[2 * MAX_QUERIES] = {{0}};
@@ -483,7 +482,7 @@ static void write_keys(const Layer *layer, const Step *step, float *qkv) {
 
 /* --- the forward --------------------------------------------------------------------------------- */
 
-/* The buffers of a forward, which are kept for the next one. */
+/* The buffers of a forward, which the next forward reuses. */
 typedef struct {
     int64_t *runs, num_runs;
     float *hidden, *x, *y, *wide, *narrow, *scores;
@@ -510,7 +509,7 @@ static void layer_forward(const Decoder *decoder, const Layer *layer, const Step
     add(b->hidden, b->y, &layer->after_mlp, layer->residual_scale, tokens, hidden);
 }
 
-/* The embeddings of a step's tokens; whether there are any of each. */
+/* Copies the embeddings of a step's tokens. Returns whether all ids have an embedding. */
 static int embed(const Decoder *decoder, const Step *step, float *hidden) {
     int64_t size = decoder->hidden;
     for (int64_t t = 0; t < step->num_tokens; t++, hidden += size) {
@@ -527,7 +526,7 @@ static float *floats(int64_t count) {
     return aligned_alloc(64, (size_t)(count + 63) / 64 * 64 * sizeof(float));
 }
 
-/* Computes a step; 0, or -1 where there is no memory, -2 where an id has no embedding. */
+/* Computes a step. Returns 0, -1 if memory is exhausted, or -2 if an id has no embedding. */
 __attribute__((visibility("default"))) int decoder_forward(const Decoder *decoder, const Step *step) {
     int64_t wide = 0, narrow = 0, scores = 0, longest = 0, tokens = step->num_tokens;
     for (int64_t t = 0; t < tokens; t++)

@@ -1,8 +1,8 @@
 /* Products of few rows with a matrix of weights, in float32.
  *
- * However many rows are multiplied at once, an output is summed up in the same order: a vector of
- * sums along its weights, then its lanes, two neighbours at a time. So what a row gives does not
- * depend on the rows beside it, to the last bit. */
+ * For any number of rows, an output is summed up in the same order: a vector of sums along its
+ * weights, then its lanes, two neighbours at a time. So the result of a row does not depend on the
+ * other rows, to the last bit. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
@@ -24,7 +24,7 @@ enum {
     LINE = 16,                      /* Floats of a line of the processor's cache. */
 };
 
-/* Weights that are wanted soon: for each vector of a tile, `vectors` vectors of them are fetched. */
+/* The weights to prefetch: for each vector of a tile, `vectors` vectors are fetched. */
 typedef struct {
     const float *from;
     int vectors;
@@ -104,7 +104,7 @@ INLINE void some_rows(const float *w, const float *x, int64_t in, float *y, int6
     }
 }
 
-/* Few rows: one row of weights after the other, which is how the processor foresees what is read. */
+/* Few rows: one row of weights after the other, an order that the hardware prefetcher predicts. */
 INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                      int64_t count, int64_t rows) {
     Ahead none = {0, 0};
@@ -114,10 +114,10 @@ INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64
     }
 }
 
-/* More rows: two rows of weights at once, so that x is loaded half as often. Meanwhile the next
- * block of weights is fetched, in the order of its addresses, half of it with each of the first two
- * groups of rows: memory would have nothing to do while a block that is in the cache is multiplied
- * with further rows of x. */
+/* More rows: two rows of weights at once, so that x is loaded half as often. The next block of
+ * weights is prefetched meanwhile, in the order of its addresses, one half with each of the first
+ * two groups of rows. Otherwise memory would be idle while a cached block is multiplied with
+ * further rows of x. */
 INLINE void more_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                       int64_t count, int64_t rows) {
     const float *next = w + BLOCK_OUTS * in;

@@ -1,5 +1,5 @@
-/* What sampling needs of whole rows of logits: the best token, and the sum of which the logarithm
- * makes logits log-probabilities. Two passes over a row, which stays in the processor's cache. */
+/* Reductions of whole rows of logits for sampling: the most likely token, and the sum of
+ * exponentials. They take two passes over a row, which stays in the processor's cache. */
 
 #include <math.h>
 
@@ -7,7 +7,7 @@
 
 enum { TOGETHER = 64 }; /* Vectors that are summed up before they are added to the sum of all. */
 
-/* Vector i of a row; behind the end of the row it has -inf. */
+/* Vector i of a row, padded with -inf after the end of the row. */
 INLINE Vector part_of_row(const float *row, int64_t size, int64_t i) {
     int64_t at = i * LANES;
     if (at + LANES <= size)
@@ -17,7 +17,7 @@ INLINE Vector part_of_row(const float *row, int64_t size, int64_t i) {
     return found;
 }
 
-/* The place of the greatest value, the first of equal ones; NaN is not looked at. */
+/* The index of the greatest value, the first among equals. Ignores NaN. */
 static int64_t best_of(const float *row, int64_t size) {
     Vector most = all(-INFINITY);
     Integers where = {0}, here;
@@ -36,7 +36,7 @@ static int64_t best_of(const float *row, int64_t size) {
     return most[best] > -INFINITY ? where[best] : 0;
 }
 
-/* The sum of e to the power of each value less the greatest; NaN where a value is NaN. */
+/* The sum of exp(value - greatest) over all values; NaN if a value is NaN. */
 static float total_of(const float *row, int64_t size, float greatest) {
     int64_t count = (size + LANES - 1) / LANES;
     Vector total = {0};
@@ -50,8 +50,8 @@ static float total_of(const float *row, int64_t size, float greatest) {
     return sum(total);
 }
 
-/* Of each row of logits [rows, size]: the place of its greatest value, and as numbers [3, rows] that
- * place, its log-probability, and 1. */
+/* For each row of logits [rows, size]: the index of its greatest value; and numbers [3, rows]: this
+ * index, its log-probability, and 1. */
 __attribute__((visibility("default"))) void rows_reduce(const float *logits, int64_t rows,
                                                         int64_t size, int64_t *best,
                                                         double *numbers) {

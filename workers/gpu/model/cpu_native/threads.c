@@ -14,8 +14,8 @@ enum {
     IDLE = 100,
 };
 
-/* The state of the loop under way, in one word, so that a part is taken by one operation: the number
- * of the loop, how many threads may take parts, how many parts there are, and how many are taken. */
+/* The state of the current loop in one word, so that one operation takes a part: the number of the
+ * loop, of threads that may take parts, of parts, and of parts that have been taken. */
 #define WORD(loop, threads, parts) \
     ((uint64_t)(loop) << 40 | (uint64_t)(threads) << 32 | (uint64_t)(parts) << 16)
 #define ALLOWED(word) ((word) >> 32 & 0xff)
@@ -55,7 +55,7 @@ static void wait_a_moment(int *rounds) {
         sched_yield();
 }
 
-/* Takes parts of the loop under way, as the thread of this number; whether there was one. */
+/* Computes parts of the current loop as the thread of this number. Returns whether it got any. */
 static int take(int64_t thread) {
     int any = 0;
     uint64_t word = atomic_load_explicit(&now.word, memory_order_acquire);
@@ -95,7 +95,7 @@ static void *serve(void *number) {
     return 0;
 }
 
-/* A forked process has a copy of all this, and no threads. */
+/* A forked process has a copy of this state but none of the threads. */
 static void forget(void) {
     pthread_mutex_init(&caller, 0);
     pthread_mutex_init(&lock, 0);
@@ -105,7 +105,7 @@ static void forget(void) {
     started = asleep = 0;
 }
 
-/* Starts threads up to so many; where the system has none left, there are fewer. */
+/* Starts threads up to this number, or fewer if the system refuses more. */
 static void start(int64_t count) {
     sigset_t all, before;
     pthread_attr_t attributes;

@@ -40,8 +40,8 @@ INLINE Vector all(float value) {
     return value - (Vector){0};
 }
 
-/* a * b + c, rounded once: left to itself the compiler rounds twice in some places, and what is to be
- * the same to the last bit is not. */
+/* a * b + c, rounded once. The compiler would round twice in some places, and results that must be
+ * equal to the last bit would differ. */
 #define FUSED(a, b, c) __builtin_elementwise_fma(a, b, c)
 
 INLINE float sum(Vector values) {
@@ -66,7 +66,7 @@ INLINE float sum(Vector values) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* Sums of neighbours: those of the first vector, then those of the second. */
+/* Sums of neighbouring lanes: of the first vector, then of the second. */
 #if LANES == 16
 #define NEIGHBOURS(a, b)                                                                          \
     (__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +   \
@@ -102,8 +102,8 @@ INLINE Vector sums_of(Vector *values) {
 #define SECOND_HALVES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 #endif
 
-/* Entry j of vector i changes places with entry i of vector j: each round rotates the bits of an
- * entry's number among all by one. */
+/* Transposes: swaps entry j of vector i and entry i of vector j. Each round rotates the bits of an
+ * entry's overall index by one. */
 INLINE void transpose(Vector *values) {
     for (int round = 1; round < LANES; round *= 2) {
         Vector found[LANES];
