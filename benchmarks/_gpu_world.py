@@ -168,7 +168,7 @@ class World:
 
 def disable_graphs(engine: Engine) -> None:
     """Its steps run without CUDA graphs from now on."""
-    engine._runner._graphs = None
+    engine._runner.drop_graphs()
 
 
 def random_prompts(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:

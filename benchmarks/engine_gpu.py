@@ -70,7 +70,7 @@ def step_seconds(
     rng = random.Random(1)
     engine = make_engine(loaded, overlap)
     if not graphs:
-        engine._runner._graphs = None
+        engine._runner.drop_graphs()
     for number in range(batch):
         prompt = [rng.randrange(VOCAB) for _ in range(PROMPT)]
         engine.add(number, prompt, Sampling(max_tokens=1000, ignore_eos=True))

@@ -12,7 +12,12 @@ from tokenbus.workers.gpu.engine.block_manager import BlockManager
 from tokenbus.workers.gpu.engine.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.engine.sequence import Sequence
 from tokenbus.workers.gpu.model.cpu_native import library as native_library
-from tokenbus.workers.gpu.model.cpu_native.decoder import MAX_SEQUENCES, MAX_TOKENS
+from tokenbus.workers.gpu.model.cpu_native.backend import CpuBackend
+from tokenbus.workers.gpu.model.cpu_native.decoder import (
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    NativeDecoder,
+)
 from tokenbus.workers.gpu.model.cpu_native.huge_pages import HUGE, collapse
 from tokenbus.workers.gpu.model.cpu_native.library import library
 from tokenbus.workers.gpu.model.cuda.choice import choose_layout
@@ -30,6 +35,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def native_of(runner: Runner) -> NativeDecoder | None:
+    """The native code of a runner, if it has any."""
+    assert isinstance(runner.backend, CpuBackend)
+    return runner.backend.native
+
+
 class Both:
     """The same sequences computed by the native code and by torch, each with its own cache."""
 
@@ -37,8 +48,10 @@ class Both:
         loaded = wrap_model(name, make(name))
         layout = choose_layout(loaded)
         self.runners = [Runner(loaded, BLOCKS, layout), Runner(loaded, BLOCKS, layout)]
-        assert self.runners[0]._native is not None
-        self.runners[1]._native = None
+        assert native_of(self.runners[0]) is not None
+        backend = self.runners[1].backend
+        assert isinstance(backend, CpuBackend)
+        backend.native = None
         self._blocks = BlockManager(BLOCKS, layout.block_size)
         self._generator = torch.Generator().manual_seed(3)
 
@@ -132,7 +145,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
         request.getfixturevalue("narrow")
     both = Both("llama")
     runner = both.runners[0]
-    native = runner._native
+    native = native_of(runner)
     assert native is not None
     sequences = [both.sequence(4) for _ in range(22)]
     for sequence in sequences:
@@ -167,7 +180,7 @@ def test_rows_of_a_draft_are_those_of_single_tokens(
         request.getfixturevalue("narrow")
     both = Both(name)
     runner = both.runners[0]
-    native = runner._native
+    native = native_of(runner)
     assert native is not None
     sequence = both.sequence(68)
     both.difference((sequence, 68))
@@ -199,7 +212,7 @@ def test_what_it_does_not_know_is_left_to_torch() -> None:
     model.model.layers[1].mlp.act_fn = torch.nn.GELU()
     loaded = wrap_model("llama", model)
     assert loaded.decoder is not None
-    assert Runner(loaded, BLOCKS, choose_layout(loaded))._native is None
+    assert native_of(Runner(loaded, BLOCKS, choose_layout(loaded))) is None
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
@@ -226,7 +239,7 @@ def test_embeddings_that_are_more_than_a_matrix_are_left_to_torch() -> None:
     model.model.embed_tokens = Shifted()
     loaded = wrap_model("llama", model)
     assert loaded.decoder is not None
-    assert Runner(loaded, BLOCKS, choose_layout(loaded))._native is None
+    assert native_of(Runner(loaded, BLOCKS, choose_layout(loaded))) is None
 
 
 def test_a_library_that_cannot_be_loaded_is_left_out(

@@ -26,6 +26,7 @@ from ....protocol.sampling import Sampling
 from ..model.cpu_native.allocator import keep_freed_memory
 from ..model.cuda.choice import choose_layout
 from ..model.device_queue import device_queue
+from ..model.device_traits import traits_of
 from ..model.kv_cache import Layout, cpu_bytes, token_bytes
 from ..model.loader import LoadedModel, ModelLoadError, OnProgress
 from ..model.memory import cache_bytes, largest_step_bytes
@@ -34,7 +35,6 @@ from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
 from ..speculation.draft_model import DraftModel, check_draft_model
 from ..speculation.drafts import Speculation
-from ..speculation.lengths import CPU, CUDA
 from .block_manager import BlockManager
 from .intake import Intake
 from .pages import PageLog
@@ -99,7 +99,8 @@ class Engine:
         text has no earlier match. Raises ModelLoadError if it cannot draft for this model, or if
         ``config`` requires fast attention and the model cannot have it."""
         config = config or EngineConfig()
-        if loaded.device.type == "cpu":
+        traits = traits_of(loaded.device)
+        if traits.host_memory:
             keep_freed_memory()
         self.loaded = loaded
         self.mask_words = -(-loaded.vocab_size // 32)
@@ -132,11 +133,10 @@ class Engine:
         )
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
-        costs = CUDA if loaded.device.type == "cuda" else CPU
         model: DraftModel | None = None
         if draft_model is not None and draft_size:
             model = DraftModel(draft_model, draft_size, queue, loaded, config.fixed_threads)
-        self._speculation = Speculation(costs if config.speculation else None, model)
+        self._speculation = Speculation(traits.draft_costs if config.speculation else None, model)
         self._live = LiveSequences(
             self._intake,
             self._scheduler,

@@ -22,6 +22,7 @@ from ....protocol.settings import Settings
 from ..engine.engine import Engine, EngineConfig
 from ..speculation.draft_model import check_draft_model
 from .allow_list import is_allowed
+from .device_traits import traits_of
 from .loader import LOADED, LoadedModel, ModelLoadError, load_model
 from .ranks import Ranks
 
@@ -255,8 +256,7 @@ def memory_part(settings: Settings) -> float:
 
 
 def _overlaps(settings: Settings, loaded: LoadedModel) -> bool:
-    """Whether the steps of a model overlap. On a CPU, the forward and the worker's Python code
-    would only compete for cores."""
+    """Whether the steps of a model overlap with the host's work."""
     if settings.overlap == "auto":
-        return loaded.device.type != "cpu"
+        return traits_of(loaded.device).overlaps
     return settings.overlap == "on"

@@ -1,0 +1,54 @@
+"""The forward of a model: one interface for each way to compute it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ..engine.packing import Packed
+from .step_tensors import Context, StepTensors
+
+
+class ForwardBackend(ABC):
+    """Computes the forward of one model on one rank, in one way.
+
+    ``tensors`` makes the inputs of a step on the device.
+    """
+
+    why_no_graphs = ""
+    """Why CUDA graphs cannot capture ``compute``; empty if they can."""
+    why_no_kernels = "its layers run as transformers' modules"
+    """Why the Triton kernels do not compute the layers; empty if they do."""
+    num_graphs = 0
+    """The number of batch sizes that have a CUDA graph."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        self.tensors = tensors
+
+    @abstractmethod
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """The logits ``[num_rows, vocab]`` of the tokens at ``rows``.
+
+        ``ids`` and ``positions`` ``[num_tokens]`` are those of the packed tokens of a step.
+        """
+
+    @torch.inference_mode()
+    def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of ``packed.rows``, as float32 ``[num_rows, vocab]``.
+
+        ``drawn``: the tokens of the sampling before this step, for the ids that ``packed`` lacks.
+        """
+        return self.of_ids(packed, self.tensors.ids(packed, drawn))
+
+    def of_ids(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+        """``forward`` of a step whose ids are on the device."""
+        tensors = self.tensors
+        rows, positions = tensors.tensor(packed.rows), tensors.tensor(packed.positions)
+        return self.compute(ids, positions, rows, tensors.context(packed)).float()
+
+    def reads_blocks(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether a step of this size reads keys and values from their blocks, not from mirrors."""
+        return False

@@ -1,0 +1,75 @@
+"""The choice of a model's forward: the fastest backend whose logits are the model's own."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .backend import ForwardBackend
+from .cpu_native.backend import CpuBackend, native_decoder
+from .cpu_native.head import packed_head
+from .cpu_native.threads import ThreadChooser
+from .device_traits import traits_of
+from .fused.backend import FusedBackend
+from .fused.projections import packing_budget
+from .kv_cache import Layout
+from .loader import LoadedModel
+from .step_tensors import StepTensors
+from .transformers.backend import (
+    TransformersBackend,
+    attention_name,
+    compiled_backend,
+    keeps_logits,
+)
+from .triton.backend import triton_backend
+
+log = logging.getLogger(__name__)
+
+
+def choose_backend(
+    loaded: LoadedModel,
+    tensors: StepTensors,
+    layout: Layout,
+    *,
+    compiled: bool = False,
+    fixed_threads: bool = False,
+) -> ForwardBackend:
+    """The forward of a loaded model on its device.
+
+    ``compiled``: through torch.compile, if there is one rank. ``fixed_threads``: all forwards on a
+    CPU use all threads of torch, even if fewer are faster.
+    """
+    loaded.model.set_attn_implementation(attention_name(layout))
+    base = _of_torch(loaded, tensors, layout, compiled)
+    if not traits_of(loaded.device).host_memory:
+        return base
+    native, threads = None, None
+    if isinstance(base, FusedBackend) and not layout.in_place:
+        native = native_decoder(loaded.name, base, layout)
+    if loaded.ranks is None and not fixed_threads:
+        threads = ThreadChooser(torch.get_num_threads())
+    return CpuBackend(base, native, threads)
+
+
+def _of_torch(
+    loaded: LoadedModel, tensors: StepTensors, layout: Layout, compiled: bool
+) -> ForwardBackend:
+    """The forward by operations of torch or kernels of Triton."""
+    model = loaded.model
+    if loaded.ranks is not None:
+        if compiled:
+            log.warning("%s runs without torch.compile, as it has several ranks", loaded.name)
+        return TransformersBackend(tensors, model)
+    if compiled:
+        found = compiled_backend(loaded.name, model, tensors, layout)
+        if found is not None:
+            return found
+    if not keeps_logits(model):
+        return TransformersBackend(tensors, model)
+    if loaded.decoder is None:
+        return TransformersBackend(tensors, model, packed_head(model))
+    loaded.decoder.pack(packing_budget())
+    if layout.triton:
+        return triton_backend(tensors, loaded.decoder, layout, model.dtype)
+    return FusedBackend(tensors, loaded.decoder, layout)

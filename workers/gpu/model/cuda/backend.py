@@ -1,0 +1,36 @@
+"""The forward on CUDA: decode steps as graphs, all others by another backend."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.packing import Packed
+from ..backend import ForwardBackend
+from ..step_tensors import Context
+from .graphs import DecodeGraphs
+
+
+class CudaBackend(ForwardBackend):
+    """Runs ``base``, and the steps that only decode as graphs of it."""
+
+    def __init__(self, base: ForwardBackend, graphs: DecodeGraphs) -> None:
+        super().__init__(base.tensors)
+        self.why_no_graphs = graphs.why
+        self.why_no_kernels = base.why_no_kernels
+        self.num_graphs = len(graphs)
+        self.base = base
+        self._graphs = graphs
+
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """The logits at ``rows``, without a graph."""
+        return self.base.compute(ids, positions, rows, context)
+
+    def of_ids(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of a step, by a graph if one fits."""
+        logits = self._graphs.run(packed, ids)
+        if logits is None:
+            return super().of_ids(packed, ids)
+        # The next replay overwrites the logits, and a deferred sequence keeps its row.
+        return logits.to(torch.float32, copy=True)

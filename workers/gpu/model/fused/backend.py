@@ -1,0 +1,41 @@
+"""The forward of a ``FusedDecoder``: few operations of torch over the weights of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backend import ForwardBackend
+from ..cuda import varlen
+from ..kv_cache import Layout
+from ..step_tensors import Context, StepTensors
+from ..transformers.attention import attend
+from ..triton import attention as triton_attention
+from .decoder import Attend, FusedDecoder
+
+
+class FusedBackend(ForwardBackend):
+    """Runs a decoder with the attention of a layout.
+
+    ``why_no_kernels``: why the Triton kernels do not compute its layers.
+    """
+
+    def __init__(
+        self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout, why_no_kernels: str = ""
+    ) -> None:
+        super().__init__(tensors)
+        self.decoder = decoder
+        self.why_no_kernels = why_no_kernels
+        self._attend = attend_of(layout)
+
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """The logits at ``rows``."""
+        return self.decoder.forward(ids, positions, rows, context, self._attend)
+
+
+def attend_of(layout: Layout) -> Attend:
+    """The attention of a decoder."""
+    if layout.triton:
+        return triton_attention.attend
+    return varlen.attend if layout.in_place else attend

@@ -1,0 +1,107 @@
+"""The forward as transformers' own modules compute it, with this engine's attention."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..backend import ForwardBackend
+from ..cpu_native.head import PackedHead
+from ..cuda import varlen
+from ..kv_cache import Layout
+from ..loader import FUSED_TOLERANCE, PROBE_TOLERANCE, difference
+from ..probes import Probes
+from ..step_tensors import Context, StepTensors
+from ..triton import attention as triton_attention
+from .attention import NAME, NAME_COMPILED
+
+log = logging.getLogger(__name__)
+
+MAX_COMPILED_VARIANTS = 64
+"""Compiled forms of one function. torch.compile makes one for each combination of no, one or
+several rows, one or several tokens, and the classes that share a decorator; its default is 8."""
+
+
+class TransformersBackend(ForwardBackend):
+    """Runs a transformers model. ``head`` computes its output layer faster, if given."""
+
+    def __init__(self, tensors: StepTensors, model: Any, head: PackedHead | None = None) -> None:
+        super().__init__(tensors)
+        self._model = model
+        self._head = head
+        self._keeps_logits = keeps_logits(model)
+        if not self._keeps_logits:
+            self.why_no_graphs = "the model computes the logits of all tokens"
+
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """The logits at ``rows``."""
+        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        with self._head.applied() if self._head is not None else nullcontext():
+            logits: torch.Tensor = self._model(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                packed_batch=context,
+                **keep,
+            ).logits[0]
+        return logits if self._keeps_logits else logits[rows]
+
+
+class CompiledBackend(TransformersBackend):
+    """Runs a model through torch.compile. The first steps of each kind are slow."""
+
+    def __init__(self, tensors: StepTensors, model: Any) -> None:
+        super().__init__(tensors, model)
+        self._model = torch.compile(model, dynamic=True)
+        self.why_no_graphs = "torch.compile runs the model"
+
+
+def keeps_logits(model: Any) -> bool:
+    """Whether a model can compute the logits of chosen tokens only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def attention_name(layout: Layout) -> str:
+    """The name under which transformers knows the attention of a layout."""
+    if layout.triton:
+        return triton_attention.NAME
+    return varlen.NAME if layout.in_place else NAME
+
+
+@torch.inference_mode()
+def compiled_backend(
+    name: str, model: Any, tensors: StepTensors, layout: Layout
+) -> CompiledBackend | None:
+    """The model through torch.compile; None, with the reason in the log, if its logits differ from
+    the model's own."""
+    # This import takes more than a second.
+    from torch._dynamo import config
+
+    probes = Probes(tensors, layout)
+    probed = (probes.prompt(), probes.decode())
+    plain = TransformersBackend(tensors, model)
+    wanted = [probes.logits(plain, packed).clone() for packed in probed]
+    limit = FUSED_TOLERANCE if model.dtype == torch.float32 else PROBE_TOLERANCE
+    config.recompile_limit = MAX_COMPILED_VARIANTS
+    if not layout.in_place:
+        model.set_attn_implementation(NAME_COMPILED)
+    found, why = CompiledBackend(tensors, model), ""
+    try:
+        for packed, own in zip(probed, wanted, strict=True):
+            away = difference(probes.logits(found, packed), own)
+            if not away <= limit:
+                why = f"its logits would be off by {away:.3g} of their spread"
+    except Exception as error:
+        why = f"it failed: {error}"
+    probes.clear()
+    if not why:
+        return found
+    log.warning("%s runs without torch.compile: %s", name, why)
+    model.set_attn_implementation(attention_name(layout))
+    return None

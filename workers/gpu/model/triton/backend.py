@@ -1,0 +1,53 @@
+"""The forward of a decoder by the Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backend import ForwardBackend
+from ..fused.backend import FusedBackend
+from ..fused.decoder import FusedDecoder
+from ..kv_cache import Layout
+from ..loader import FUSED_TOLERANCE, PROBE_TOLERANCE, difference
+from ..probes import Probes
+from ..step_tensors import Context, StepTensors
+from . import attention
+from .decoder import NotFusible, TritonDecoder
+
+
+class TritonBackend(ForwardBackend):
+    """Runs the layers of a decoder in few kernels. Raises NotFusible if a layer has no kernel."""
+
+    why_no_kernels = ""
+
+    def __init__(self, tensors: StepTensors, decoder: FusedDecoder) -> None:
+        super().__init__(tensors)
+        self._decoder = TritonDecoder(decoder)
+
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """The logits at ``rows``."""
+        return self._decoder.forward(ids, positions, rows, context, attention.attend_stored)
+
+
+def triton_backend(
+    tensors: StepTensors, decoder: FusedDecoder, layout: Layout, dtype: torch.dtype
+) -> TritonBackend | FusedBackend:
+    """The decoder in few kernels; with plain layers, and the reason, if these have no kernels or if
+    the logits would differ."""
+    probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
+    limit = FUSED_TOLERANCE if dtype == torch.float32 else PROBE_TOLERANCE
+    try:
+        found = TritonBackend(tensors, decoder)
+        for packed in (probes.prompt(), probes.decode()):
+            wanted = probes.logits(plain, packed).clone()
+            away = difference(probes.logits(found, packed), wanted)
+            if not away <= limit:
+                raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+        return found
+    except Exception as error:
+        plain.why_no_kernels = str(error)
+        return plain
+    finally:
+        probes.clear()
