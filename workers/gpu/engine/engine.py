@@ -268,7 +268,7 @@ class Engine:
 
     @property
     def path(self) -> ForwardPath:
-        """The attention kernel, CUDA graphs and fallbacks of the forward; safe on another thread."""
+        """The attention kernel, CUDA graphs and fallbacks of the forward; thread-safe."""
         return self._runner.path
 
     @property
@@ -386,7 +386,7 @@ class Engine:
         return sequence.row is not None or (step is not None and sequence in step.rows)
 
     def defer(self, request: int, seq: int) -> None:
-        """Defers a ready sequence until ``reschedule``. It keeps its logits and gives up its slot."""
+        """Defers a ready sequence until ``reschedule``. It keeps its logits, not its slot."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and sequence in step.rows:
             sequence.row = step.keep(step.rows.pop(sequence))
@@ -483,7 +483,7 @@ class Engine:
         error: str = "",
         code: str | None = None,
     ) -> None:
-        """Ends one sequence. If ``reason`` is "error", its last output has ``error`` and ``code``."""
+        """Ends one sequence. For the reason "error", its last output has ``error`` and ``code``."""
         ended = self._live.end(self._live.named(request, seq), reason, error)
         self._live.outputs.append(ended._replace(code=code))
 

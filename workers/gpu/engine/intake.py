@@ -53,7 +53,7 @@ class Intake:
         inspect: bool,
         healed: int | None = None,
     ) -> Sequence:
-        """The first sequence of a generation; the others of ``sampling.n`` are forked from it later.
+        """The first sequence of a generation; those of ``sampling.n`` are forked from it later.
 
         ``healed``: the token that was removed from the end of the prompt. Raises RequestError if
         the request cannot be run.
