@@ -118,8 +118,8 @@ class Adoption:
     def on_journal(
         self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
     ) -> None:
-        """A worker's JOURNAL: the broker adopts the request, or the worker drops it if no client
-        needs it."""
+        """Handles a worker's JOURNAL: the broker adopts the request, or the worker drops it if no
+        client needs it."""
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -230,7 +230,7 @@ class Adoption:
         return session
 
     def _withdraw(self, request: Request) -> None:
-        """Another worker has more of a request, so the worker that reported it first drops it."""
+        """Orders the worker of a request to drop it, because another worker has more of it."""
         worker = request.worker
         del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
@@ -310,27 +310,27 @@ class Adoption:
         return session
 
     def on_registered(self, worker: Worker) -> None:
-        """A worker that registers may have streams of sessions that are being picked up. A client
-        without a connection may have gone to the next broker."""
+        """Handles the registration of a worker, which may have streams of sessions that are being
+        picked up. A client without a connection may have gone to the next broker."""
         if worker.role == "gpu":
             sessions = map(self._sessions.by_id.get, self._claims.sessions)
             here = {s.id for s in sessions if s is not None and s.peer is not None}
             self._claims.on_registered(worker, here)
 
     def on_claimed(self, worker: Worker, session: int) -> None:
-        """A worker has sent all that it has of a session."""
+        """Handles a worker's CLAIMED: the worker has sent all its streams of a session."""
         for stream_id in self._claims.on_claimed(worker, session):
             worker.dropped(session, stream_id)
         self._finish_claims([session])
         self._begin_claims(self._dispatcher.now)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker is lost and will not answer."""
+        """Handles the loss of a worker: it will not answer claims any more."""
         self._finish_claims(self._claims.on_lost(worker))
         self._begin_claims(self._dispatcher.now)
 
     def on_ended(self, session: Session) -> None:
-        """A session has ended: its streams are not needed any more."""
+        """Handles the end of a session: its streams are not needed any more."""
         self._claims.on_ended(session.id)
         self._forget_cancelled(session.id)
         self._attaches.drop_held(session.id)
@@ -361,7 +361,7 @@ class Adoption:
                 self._dispatcher.withdraw(request)
 
     def on_attach(self, session: Session, message: Attach, now: float) -> None:
-        """A client's ATTACH; raises RequestError if the stream does not exist."""
+        """Handles a client's ATTACH; raises RequestError if the stream does not exist."""
         request = session.streams.get(message.stream_id)
         if request is not None and request.unclaimed:
             reached = request.moves, request.entries
@@ -380,7 +380,8 @@ class Adoption:
         return session.id in self._claims or (session.recovering and self.open(now))
 
     def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
-        """A client cancels a stream that does not exist, or not yet."""
+        """Records that a client cancels a stream that is unknown, because a worker may still report
+        it."""
         if not self.waits_for(session, now):
             return
         cancelled = self._cancelled.get(session.id, set())

@@ -40,7 +40,7 @@ class Attaches:
     # --- clients --------------------------------------------------------------------------------
 
     def on_attach(self, session: Session, message: Attach, hold: bool) -> None:
-        """A client's ATTACH. ``hold``: a worker may still report streams of this session.
+        """Handles a client's ATTACH. ``hold``: a worker may still report streams of this session.
 
         Raises RequestError if the stream does not exist.
         """
@@ -55,8 +55,8 @@ class Attaches:
             raise _unknown(message.stream_id)
 
     def on_cancel(self, session: Session, stream_id: int) -> bool:
-        """A client cancels a stream; returns whether the stream has ended or was not reported
-        yet."""
+        """Handles a client's cancellation of a stream; returns whether the stream has ended or was
+        not reported yet."""
         self._take(session, stream_id)
         self._dispatcher.ends.drop(session, stream_id)
         return stream_id not in session.streams
@@ -117,8 +117,8 @@ class Attaches:
     # --- streams --------------------------------------------------------------------------------
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
-        """A worker has reported a stream of which it has ``sent`` these entries (a body of TOKEN).
-        A held ATTACH for it is answered at once, as the worker may be in a long step.
+        """Handles the report of a stream of which a worker has ``sent`` these entries (a body of
+        TOKEN). A held ATTACH for it is answered at once, as the worker may be in a long step.
 
         The ATTACH is passed on if the worker does not know the encoding that its client takes now;
         ``flags`` are those that the worker knows.
@@ -133,13 +133,13 @@ class Attaches:
             self._dispatcher.moves.answer(request, sent, held.received)
 
     def on_finished(self, request: Request) -> None:
-        """The last entries of a stream were routed."""
+        """Called when the last entries of a stream were routed."""
         if request.open:
             self._dispatcher.ends.finished(request)
         self._dispatcher.forget(request)
 
     def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
-        """A worker has reported a stream that has ended, after ``count`` entries were sent."""
+        """Handles the report of a stream that has ended, after ``count`` entries were sent."""
         session, stream_id = request.session, request.stream_id
         self._dispatcher.ends.keep(request, sent, count)
         held = self._take(session, stream_id)

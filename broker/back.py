@@ -226,8 +226,8 @@ class Back:
             self._lose_unread(worker, error)
 
     def on_gone(self, peer: bytes, now: float, unsent: Sequence[bytes] = ()) -> None:
-        """A worker's connection closed: its lease ends. ``unsent`` is the message that could not be
-        sent."""
+        """Handles the end of a worker's connection: its lease ends. ``unsent`` is the message that
+        could not be sent."""
         worker = self._by_peer.get(peer)
         if worker is None:
             self._names.on_gone(peer)
@@ -317,7 +317,7 @@ class Back:
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
     ) -> None:
-        """A message could not be handled: the stream that it belongs to, if any, ends."""
+        """Handles a message that caused an error: the stream that it belongs to, if any, ends."""
         name = worker.name if worker is not None else peer.hex()
         if isinstance(error, TokenbusError | IndexError):
             self._counters.bad_worker_messages += 1
@@ -426,8 +426,8 @@ class Back:
             raise RequestError(Code.UNKNOWN_TYPE, f"unknown message type {shown!r} of a worker")
 
     def _on_journal(self, worker: Worker, frames: list[bytes]) -> None:
-        """The JOURNAL of a stream that a worker has reported: of a worker that has returned, or
-        from an earlier run."""
+        """Handles the JOURNAL of a stream that a worker has reported: of a worker that has
+        returned, or from an earlier run."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
         request = self._returns.awaits(header.request, worker)
@@ -449,7 +449,7 @@ class Back:
             self._dispatcher.controllers.fill(worker)
 
     def _on_refused(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
-        """A worker has no room for a message that the broker sent to it."""
+        """Handles REFUSED: a worker has no room for a message that the broker sent to it."""
         refused: Refused = decode_as(Refused, frames[2], "msgpack")
         request = self._dispatcher.requests.get(decode_header(head).request)
         worker.elsewhere = refused.elsewhere
@@ -532,8 +532,8 @@ class Back:
         return self._dispatcher.is_hung(holder) and age_s <= self._settings.hung_step_s
 
     def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
-        """Another process registers with the name of a worker. It receives the name if that worker
-        is lost, and is refused if that worker proves to be alive."""
+        """Handles another process that registers with the name of a worker. It receives the name if
+        that worker is lost, and is refused if that worker proves to be alive."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
             # If the worker's connection has closed, this send fails, and its lease ends.
@@ -546,7 +546,7 @@ class Back:
         self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def _update(self, worker: Worker, message: Register) -> None:
-        """A worker's models have changed: loaded or unloaded."""
+        """Handles a change of a worker's models, which were loaded or unloaded."""
         pools = self._dispatcher.pools
         pools.remove(worker)
         worker.models = {m.name: m for m in message.models}
@@ -580,7 +580,8 @@ class Back:
                 self._out.append(Outgoing(_BACK, receiver.peer, sent, True))
 
     def _start_controller(self, worker: Worker, head: bytes, frames: list[bytes]) -> None:
-        """A GPU worker begins a request with a controller: a controller worker gets its START."""
+        """Sends the START of a controller to a controller worker, when a GPU worker begins its
+        request."""
         request = self._dispatcher.requests.get(decode_header(head).request)
         if request is None or request.worker is not worker or not request.open:
             return
@@ -589,7 +590,8 @@ class Back:
         self._dispatcher.controllers.start(request, frames[2], self._dispatcher.now)
 
     def _save_buffer(self, head: bytes, frames: list[bytes]) -> None:
-        """A stream with ``save`` is about to end: its tokens become a buffer of its session."""
+        """Stores the tokens of a stream with ``save``, which is about to end, as a buffer of its
+        session."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
         header = decode_header(head)
         session = self._sessions.by_id.get(header.address)
@@ -609,8 +611,8 @@ class Back:
         self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def _lose_unread(self, worker: Worker, error: Exception) -> None:
-        """A message of a worker cannot be read. Which streams miss tokens now is unknown, so none
-        of the worker's can continue."""
+        """Handles a message of a worker that cannot be read. Which streams miss tokens now is
+        unknown, so none of the worker's can continue."""
         why = f"a message of it cannot be read: {error}"
         self._lose(worker, Loss(why, died=True, returns=False))
         self._ask(worker.peer, "a message of this worker cannot be read", self._dispatcher.now)

@@ -53,7 +53,7 @@ class Buffers:
         self._add(session, added)
 
     def drop_all(self, session: Session) -> None:
-        """A session has ended."""
+        """Removes all buffers of a session that has ended."""
         session.buffers.clear()
         self._add(session, -session.buffer_bytes)
 

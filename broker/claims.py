@@ -58,8 +58,8 @@ class Claims:
         return self._by_session.keys()
 
     def add(self, session: int, peer: bytes, may_send: Mapping[int, set[int]]) -> None:
-        """The client of a session has connected as ``peer``. ``may_send``: by worker, the withdrawn
-        streams of which it may still send entries."""
+        """Adds a claim for a session whose client has connected as ``peer``. ``may_send``: by
+        worker, the withdrawn streams of which it may still send entries."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer
@@ -111,7 +111,8 @@ class Claims:
             del self._waiting[claim.peer]
 
     def on_registered(self, worker: Worker, sessions: Collection[int]) -> None:
-        """A GPU worker that registers may have streams of these sessions, if they are claimed."""
+        """Handles the registration of a GPU worker, which may have streams of these sessions, if
+        they are claimed."""
         for session, claim in self._by_session.items():
             if session in sessions and not self._waits(session, claim):
                 claim.asked[worker.id] = set()
@@ -123,7 +124,7 @@ class Claims:
         return claim.asked.pop(worker.id, set()) if claim is not None else set()
 
     def on_lost(self, worker: Worker) -> list[int]:
-        """A worker is lost; returns the sessions for which it had not answered."""
+        """Handles the loss of a worker; returns the sessions for which it had not answered."""
         found = []
         for session, claim in self._by_session.items():
             claim.next.pop(worker.id, None)
@@ -132,23 +133,23 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """A session has ended. Its claim is dropped unless a worker has to answer or is known to
-        have a stream of it."""
+        """Handles the end of a session: its claim is dropped unless a worker has to answer or is
+        known to have a stream of it."""
         claim = self._by_session.get(session)
         if claim is not None and not (claim.asked or claim.next):
             del self._by_session[session]
             self._stop_waiting(session, claim)
 
     def discard(self, session: int, worker: int, stream_id: int) -> None:
-        """A worker was sent another order to drop a stream: it may send entries of it after its
-        answer to the claim."""
+        """Records that a worker was sent another order to drop a stream: it may send entries of it
+        after its answer to the claim."""
         claim = self._by_session.get(session)
         if claim is not None:
             claim.asked.get(worker, set()).discard(stream_id)
 
     def finish(self, session: int, *, forget: bool) -> bool:
-        """Ends the active claim of a session when every worker has answered; returns whether the
-        session has no further claim.
+        """Ends the turn of a session when every worker has answered; returns whether its claim was
+        removed. The claim stays if it waits for another turn, or without ``forget``.
 
         ``forget``: no other worker may still register with streams of the session.
         """

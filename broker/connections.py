@@ -219,7 +219,7 @@ class Connections:
             shut(oldest)
 
     def _forget(self, connection: Connection) -> None:
-        """A connection has closed."""
+        """Removes a closed connection from the counts."""
         self._silent.pop(connection, None)
         if connection.peer is not None:
             self._of_key[connection.key] -= 1

@@ -44,14 +44,14 @@ class ContestedNames:
         return contender
 
     def left(self, name: str, now: float) -> Contender | None:
-        """The lease of a worker has ended; returns the contender that receives its name."""
+        """Handles the end of a worker's lease; returns the contender that receives its name."""
         contender = self._by_name.pop(name, None)
         if contender is None or now - contender.at > self._expiry_s:
             return None
         return contender
 
     def on_gone(self, peer: bytes) -> None:
-        """The connection of a contender has closed."""
+        """Handles the end of a contender's connection."""
         for name in [name for name, one in self._by_name.items() if one.peer == peer]:
             del self._by_name[name]
 

@@ -177,8 +177,8 @@ class Controllers:
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def refused(self, request: Request, worker: Worker, body: bytes) -> None:
-        """A controller worker has no room for a START, because other brokers use it too: another
-        worker receives the START, or it waits."""
+        """Handles a controller worker's refusal of a START. It has no room, because other brokers
+        use it too: another worker receives the START, or it waits."""
         if request.steered_by is worker and request.controller_started:
             self._release(request)
             request.controller_started = False
@@ -206,8 +206,8 @@ class Controllers:
         """Whether a worker that served the controller of a request under an earlier run of the
         broker may still have to register.
 
-        This takes about two heartbeats. It does not matter if a registered worker serves the name,
-        or if the name is a module id, which every worker for modules can run.
+        It registers within two heartbeats. The result is False if a registered worker serves the
+        name, or if the name is a module id, which every worker for modules can run.
         """
         name, at = request.controller, request.adopted_at
         adopted_now = at is not None and self._now() - at <= 2 * self._settings.heartbeat_s
@@ -286,8 +286,8 @@ class Controllers:
         )
 
     def end(self, request: Request) -> None:
-        """A request has ended: its place becomes free, and its controller and variables are
-        removed."""
+        """Handles the end of a request: its place becomes free, and its controller and variables
+        are removed."""
         worker = request.steered_by
         self._release(request)
         self._pace.note(self._now())
@@ -305,8 +305,8 @@ class Controllers:
             self._out.to_worker(state, b"END", body)
 
     def withdraw(self, request: Request) -> None:
-        """A request is removed here and continues elsewhere: its controller is removed, and its
-        variables stay."""
+        """Removes a request that continues elsewhere: its controller is removed, and its variables
+        stay."""
         if request.steered_by is not None and request.controller_started:
             self._out.to_worker(request.steered_by, b"END", End(requests=[request.id]))
         state = self.state_worker() if request.served_as else None
@@ -315,13 +315,14 @@ class Controllers:
         request.served_as = ""
 
     def on_drain(self, worker: Worker) -> None:
-        """A worker drains: controllers that it has not begun are started by another worker."""
+        """Handles the drain of a worker: controllers that it has not begun are started by another
+        worker."""
         for request in list(worker.steers.values()):
             if not request.controller_started:
                 self._release(request)
 
     def on_moving(self, request: Request) -> None:
-        """A request has lost its GPU worker: the next one starts its controller again.
+        """Handles the loss of a request's GPU worker: the next one starts its controller again.
 
         The controller worker stays the same unless it drains. It receives no END, as the replay
         needs the recorded answers of the variable operations.
@@ -332,10 +333,10 @@ class Controllers:
             self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker is lost, and is not in any pool any more.
+        """Handles the loss of a worker, which was removed from all pools before.
 
-        GPU workers restart the controllers that it ran, and those that it had not begun, on another
-        worker.
+        GPU workers restart the controllers that it ran, at another worker. Controllers that it had
+        not begun are started at another worker too.
         """
         if worker.role == "controller":
             lost = {p for p in worker.patterns if not self._pools.steering(p).workers}

@@ -188,8 +188,8 @@ class Broker:
     def on_keys(
         self, clients: Mapping[str, Allowed], workers: Mapping[str, Allowed], now: float
     ) -> list[Outgoing]:
-        """The allowed keys have changed. The sessions of revoked clients end; a revoked worker's
-        lease ends with its next message, which is its next heartbeat at the latest."""
+        """Applies a change of the allowed keys. The sessions of revoked clients end; a revoked
+        worker's lease ends with its next message, which is its next heartbeat at the latest."""
         self._at(now)
         self.keyring.replace("worker", workers)
         for key in self.keyring.replace("client", clients):
@@ -199,7 +199,8 @@ class Broker:
     def on_gone(
         self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
     ) -> list[Outgoing]:
-        """A connection has closed. ``unsent``: the frames of the message that could not be sent."""
+        """Handles the end of a connection. ``unsent``: the frames of the message that could not be
+        sent."""
         self._at(now)
         if side is Side.FRONT:
             self.session_table.unread.on_gone(peer)
@@ -209,7 +210,7 @@ class Broker:
         return self._taken()
 
     def on_full(self, message: Outgoing) -> list[Outgoing]:
-        """A message was dropped because the queue of its peer is full."""
+        """Handles a message that was dropped because the queue of its peer is full."""
         if message.side is Side.FRONT:
             self._guarded(self._front.on_slow, message)
         return self._taken()
@@ -234,7 +235,7 @@ class Broker:
         return self.dispatcher.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
-        """A deadline has passed, between two ticks."""
+        """Ends requests whose deadline has passed, between two ticks."""
         self._at(now)
         self._guarded(self.dispatcher.expire, now)
         return self._taken()
@@ -247,8 +248,8 @@ class Broker:
         return max(0.001, min(self.settings.tick_s, self._back.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
-        """Another broker is about to take this one's place and to adopt the workers' requests.
-        Requests that it cannot adopt are to end first."""
+        """Prepares to leave: another broker is about to take this one's place and to adopt the
+        workers' requests. Requests that it cannot adopt are to end first."""
         self._guarded(self._admission.leave, self._stopping())
         return self._taken()
 
@@ -280,7 +281,7 @@ class Broker:
         return self._taken()
 
     def drain(self) -> list[Outgoing]:
-        """The broker is about to stop: it refuses new requests and finishes what runs."""
+        """Prepares to stop: refuses new requests and finishes running ones."""
         self._guarded(self._admission.close, self._stopping())
         return self._taken()
 

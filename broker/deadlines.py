@@ -32,7 +32,7 @@ class Deadlines:
             heapq.heappush(self._heap, (request.deadline, request.id))
 
     def remove(self, request: Request) -> None:
-        """A request has ended."""
+        """Removes the deadline of a request that has ended."""
         self._live.discard(request.id)
         if len(self._heap) > 2 * len(self._live) + REBUILD_ABOVE:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]

@@ -222,7 +222,7 @@ class Dispatcher:
             self.refill(worker)
 
     def tick(self, now: float) -> None:
-        """Time has passed: checks deadlines, waiting requests and journals."""
+        """Checks deadlines, waiting requests and journals."""
         self.behind = False
         self.expire(now)
         self.refuse_unserved(now)
@@ -250,13 +250,13 @@ class Dispatcher:
     # --- workers --------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
-        """A worker has registered: it receives requests that wait for it."""
+        """Adds a worker that has registered; it receives requests that wait for it."""
         self.workers[worker.id] = worker
         self.pools.add(worker)
         self.rebalance()
 
     def remove(self, worker: Worker, loss: Loss) -> None:
-        """A worker is lost: its streams move."""
+        """Removes a worker that is lost; its streams move."""
         if self.workers.pop(worker.id, None) is None:
             return
         self.pools.remove(worker)
@@ -269,8 +269,8 @@ class Dispatcher:
             self.rebalance(quiet=True)
 
     def move(self, request: Request, why: str) -> None:
-        """The worker of a request does not have it any more: the request continues at another
-        worker, or there from its journal."""
+        """Moves a request that its worker does not have any more: it continues from its journal, at
+        another worker or at the same one."""
         worker = request.worker
         assert worker is not None
         self._take_from(worker, [request], Loss(why, died=False, returns=False))
@@ -278,14 +278,14 @@ class Dispatcher:
         self.rebalance()
 
     def take_back(self, request: Request, worker: Worker) -> None:
-        """A request that waits for a worker returns to the one that it had, which has registered
-        again and is about to be added."""
+        """Returns a waiting request to its former worker, which has registered again and is about
+        to be added."""
         request.worker, request.dispatched, request.returning = worker, self.now, True
         self.moves.sent(request, back=True)
         worker.take(request)
 
     def _take_from(self, worker: Worker, requests: list[Request], loss: Loss) -> None:
-        """Requests leave a worker: they wait for another one, or end."""
+        """Takes requests from a worker: they wait for another one, or end."""
         running = []
         for request in requests:
             del worker.requests[request.id]
@@ -331,8 +331,9 @@ class Dispatcher:
         self.controllers.start_waiting()
 
     def refused(self, request: Request, worker: Worker, frames: list[bytes]) -> None:
-        """A worker has no room for a request, because other brokers use it too: another worker
-        receives the request, or it waits. ``frames`` are those that the worker received."""
+        """Handles a worker's refusal of a request. It has no room, because other brokers use it
+        too: another worker receives the request, or it waits. ``frames`` are those that the worker
+        received."""
         if request.worker is not worker:
             return
         del worker.requests[request.id]
@@ -360,7 +361,7 @@ class Dispatcher:
         self._notify_queued(request, len(queue))
 
     def resume(self, worker: Worker) -> None:
-        """A worker whose step had hung continues."""
+        """Handles the end of a hang: the step of the worker continues."""
         self.pools.note(worker)
         self.refill(worker)
 

@@ -31,7 +31,8 @@ class Drains:
         and how many requests the worker had."""
 
     def ask(self, session: Session, message: DrainWorker) -> None:
-        """A client asks for a worker to be drained; the answer comes when the worker has left.
+        """Begins the drain of a worker at a client's request; the answer comes when the worker has
+        left.
 
         Raises RequestError if the worker is unknown, UnavailableError if too many requests wait for
         it to leave.
@@ -61,7 +62,7 @@ class Drains:
         self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
 
     def begin(self, worker: Worker, drain: Drain) -> None:
-        """A worker drains: it receives no new requests."""
+        """Begins the drain of a worker, which receives no new requests."""
         worker.state = WorkerState.DRAINING
         worker.succeeded = drain.successor
         self._draining[worker.id] = worker
@@ -98,7 +99,8 @@ class Drains:
         )
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker has left or is lost: the clients that asked for its drain are answered."""
+        """Handles the departure or loss of a worker: the clients that asked for its drain are
+        answered."""
         self._draining.pop(worker.id, None)
         for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():
             result = {"worker": worker.name, "requests": requests}

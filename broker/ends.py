@@ -74,7 +74,7 @@ class Ends:
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:
-        """The last entries of a stream were routed."""
+        """Called when the last entries of a stream were routed."""
         session = request.session
         if not (session.acks or _awaits_attach(request) or session.peer is None):
             return
@@ -169,18 +169,19 @@ class Ends:
         return b"ERROR", encode_body(error_body(lost, stream_id), session.encoding)
 
     def drop(self, session: Session, stream_id: int) -> None:
-        """The client of a session does not need the end of a stream any more."""
+        """Drops the end of a stream, because the client of its session does not need it any
+        more."""
         end = session.ends.by_stream.get(stream_id)
         if end is not None:
             self._drop(session, end)
 
     def acknowledge(self, session: Session, position: int) -> None:
-        """The client has received all ends up to a position."""
+        """Handles an acknowledgement: the client has received all ends up to a position."""
         for end in session.ends.acknowledged(position):
             self._drop(session, end)
 
     def forget(self, session: Session, end: End) -> None:
-        """A session has ended, and with it an end of it."""
+        """Drops an end of a session that has ended."""
         self._drop(session, end)
 
     def _drop(self, session: Session, end: End) -> None:
@@ -204,11 +205,12 @@ class Ends:
     # --- messages that were dropped -------------------------------------------------------------
 
     def lost(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> None:
-        """The message that ends a stream was dropped: ``closing`` is sent at a later tick."""
+        """Handles the loss of the message that ends a stream: ``closing`` is sent at a later
+        tick."""
         session.ends.on_lost(self._closed(session, stream_id, closing))
 
     def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
-        """The last entries of a stream were dropped: an ERROR ends it, and is sent at once."""
+        """Handles the loss of a stream's last entries: an ERROR ends it, and is sent at once."""
         closing = (b"ERROR", encode_body(error_body(error, stream_id), session.encoding))
         end = self._closed(session, stream_id, closing)
         self._send(session, closing)
@@ -238,7 +240,7 @@ class Ends:
         return True
 
     def _was_sent(self, session: Session, end: End) -> None:
-        """An end was sent. Only an acknowledgement shows whether it arrived."""
+        """Records that an end was sent. Only an acknowledgement shows whether it arrived."""
         if session.acks:
             session.ends.on_sent(end)
         else:

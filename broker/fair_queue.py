@@ -103,8 +103,8 @@ class FairQueue:
         return request
 
     def ahead(self, request: Request) -> int:
-        """An upper bound of the requests that precede a new one: those of higher priorities, and
-        one for each key and session in each turn that it waits for."""
+        """An upper bound of the number of requests that precede a new one: all of higher
+        priorities, and in each turn that it waits for, one of each key, session and user."""
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
         session = request.session

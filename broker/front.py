@@ -122,7 +122,7 @@ class Front:
         self._out.refuse(peer, error, stream_id, message_type, encoding)
 
     def on_slow(self, dropped: Outgoing) -> None:
-        """A client does not read, and a message to it was dropped.
+        """Handles a client that does not read, after a message to it was dropped.
 
         Its streams end with errors that the client receives when it reads again. Streams that have
         ended already also get an error if their last tokens were in the dropped message.
@@ -151,13 +151,14 @@ class Front:
             self._dispatcher.abandon(request, error)
 
     def end_all(self, error: TokenbusError) -> None:
-        """The broker stops: every stream ends with ``error``."""
+        """Ends every stream with ``error``, because the broker stops."""
         for session in self._table:
             for request in list(session.streams.values()):
                 self._dispatcher.abandon(request, error)
 
     def revoke(self, key: str, error: TokenbusError) -> None:
-        """A key was revoked: the sessions of its clients end, each stream with ``error``."""
+        """Handles the revocation of a key: the sessions of its clients end, each stream with
+        ``error``."""
         for session in self._table:
             if session.key == key:
                 for request in list(session.streams.values()):

@@ -131,7 +131,8 @@ class Journal:
         return next(iter(self._begun), None)
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
-        """A request goes to a worker. ``size``: bytes of its frames, which are stored as long.
+        """Begins a request, which goes to a worker. ``size``: bytes of its frames, which are stored
+        as long.
 
         ``sent``: the entries of a moved request so far, as a body.
         """
@@ -142,7 +143,7 @@ class Journal:
         place.segment.live += 1
 
     def _reach(self, place: _Place, sent: bytes) -> None:
-        """The journal has reached the place where a request begins."""
+        """Handles the begin of a request, which the journal has reached."""
         if place.segment is None:
             return
         place.segment.live -= 1
@@ -154,11 +155,12 @@ class Journal:
             self._recent.deliver(self.session, (sent,))
 
     def append(self, body: bytes) -> None:
-        """A body was routed that is not part of a worker's TOKEN."""
+        """Adds a body that was routed and is not part of a worker's TOKEN."""
         self._recent.note(len(body), partial(self._recent.deliver, self.session, (body,)))
 
     def repeats(self, request: int, received: int) -> None:
-        """The worker of a request sends its entries again, from number ``received`` on."""
+        """Notes that the worker of a request sends its entries again, from number ``received``
+        on."""
         place = self._begun.get(request)
         if place is not None:
             self._recent.note(0, partial(self._repeats, request, place, received))
@@ -179,14 +181,15 @@ class Journal:
         return self._begun[request].stream_id
 
     def finish(self, request: int, size: int) -> None:
-        """A request has ended. Its entries stay until ``end``; instead of its frames, ``size``
-        bytes are stored."""
+        """Ends a request. Its entries stay until ``end``; instead of its frames, ``size`` bytes are
+        stored."""
         place = self._begun[request]
         self._grow(size - place.size)
         place.size = size
 
     def end(self, request: int) -> None:
-        """A request has ended, or cannot move any more: bodies that only it needed are dropped."""
+        """Removes a request that has ended, or cannot move any more: bodies that only it needed are
+        dropped."""
         place = self._begun.pop(request, None)
         if place is None:
             return

@@ -58,14 +58,14 @@ class KeptEnds:
         self.by_stream[end.stream_id] = end
 
     def on_sent(self, end: End) -> None:
-        """An end goes out on the present connection."""
+        """Records that an end is sent on the present connection."""
         self._sent.pop(end.position, None)
         self.position += 1
         end.position = self.position
         self._sent[end.position] = end
 
     def on_lost(self, end: End) -> None:
-        """The message with an end was dropped: acknowledgements do not include it."""
+        """Handles the loss of the message with an end: acknowledgements do not include it."""
         self._sent.pop(end.position, None)
         end.position = 0
         self.lost[end.stream_id] = end
@@ -92,7 +92,8 @@ class KeptEnds:
         return found
 
     def on_taken_over(self, now: float) -> None:
-        """The client has a new connection: it attaches to the ends that it has not received."""
+        """Handles a new connection of the client, which attaches to the ends that it has not
+        received."""
         self._sent.clear()
         self.lost.clear()
         for end in self.by_stream.values():

@@ -68,8 +68,8 @@ class Moves:
     # --- the journal ----------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
-        """A request goes to a worker: from now on its session's journal has the entries that it
-        needs to move.
+        """Records that a request goes to a worker: from now on its session's journal has the
+        entries that it needs to move.
 
         Its frames are stored if it has a journal. ``before``: the entries that were routed earlier,
         as a body of TOKEN. ``back``: the worker is the one that it had, and still runs it.
@@ -90,7 +90,7 @@ class Moves:
         self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
-        """A request has come back from a worker that had no room for it."""
+        """Takes a request back from a worker that had no room for it."""
         request.worker, request.dispatched = None, None
         request.frames, request.movable = frames, True
         request.session.journal.end(request.id)
@@ -100,7 +100,7 @@ class Moves:
         request.attaching.clear()
 
     def forget(self, request: Request) -> None:
-        """A request has ended for its client."""
+        """Forgets a request that has ended for its client."""
         self._stop_waiting(request)
         self.quarantine.forget(request)
         if request.session.ends.of(request.id, request.stream_id) is None:
@@ -137,14 +137,15 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """All journals together exceed their bound."""
+        """Gives up requests of the largest journals until all journals together keep their
+        bound."""
         recent = self._recent
         journals = [session.journal for session in self._sessions]
         while recent.total > recent.max_total:
             self._give_up(max((j for j in journals if j.oldest is not None), key=lambda j: j.size))
 
     def _give_up(self, journal: Journal) -> None:
-        """The oldest request in a journal cannot move any more."""
+        """Gives up the oldest request in a journal, which cannot move any more."""
         number = journal.oldest
         assert number is not None
         stream_id = journal.stream_of(number)
@@ -282,7 +283,8 @@ class Moves:
         return [transcript_of(interruption.sent, left, why, pause_s, request.moves + 1)]
 
     def attach(self, request: Request, received: int) -> None:
-        """A client attaches to a stream that waits: it gets what it has not received."""
+        """Answers a client that attaches to a waiting stream with the entries that it has not
+        received."""
         sent = request.interruption.sent if request.interruption is not None else b""
         self.answer(request, sent, received)
 

@@ -51,17 +51,17 @@ class Pool:
         """The ranks that are in the heap."""
 
     def add(self, worker: Worker) -> None:
-        """A worker serves these requests from now on."""
+        """Adds a worker that serves these requests from now on."""
         self.workers[worker.id] = worker
         self.note(worker)
 
     def remove(self, worker: Worker) -> None:
-        """A worker does not serve these requests any more."""
+        """Removes a worker that does not serve these requests any more."""
         del self.workers[worker.id]
         self._leave(worker)
 
     def note(self, worker: Worker) -> None:
-        """A worker's load has changed, or whether it accepts requests."""
+        """Notes a change of a worker's load, or of whether it accepts requests."""
         if not self.accepts(worker):
             self._leave(worker)
             return
@@ -160,7 +160,7 @@ class Pools:
     # --- workers --------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
-        """A worker has registered."""
+        """Adds a worker that has registered."""
         role = self._roles.setdefault(worker.role, _Role())
         role.workers[worker.id] = worker
         self._of[worker.id] = []
@@ -171,7 +171,7 @@ class Pools:
                 self._join(pool, worker)
 
     def remove(self, worker: Worker) -> None:
-        """A worker is lost, or is about to be changed."""
+        """Removes a worker that is lost, or is about to be changed."""
         role = self._roles[worker.role]
         del role.workers[worker.id]
         for pool in self._of.pop(worker.id):
@@ -180,7 +180,7 @@ class Pools:
             self._start_over()
 
     def note(self, worker: Worker) -> None:
-        """A worker's load has changed, or whether it accepts requests."""
+        """Notes a change of a worker's load, or of whether it accepts requests."""
         for pool in self._of.get(worker.id, ()):
             pool.note(worker)
 
@@ -248,7 +248,8 @@ class Pools:
         pool.add(worker)
 
     def _start_over(self) -> None:
-        """A name was added or is not served any more: pools are rebuilt when they are needed."""
+        """Drops all pools after a name was added or is not served any more; they are rebuilt when
+        they are needed."""
         defaults = {name for role in self._roles.values() for name in role.defaults}
         self.has_default = bool(defaults)
         unclear = EMBEDDED if EMBEDDED in defaults else ""

@@ -78,7 +78,7 @@ class Prefixes:
                 reported.add(key)
 
     def expect(self, request: Request, worker: Worker, model: str) -> None:
-        """A request goes to a worker, which will have the pages of its prompt."""
+        """Adds the pages of a request's prompt to the worker to which it goes."""
         keys = self._keys(request, model)
         request.pages = None
         if not keys:
@@ -95,7 +95,7 @@ class Prefixes:
             self._remove(worker.id, key)
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost, and its cache with it."""
+        """Removes the pages of a worker that is lost, as its cache is lost with it."""
         for key in (*self._reported.pop(worker.id, ()), *self._expected.pop(worker.id, ())):
             self._remove(worker.id, key)
 

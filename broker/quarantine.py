@@ -31,8 +31,8 @@ class Quarantine:
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
     ) -> list[Request]:
-        """A worker is lost; returns the requests that are guilty. ``idle``: its streams that had no
-        new token there."""
+        """Handles the loss of a worker; returns the requests that are guilty. ``idle``: its streams
+        that had no new token there."""
         for request in others:
             self._clear(request)
         tried = [request for request in idle if self._tried.pop(request.id, None) is not None]
@@ -52,7 +52,7 @@ class Quarantine:
         return guilty
 
     def lives(self, worker: str) -> None:
-        """A worker whose connection had closed, or that was silent, has registered again: its
+        """Handles the return of a worker whose connection had closed, or that was silent: its
         process did not die."""
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
@@ -64,12 +64,12 @@ class Quarantine:
         return request.deaths < MAX_DEATHS or len(self._tried) < self._most
 
     def on_start(self, request: Request, now: float) -> None:
-        """A request goes to a worker."""
+        """Handles the start of a request at a worker."""
         if request.deaths >= MAX_DEATHS:
             self._tried[request.id] = (request, now)
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """Forgets a request that has ended."""
         self._tried.pop(request.id, None)
 
     def tick(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 Usage is known only afterwards: tokens when they pass, CPU time of controllers when a controller
 worker reports it. So running requests are finished, and a tenant above its quota is refused until
-its usage has drained. As in a leaky bucket, usage drains at the rate of the quota.
+its usage has drained to the quota. As in a leaky bucket, usage drains at the rate of the quota.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Quotas:
         return self._keyring.counts_tokens
 
     def on_tokens(self, frames: Sequence[bytes], now: float) -> None:
-        """A TOKEN of a worker has passed: counts the tokens of tenants with such a quota."""
+        """Counts the tokens of a worker's TOKEN for tenants with such a quota."""
         try:
             sessions = decode_manifest(frames[1]).sessions
         except (TokenbusError, IndexError):
@@ -164,7 +164,8 @@ class Quotas:
             used.add(_tokens_in(body), allowed.tokens_per_minute, now)
 
     def on_sandbox(self, worker: Worker, cpu_ms: Mapping[str, int], now: float) -> None:
-        """A controller worker reports the CPU time of controllers since it started, by key."""
+        """Handles the report of a controller worker: the CPU time of controllers since it started,
+        by key."""
         process = worker.name, worker.pid
         before = self._reported.pop(process, {})
         self._reported[process] = cpu_ms

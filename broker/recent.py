@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 2 * 1024 * 1024
 """The unit in which memory is reused."""
 SEGMENTS = 32
-"""Number of segments at most. Up to two more exist: the end of each may stay empty, and one is the
-next to be used."""
+"""Number of segments at most. Two of them are not full at any time: the end of each may stay empty,
+and one is the next to be used."""
 MESSAGES = 4096
 """Messages of a segment at most, because a move waits until the whole buffer is distributed."""
 NOTE_BYTES = 100
@@ -227,7 +227,7 @@ class Recent:
         self._set_room()
 
     def _roll(self) -> None:
-        """The last segment is full."""
+        """Begins a new segment, because the last one is full."""
         while not self._free:
             self.distribute(BODIES_AT_ONCE)
         self._others += self._at - self._segments[-1].start
@@ -244,8 +244,8 @@ class Recent:
     # --- what goes ------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Distributes some of the oldest bodies. If messages arrive faster, it distributes few:
-        later, some of them may not be needed any more."""
+        """Distributes some of the oldest bodies; only few if a segment was filled since the last
+        tick, because some of them may not be needed any more later."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
@@ -323,7 +323,7 @@ class Recent:
                 self.deliver(session, (body,))
 
     def trim(self) -> None:
-        """Requests have ended: drops messages that no live request needs."""
+        """Drops messages that no live request needs, after requests have ended."""
         while not (self.journals or self._segments[0].live):
             last = len(self._segments) == 1
             self._drop_first()
@@ -347,7 +347,7 @@ class Recent:
     # --- bounds ---------------------------------------------------------------------------------
 
     def grew(self, journal: Journal, by: int) -> None:
-        """The size of a journal has increased by ``by`` bytes."""
+        """Records that the size of a journal has increased by ``by`` bytes."""
         self.total += by
         size = journal.size
         if size > self.most:
@@ -358,7 +358,8 @@ class Recent:
             self._grown = size
 
     def walked(self, largest: int) -> None:
-        """All journals were checked since the last call: the largest has ``largest`` bytes."""
+        """Records that all journals were checked since the last call: the largest has ``largest``
+        bytes."""
         self._largest, self._grown = max(largest, self._grown), 0
         self._set_room()
 

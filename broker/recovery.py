@@ -34,12 +34,12 @@ class Recovery:
         self._back_until = float("-inf")
 
     def lost(self, now: float) -> None:
-        """The last worker that served a model or a controller was lost: it or its successor may
-        register within ``expiry_s``."""
+        """Records the loss of the last worker that served a model or a controller: it or its
+        successor may register within ``expiry_s``."""
         self._back_until = now + self._expiry_s
 
     def follow(self) -> None:
-        """A client or worker was connected to an earlier run of this broker."""
+        """Records that a client or worker was connected to an earlier run of this broker."""
         self._follows = True
 
     def has_ended(self, now: float) -> bool:

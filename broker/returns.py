@@ -31,8 +31,8 @@ class Returns:
         self._out = out
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
-        """The live requests of a worker that registers: returns those that are assigned to it
-        again, and whose journals it sends. Called before any waiting request is started there."""
+        """Assigns waiting streams to their former worker, which registers again; returns them, as
+        the worker sends their journals. Called before any waiting request is started there."""
         if self._dispatcher.is_hung(worker):
             return []
         returned = []
@@ -57,8 +57,8 @@ class Returns:
         return request
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
-        """The entries that a worker has sent of a request, on any connection: the client receives
-        the new ones.
+        """Handles the entries that a worker has sent of a request, on any connection: the client
+        receives the new ones.
 
         Raises RequestError if they do not continue the entries that were routed.
         """

@@ -1,4 +1,4 @@
-"""Tells workers what to drop, and finds out when a worker has dropped it.
+"""Orders workers to drop requests, and records when they have dropped them.
 
 A worker that reports a request may run it, while the broker is about to give it to this worker
 anew. The worker handles messages in their order. So a CLAIM of no session follows the REGISTERED
@@ -37,13 +37,13 @@ def registered(
 
 
 def drop(out: Outgoings, worker: Worker, settings: BrokerSettings, requests: Sequence[int]) -> None:
-    """Tells a worker to drop requests that it has reported."""
+    """Orders a worker to drop requests that it has reported."""
     out.to_worker(worker, b"REGISTERED", registered(worker, settings, unknown=requests))
 
 
 def revoke(out: Outgoings, worker: Worker, settings: BrokerSettings, request: Request) -> None:
-    """Tells a worker to drop the earlier attempt of a request that it is about to get anew, and to
-    confirm that."""
+    """Orders a worker to drop the earlier attempt of a request that it is about to receive again,
+    and to confirm that."""
     drop(out, worker, settings, [request.id])
     out.to_worker(worker, b"CLAIM", Claim(session=NO_SESSION))
     worker.revoked.append(request)

@@ -219,7 +219,7 @@ class BrokerServer:
         self.stop()
 
     def stop_for_good(self) -> None:
-        """No other broker takes the place of this one when it ends."""
+        """Records that no other broker takes the place of this one when it ends."""
         self._for_good = True
 
     def run_forever(self) -> None:
@@ -379,7 +379,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _guard(self) -> None:
-        """Checks for clients' messages that are too long."""
+        """Checks for clients' messages that never end."""
         if self._stopped or self._loop is None:
             return
         try:

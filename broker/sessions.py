@@ -189,7 +189,8 @@ class Sessions:
             self.end(session)
 
     def on_gone(self, peer: bytes, now: float) -> None:
-        """A connection closed: its session ends, or waits for some time to be taken over."""
+        """Handles the end of a connection: its session ends, or waits for some time to be taken
+        over."""
         session = self._table.by_peer.get(peer)
         if session is None:
             return

@@ -10,7 +10,7 @@ from .tables import Request
 
 
 def record_span(request: Request) -> None:
-    """A request with a trace has ended."""
+    """Records the span of a request with a trace, which has ended."""
     exporter = tracing.active()
     if exporter is None:
         return

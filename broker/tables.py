@@ -111,7 +111,7 @@ class Session:
 
     @property
     def flags(self) -> int:
-        """The header bits that tell a worker how to encode bodies for this session."""
+        """The header bits for the encoding of the bodies of this session."""
         if self.encoding == "json":
             return 0
         if not self.columns:
@@ -163,7 +163,7 @@ class SessionTable:
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
-        """The client of a session of an earlier run has reconnected."""
+        """Gives a session of an earlier run to its client, which has reconnected."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)
@@ -255,7 +255,7 @@ class Worker:
     """Number of its REGISTER, which a REGISTERED has too."""
 
     def take(self, request: Request) -> None:
-        """A request goes to the worker, or already runs there."""
+        """Adds a request that goes to the worker, or already runs there."""
         self.requests[request.id] = request
         if self.withdrawn:
             self.dropped(request.session.id, request.stream_id)
@@ -269,13 +269,14 @@ class Worker:
         return any(request.id == number for request in self.revoked)
 
     def confirmed(self) -> None:
-        """It has dropped the earlier attempt of the request that was revoked first."""
+        """Records that the worker has dropped the earlier attempt of the request that was revoked
+        first."""
         request = self.revoked.popleft()
         if self.requests.get(request.id) is request:
             self.dropped(request.session.id, request.stream_id)
 
     def withdraw(self, session: int, stream_id: int) -> None:
-        """The worker is ordered to drop a stream that another worker has."""
+        """Records that the worker is ordered to drop a stream that another worker has."""
         self.withdrawn.setdefault(session, set()).add(stream_id)
 
     def dropped(self, session: int, stream_id: int) -> None:

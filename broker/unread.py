@@ -30,7 +30,7 @@ class UnreadAnswers:
         self._by_peer: OrderedDict[bytes, _Unread] = OrderedDict()
 
     def add(self, peer: bytes, size: int) -> None:
-        """A message of ``size`` bytes goes to a connection."""
+        """Counts a message of ``size`` bytes to a connection."""
         unread = self._by_peer.get(peer)
         if unread is None:
             if size < LARGE_BYTES:
@@ -48,7 +48,7 @@ class UnreadAnswers:
         return unread.bytes if unread is not None else 0
 
     def on_gone(self, peer: bytes) -> None:
-        """A connection has closed, and its pipe is freed."""
+        """Handles the end of a connection, whose pipe is freed."""
         self._by_peer.pop(peer, None)
 
 

@@ -16,8 +16,9 @@ from ..protocol.columns import TokenBody, TokenColumns, column_entries
 def without_withdrawn(
     frames: Sequence[bytes], sessions: Sequence[int], withdrawn: Mapping[int, Set[int]]
 ) -> list[bytes]:
-    """Removes the entries of ``withdrawn`` streams from a worker's TOKEN, whose bodies for these
-    sessions begin at the third frame. A body without remaining entries becomes empty.
+    """The frames of a worker's TOKEN without the entries of ``withdrawn`` streams. ``sessions`` are
+    those of its bodies, which begin at the third frame. A body without remaining entries becomes
+    empty.
 
     Raises RequestError if a body is malformed.
     """
