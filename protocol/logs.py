@@ -66,7 +66,7 @@ def begin(request: int, request_id: str, trace: str) -> None:
 
 
 def end(request: int) -> None:
-    """A request has ended."""
+    """Removes the ids of a request that has ended."""
     _ids.pop(request, None)
 
 

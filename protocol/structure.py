@@ -37,7 +37,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part with its own beginning and end."""
 
     begin: str
-    """The text that begins it. After ``trigger``, the rest of this text is forced."""
+    """The text that begins it. After ``trigger``, the rest of this text must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
     end: str = ""
@@ -219,7 +219,8 @@ class Automaton:
         return self._enter(0, State("text"))
 
     def may_end(self, state: State) -> bool:
-        """Whether an answer may end in a state; in ``value``, whether the value is complete."""
+        """Whether an answer may end in a state; in ``value``, provided that the value is
+        complete."""
         if state.mode not in ("text", "value"):
             return False
         phase = self.structure.phases[state.phase]

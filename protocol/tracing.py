@@ -101,7 +101,7 @@ class Tracing:
         events: Sequence[Happened] = (),
         error: str | None = None,
     ) -> None:
-        """The span of this process's part of a request, which has just ended.
+        """Records the span of this process's part of a request, which has just ended.
 
         ``began`` and the times of events are times of ``time.monotonic``. It does not raise.
         """

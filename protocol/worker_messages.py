@@ -295,8 +295,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """The sequences of a request that was started before, parents before their forks. Other
     sequences have never existed, unless one of these forks creates them."""
     attempt: Annotated[int, Meta(ge=0)] = 0
-    """The number of this START among those of the GPU worker for this request, if controllers are
-    restarted."""
+    """The number of this START among those with which the GPU worker starts controllers again. 0
+    for the first START of a request."""
 
 
 class StepSequence(Struct, array_like=True):
