@@ -133,9 +133,9 @@ class _Side:
         self._put = put
 
     def arrived(self, link: Link, frames: Frames) -> None:
-        """A message for the broker; blocks while too many messages wait."""
+        """Handles a message for the broker; blocks while too many messages wait."""
         self._put(self._side, link, frames)
 
     def closed(self, link: Link) -> None:
-        """The link was closed by its owner."""
+        """Handles a link that its owner has closed."""
         self._put(self._side, link, None)

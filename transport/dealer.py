@@ -106,7 +106,7 @@ def open_dealer(
 def _make_dealer(
     context: Context, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket as in ``dealer_socket``, not connected yet."""
+    """A DEALER socket as in ``open_dealer``, not connected yet."""
     socket = context.socket(zmq.DEALER)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key.broker))
@@ -241,15 +241,15 @@ class Peer(Protocol):
     """
 
     def connected(self, now: float) -> None:
-        """A new socket was opened; messages that were not sent on the old one are to be
+        """Called when a new socket was opened; messages that were not sent on the old one are to be
         discarded."""
 
     def disconnected(self, now: float) -> None:
-        """There is no socket at the moment: messages that are sent before the next ``connected``
-        are discarded."""
+        """Called when there is no socket: messages that are sent before the next ``connected`` are
+        discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """The messages that have arrived, in order; never an empty list."""
+        """Called with the messages that have arrived, in order; never an empty list."""
 
     def outgoing(self, now: float) -> Iterable[Frames]:
         """The messages to send now; deadlines are checked here too.
@@ -265,10 +265,12 @@ class Peer(Protocol):
         """Whether the broker was silent for so long that a new socket is needed."""
 
     def refused(self, error: TokenbusError) -> None:
-        """The broker does not accept this connection; a new one is opened after a pause."""
+        """Called when the broker does not accept this connection; a new one is opened after a
+        pause."""
 
     def ended(self, reason: str) -> None:
-        """The thread ends: its owner closed it (``reason`` is empty), or for this reason."""
+        """Called when the thread ends: its owner closed it (``reason`` is empty), or for this
+        reason."""
 
 
 class Dealer:
@@ -426,8 +428,7 @@ class Dealer:
                 pause_s = first if self._received else min(pause_s * 2 or first, longest)
                 refused = error.refusal if isinstance(error, HandshakeError) else None
                 log.log(
-                    # If one of several brokers is down, the next one is tried; only a refusal is
-                    # reported to the peer.
+                    # One of several brokers may be down, and the peer itself logs a refusal.
                     logging.INFO if refused or isinstance(error, GoneError) else logging.WARNING,
                     "the connection to %s failed (%s); opening a new one in %g s",
                     self.address,
@@ -446,7 +447,7 @@ class Dealer:
             self._pause(pause_s)
 
     def _next(self) -> None:
-        """The next connection is to the next broker of the list."""
+        """Selects the next broker of the list for the next connection."""
         self._at = (self._at + 1) % len(self._addresses)
 
     def _pause(self, pause_s: float) -> None:

@@ -33,10 +33,11 @@ class Listener(Protocol):
     """The broker's end of an address. Both methods are called on any thread."""
 
     def arrived(self, link: Link, frames: Frames) -> None:
-        """A message of ``link`` has arrived; may block until the broker has room for it."""
+        """Called when a message of ``link`` has arrived; may block until the broker has room for
+        it."""
 
     def closed(self, link: Link) -> None:
-        """``link`` was closed by its owner."""
+        """Called when the owner of ``link`` has closed it."""
 
 
 _listeners: dict[str, Listener] = {}
