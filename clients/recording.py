@@ -251,7 +251,8 @@ def again(
 
 
 def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> None:
-    """A client has sent or deleted a buffer; ``sent`` has the buffers that it can record."""
+    """Records that a client has sent or deleted a buffer; ``sent`` has the buffers that it can
+    record."""
     if content is None:
         sent.pop(name, None)
     else:

@@ -134,7 +134,7 @@ class Sequences:
         self._add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """The stream was read to its end (``complete``), or was closed."""
+        """Called when the stream was read to its end (``complete``), or was closed."""
 
     def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:

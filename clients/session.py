@@ -124,14 +124,15 @@ class ClientSession:
     # --- the connection -------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
-        """A new connection was opened: sends HELLO; discards messages that were not sent on the old
+        """Handles a new connection: sends HELLO; discards messages that were not sent on the old
         one."""
         if self._welcomed:
             self._offline_since = now
         self._hello(now)
 
     def disconnected(self, now: float) -> None:
-        """There is no connection: calls wait for the next WELCOME, for at most ``patience_s``."""
+        """Handles the loss of the connection: calls wait for the next WELCOME, for at most
+        ``patience_s``."""
         if self._welcomed:
             self._welcomed = False
             self._offline_since = now
@@ -270,7 +271,7 @@ class ClientSession:
             self.ready.append((call, [*events, Ended(error)]))
 
     def _failed(self, call: Call, error: TokenbusError, now: float, tell_broker: bool) -> None:
-        """An attempt has failed: schedules another one, or ends the call."""
+        """Handles a failed attempt: schedules another one, or ends the call."""
         if call.failed_at is None:
             call.failed_at = now
         retryable = error.code in RETRYABLE

@@ -39,7 +39,7 @@ class ClientSpan:
         self._span = span
 
     def end(self, sequences: list[GeneratedSequence], error: TokenbusError | None) -> None:
-        """The stream has ended, or will not be read any further."""
+        """Ends the span of a stream that has ended, or will not be read any further."""
         span = self._span
         reasons = [s.finish_reason for s in sequences if s.finish_reason is not None]
         if reasons:

@@ -1,4 +1,7 @@
-"""``tokenbus grammar``: checks grammars against inputs, without a running system."""
+"""``tokenbus grammar``: checks grammars against inputs, without a running system.
+
+The implementation is imported on use: other commands need neither wasmtime nor tokenizers.
+"""
 
 from __future__ import annotations
 

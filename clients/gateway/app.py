@@ -112,7 +112,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:
-    """The client has disconnected: the status is the one that nginx logs in this case."""
+    """Answers a request whose client has disconnected: the status is the one that nginx logs in
+    this case."""
     return Response(status_code=499)
 
 

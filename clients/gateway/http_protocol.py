@@ -56,7 +56,7 @@ class BoundedHttp(HttpToolsProtocol):
     # --- the connection -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Handles a new connection of a client."""
         super().connection_made(transport)
         beyond = len(self.connections) - self.max_connections
         if beyond > RESERVE:
@@ -66,14 +66,15 @@ class BoundedHttp(HttpToolsProtocol):
         self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Handles the end of the connection."""
         self._in_time()
         self._body_in_time()
         self._read_again()
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """The connection becomes a WebSocket; this object receives no further events of it."""
+        """Handles the upgrade to a WebSocket; this object receives no further events of the
+        connection."""
         self._in_body = False
         self._in_time()
         self._body_in_time()
@@ -86,7 +87,7 @@ class BoundedHttp(HttpToolsProtocol):
     # --- what the client sends ------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """The client has sent data."""
+        """Handles data from the client."""
         self._finished = False
         super().data_received(data)
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
@@ -97,14 +98,15 @@ class BoundedHttp(HttpToolsProtocol):
             self._body_late = self.loop.call_later(BODY_S, self._check_body)
 
     def send_400_response(self, msg: str) -> None:
-        """The request is not valid; a header that ``on_header`` has refused is one reason."""
+        """Answers a request that is not valid; a header that ``on_header`` has refused is one
+        reason."""
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
         else:
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Handles the first byte of a request."""
         super().on_message_begin()
         self._finished = True
         self._head_bytes = 0
@@ -112,7 +114,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer after a chunked body."""
+        """Handles a header, or a trailer after a chunked body."""
         self._finished = True
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -120,20 +122,20 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The headers are complete."""
+        """Handles the end of the headers."""
         self._in_time()
         self._in_body = True
         self._body_due = 0.0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Handles a part of the body."""
         self._finished = True
         self._body_due += len(body) / BODY_BYTES_S
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Handles the end of the request."""
         self._in_body = False
         self._body_in_time()
         super().on_message_complete()
@@ -162,13 +164,13 @@ class BoundedHttp(HttpToolsProtocol):
     # --- what the client reads ------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Called when the client does not read as fast as it is written to."""
         super().pause_writing()
         self._read_again()
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read nearly all of the answer."""
+        """Called when the client has read nearly all of the answer."""
         self._read_again()
         super().resume_writing()
 

@@ -80,7 +80,7 @@ class NamedRequest:
         return int.from_bytes(self._digest[:4], "big") << (STREAM_BITS + TRY_BITS)
 
     def read(self, path: str, body: bytes) -> None:
-        """Its body, from the user of the current task, has arrived."""
+        """Handles the arrival of the request's body, from the user of the current task."""
         self._user = current_user.get()
         self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
 
@@ -114,8 +114,8 @@ class NamedRequest:
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Its answer was sent or its client has disconnected. ``leave``: the streams continue at
-        the broker for a while, as the next gateway may need them."""
+        """Called when its answer was sent or its client has disconnected. ``leave``: the streams
+        continue at the broker for a while, as the next gateway may need them."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -173,7 +173,7 @@ class NamedRequests:
         return True
 
     def leave(self, token: str, user: str) -> None:
-        """A request that has entered has ended."""
+        """Releases the place of a request that has entered and has ended."""
         base, count = self._open.pop(token)
         if count > 1:
             self._open[token] = base, count - 1

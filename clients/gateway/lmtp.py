@@ -15,7 +15,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def lmtp(websocket: WebSocket) -> None:
-    """One WebSocket, from its opening handshake to its end."""
+    """Serves one WebSocket, from its opening handshake to its end."""
     chosen = SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None
     await websocket.accept(chosen)
     await gateway_of(websocket).tunnels.serve(websocket)

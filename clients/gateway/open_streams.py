@@ -68,13 +68,13 @@ class OpenStreams:
         return named.stream_id
 
     def sent(self, kind: bytes, stream: int | None) -> None:
-        """A message of the type ``kind``, which names ``stream``, goes to the broker."""
+        """Handles a message of the type ``kind`` to the broker, which names ``stream``."""
         if kind in ANSWERED and stream is not None:
             self._open.add(stream)
 
     def received(self, frames: Sequence[bytes]) -> None:
-        """A message of the broker goes to the client. Tokens are decoded only if one ends a
-        sequence."""
+        """Handles a message of the broker that goes to the client. Tokens are decoded only if one
+        ends a sequence."""
         match frames[0]:
             case b"TOKEN":
                 for body in frames[1:]:

@@ -42,7 +42,7 @@ class PlainLmtp:
         """The stream ids of requests that ``MSG`` will answer."""
 
     def sent(self, frames: Frames) -> None:
-        """A message of the client goes to the broker."""
+        """Handles a message of the client that goes to the broker."""
         if frames[0] in ASKED:
             stream_id = _stream_id(frames[1])
             if stream_id is not None:

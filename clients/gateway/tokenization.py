@@ -49,6 +49,6 @@ class Tokenization:
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """The client may have disconnected."""
+    """Retrieves the error of a task, whose client may have disconnected."""
     if not asked.cancelled():
         asked.exception()

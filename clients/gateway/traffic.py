@@ -186,7 +186,7 @@ class _Request:
             context.detach(self._attached)
 
     def end(self, path: str, status: int | None, duration_s: float | None) -> None:
-        """The request has ended: logs it, and ends its span."""
+        """Handles the end of the request: logs it, and ends its span."""
         extra = dict(zip(("request_id", "trace_id"), self._ids, strict=True))
         if status is None or duration_s is None:
             log.info("WebSocket at %s closed", path, extra=extra)

@@ -63,13 +63,13 @@ class TunnelRequests:
         return frames
 
     def received(self, frames: Frames) -> None:
-        """A message of the broker goes to the client."""
+        """Handles a message of the broker that goes to the client."""
         if self.open:
             self.open.received(frames)
             self._settle(len(self.open))
 
     def close(self) -> None:
-        """The WebSocket is closed."""
+        """Handles the end of the WebSocket."""
         self._settle(0)
 
     def _settle(self, count: int) -> None:

@@ -78,7 +78,8 @@ class Tunnels:
         return any(tunnel.requests.open for tunnel in self._open)
 
     def drain(self) -> None:
-        """The gateway ends: closes each WebSocket as soon as all of its requests are answered."""
+        """Handles the end of the gateway: closes each WebSocket as soon as all of its requests are
+        answered."""
         self._draining = True
         for tunnel in self._open:
             self._rested(tunnel)
@@ -148,7 +149,7 @@ class Tunnels:
         return next(watch for watch in self._watches if watch.front == tunnel.front)
 
     def _lost(self, front: str, what: str) -> None:
-        """A broker has lost its tunnels' connections: ends all of them."""
+        """Ends all tunnels of a broker that has lost their connections."""
         lost = [tunnel for tunnel in self._open if tunnel.front == front]
         log.warning("%s; %d WebSockets are closed", what, len(lost))
         for tunnel in lost:
@@ -230,8 +231,8 @@ class Tunnel:
         await close(self._websocket, SERVICE_RESTART, what)
 
     async def close(self) -> None:
-        """The WebSocket is closed. An anonymous session ends now, with its streams; a session that
-        began with HELLO can be taken over."""
+        """Handles the end of the WebSocket. An anonymous session ends now, with its streams; a
+        session that began with HELLO can be taken over."""
         self._delivery.cancel()
         self.requests.close()
         try:
@@ -262,7 +263,7 @@ class Tunnel:
             await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
 
     async def _pass_on(self, frames: Frames) -> None:
-        """A message of the broker, in the client's form."""
+        """Passes a message of the broker on, in the client's form."""
         plain = self._plain
         if plain is None and encoding_of(frames[1]) == "msgpack":
             await self._websocket.send_bytes(frames_binary(frames))

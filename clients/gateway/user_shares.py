@@ -81,17 +81,18 @@ class UserShares:
                 self._give_back(name, streams, size)
 
     def take_stream(self) -> None:
-        """A request is about to begin a stream; raises UnavailableError."""
+        """Takes a share for a stream that a request is about to begin; raises UnavailableError."""
         name = current_user.get()
         user = self._fitting(name)
         self._take(name, user, 1, 0)
 
     def take_of_socket(self, name: str) -> None:
-        """A WebSocket of the user ``name`` is about to send a request; raises UnavailableError."""
+        """Takes a share for a request that a WebSocket of the user ``name`` is about to send;
+        raises UnavailableError."""
         self._count(name, self._fitting(name), 1, 0)
 
     def give_back_of_socket(self, name: str, count: int) -> None:
-        """``count`` requests of a WebSocket of the user ``name`` have ended."""
+        """Gives back the shares of ``count`` ended requests of a WebSocket of the user ``name``."""
         if count:
             self._give_back(name, count, 0)
 
@@ -116,7 +117,7 @@ class UserShares:
         return user
 
     def take_bytes(self, size: int) -> None:
-        """A part of a request's body has arrived; raises UnavailableError."""
+        """Counts a part of a request's body that has arrived; raises UnavailableError."""
         if not size:
             # The end of a body may be an empty part.
             return
