@@ -25,8 +25,8 @@ def lineage_of_fork(parent: int, fork: int, child: int) -> int:
 
 
 def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int]) -> int:
-    """The number of the ``place``-th sequence, from 1, that was ever forked from ``parent``, and
-    that is not in ``taken``.
+    """The number of the ``place``-th sequence, from 1, that was ever forked from ``parent``. The
+    number is not in ``taken``.
 
     Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
     forks have hashes. Two of a request's 128 sequences share a hash once in a few hundred thousand

@@ -33,7 +33,8 @@ class GuestMemory:
         return self._used
 
     def take(self, tenant: str, size: int) -> None:
-        """A guest of a tenant uses more memory; raises ControllerError above the tenant's share."""
+        """Counts further memory of a tenant's guest; raises ControllerError above the tenant's
+        share."""
         with self._lock:
             mine = self._by_tenant.get(tenant, 0) + size
             used = self._used + size
@@ -48,7 +49,7 @@ class GuestMemory:
             self._used = used
 
     def give_back(self, tenant: str, size: int) -> None:
-        """A guest of a tenant has ended."""
+        """Returns the memory of a tenant's guest that has ended."""
         with self._lock:
             self._used -= size
             self._by_tenant[tenant] -= size
@@ -64,9 +65,9 @@ class TenantMemory:
         self._tenant = tenant
 
     def take(self, size: int) -> None:
-        """A guest uses more memory; raises ControllerError above the tenant's share."""
+        """Counts further memory of a guest; raises ControllerError above the tenant's share."""
         self._memory.take(self._tenant, size)
 
     def give_back(self, size: int) -> None:
-        """A guest has ended."""
+        """Returns the memory of a guest that has ended."""
         self._memory.give_back(self._tenant, size)

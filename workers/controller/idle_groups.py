@@ -31,7 +31,7 @@ class IdleGroups:
         self._thread: threading.Thread | None = None
 
     def add(self, group: SequenceGroup) -> None:
-        """All sequences of a group have been suspended now."""
+        """Adds a group whose sequences have all been suspended now."""
         with self._changed:
             if self._closed:
                 return

@@ -152,7 +152,7 @@ class Batched(Controller, Protocol):
         None if the round may be a different one. Called between rounds."""
 
     def batched(self, token: int) -> None:
-        """The round after this token has been run in a batch."""
+        """Called when the round after this token has been run in a batch."""
 
 
 class Program(Protocol):

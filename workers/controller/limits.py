@@ -37,7 +37,7 @@ class Limits:
     idle_wakes: int = 10_000
     """How often in a row the sequences of a request are woken if all of them are suspended."""
     silent_rounds: int = 256
-    """Rounds that a sequence may append tokens without sampling."""
+    """Consecutive rounds in which a sequence may append tokens without sampling."""
     appended_tokens: int = 65_536
     """Tokens that a sequence may append without sampling."""
     variable_bytes: int = 1024 * 1024

@@ -62,7 +62,7 @@ class MaskRows:
         return self._view[first : first + self.bias_bytes]
 
     def give_back(self, row: int) -> None:
-        """The sequence of the row has ended."""
+        """Frees the row of a sequence that has ended."""
         self._free.append(row)
 
 

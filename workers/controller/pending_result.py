@@ -63,7 +63,7 @@ class PendingResult:
         return self._missing == 0
 
     def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
-        """A round has ended; the last one sends the message."""
+        """Adds the results of a round that has ended; the last one sends the message."""
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:

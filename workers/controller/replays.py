@@ -65,14 +65,14 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Its last result was a fork that had been applied: later results are kept."""
+        """Handles a last result that was an applied fork: later results are kept."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
         self.kept.clear()
 
     def sampled(self) -> None:
-        """A token was sampled, so all earlier results were applied."""
+        """Handles a sampled token: all earlier results were applied."""
         self.kept.clear()
         self.logs, self.storage = "", []
 
@@ -118,7 +118,7 @@ class GroupReplay:
         return None
 
     def made(self, children: Sequence[ControlledSequence]) -> None:
-        """A round has created new sequences."""
+        """Records the new sequences that a round has created."""
         self._made += children
 
     def run(
@@ -199,7 +199,7 @@ class GroupReplay:
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:
-        """A sequence has reached its earlier state."""
+        """Ends the replay of a sequence that has reached its earlier state."""
         sequence = past.sequence
         if past.told.ended:
             self._drop(sequence)

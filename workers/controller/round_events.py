@@ -33,7 +33,8 @@ class RoundEvents:
         return cls(request, start) if start.trace and tracing.active() is not None else None
 
     def add(self, results: Sequence[StepResult], duration_s: float) -> None:
-        """A round has ended, with the results of its sequence and of the forks that it created."""
+        """Adds a round that has ended, with the results of its sequence and of the forks that it
+        created."""
         self._rounds += 1
         first = results[0]
         if first.error is not None:
@@ -50,7 +51,7 @@ class RoundEvents:
             self._events.append(Happened("round", time.monotonic() - duration_s, attributes))
 
     def end(self) -> None:
-        """The request has ended: exports the span."""
+        """Handles the end of the request: exports the span."""
         exporter = tracing.active()
         if exporter is not None:
             attributes: dict[str, Any] = {

@@ -281,12 +281,13 @@ class SequenceGroup:
             return [bytes(mask) for mask in sequence.along[:count]] if sequence is not None else []
 
     def end(self) -> None:
-        """The request has ended. Does not wait for a lock: ``close`` has to follow, on another
+        """Ends the request. Does not wait for a lock: ``close`` has to follow, on another
         thread."""
         self._closed = True
 
     def close(self) -> None:
-        """The request has ended: drops all sequences; a running round drops its own at its end."""
+        """Drops all sequences of a request that has ended; a running round drops its own at its
+        end."""
         with self._lock:
             self._closed = True
             self._drop_idle()

@@ -91,7 +91,7 @@ class VariableCalls:
                 call.give(answer)
 
     def cancel(self, request: int, link: int = 0) -> None:
-        """A request has ended: its waiting operations end with an error."""
+        """Ends the waiting operations of an ended request with an error."""
         with self._lock:
             for (behind, owner, lineage, count), call in self._calls.items():
                 if (behind, owner) == (link, request):

@@ -82,8 +82,8 @@ GUESTS_PART = 2
 memory."""
 SWITCH_S = 0.0005
 """How long a thread keeps Python's lock while others need it, in seconds. A round takes the lock a
-few times. While another thread runs a long host function (tokenizing a megabyte of text), each
-would wait for Python's usual 5 ms."""
+few times. While another thread runs a long host function (tokenizing a megabyte of text), a round
+would wait for Python's usual 5 ms each time."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -455,11 +455,11 @@ class ControllerWorker:
             self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
 
     def _wake_idle(self, group: SequenceGroup) -> None:
-        """All sequences of a group have been suspended for a moment."""
+        """Wakes, or ends, the sequences of a group that have all been suspended for a moment."""
         self._after_send(group, *group.wake_idle())
 
     def _end_all(self, link: int) -> None:
-        """The lease at a broker has ended, and so have the controllers of its requests."""
+        """Ends the controllers of a broker's requests, because the lease there has ended."""
         for behind, request in list(self._groups):
             if behind == link:
                 self._end(link, request)

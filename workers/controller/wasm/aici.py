@@ -38,7 +38,7 @@ RESULT_BYTES = 1024 * 1024
 LAST_WORDS_BYTES = 1000
 """Bytes at the end of a guest's log that become its error message when it stops itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
-"""The numbers of the blobs. Each kind has one blob, so that their memory is bounded."""
+"""The names for which ``aici_host_get_config`` returns 1."""
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
 """The numbers of the blobs. There is one of each kind, so that their memory is bounded."""

@@ -49,7 +49,7 @@ _set_epoch_callback.restype = None
 _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
-"""Since Linux 5.14; older kernels ignore it."""
+"""Since Linux 5.14; on older kernels it has no effect."""
 
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
@@ -206,7 +206,8 @@ class Guest:
         self._count_or_free()
 
     def close(self) -> None:
-        """Its sequence has finished: frees the instance, or keeps it for a fork of its module."""
+        """Frees the instance when its sequence has finished, or keeps it for a fork of its
+        module."""
         if self._closed:
             return
         self._closed = True

@@ -336,7 +336,8 @@ class ModuleStore:
         raise _busy()
 
     def _finish(self, table: Table, had: set[str]) -> None:
-        """The table was replaced by this one; ``had``: the modules in the previous copy."""
+        """Handles the replacement of a table by this one; ``had``: the modules in the previous
+        copy."""
         try:
             if table.version:
                 self._copies.save(table)

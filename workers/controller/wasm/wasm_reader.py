@@ -68,7 +68,7 @@ def encode_u32(value: int) -> bytes:
 
 
 class Reader:
-    """Reads ``data[at:end]``; raises WasmError at ``end``."""
+    """Reads ``data[at:end]``; raises WasmError for a read beyond ``end``."""
 
     __slots__ = ("at", "data", "end", "references")
 

@@ -114,7 +114,7 @@ class GrammarController:
         return self._guest, self._place
 
     def batched(self, token: int) -> None:
-        """The token is part of the text now."""
+        """Records that the token is part of the text now."""
         self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:

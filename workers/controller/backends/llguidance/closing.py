@@ -22,8 +22,8 @@ SPARE = 8
 most a sixteenth of ``max_tokens``. Then everything that may end does, such as a string at the end
 of a word. Under a grammar that is not a schema, the text is closed at this point."""
 LOOK_EVERY = 32
-"""Interval, in tokens, at which the closing of a text is computed if at most ``NEAR`` tokens are
-left beyond those that closing takes. With more tokens left, the interval is a quarter of them."""
+"""The closing of a text is computed again after a quarter of the tokens that are left beyond those
+that closing takes. If at most ``NEAR`` are left, it is computed at least every this many tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
 """A completion that surely fits is estimated to have tokens of this many bytes."""
@@ -119,7 +119,8 @@ class Closing:
         return other
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
-        """Tokens were appended to the text. ``forced``: no other tokens could follow."""
+        """Records that tokens were appended to the text. ``forced``: no other tokens could
+        follow."""
         if self._item is None or self._lost or not tokens:
             return
         if self._restricts:

@@ -11,7 +11,7 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum items that one token begins, over all tokens."""
+"""Maximum items that a token begins: of the set ``few``, of the set ``some``, and of all tokens."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
@@ -35,7 +35,7 @@ class TokenSets:
         by_text: dict[bytes, int] = {}
         for number, token in enumerate(tokens):
             if not token:
-                few.append(number)  # The mask of a token that may end the text.
+                few.append(number)  # A mask has such a token only if it ends the text.
                 some.append(number)
                 continue
             by_text.setdefault(token, number)
