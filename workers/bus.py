@@ -159,8 +159,8 @@ class Bus:
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
-        """The worker has handled this ``REGISTERED``: it has dropped the requests that do not
-        continue.
+        """Called when the worker has handled this ``REGISTERED``: it has dropped the requests that
+        do not continue.
 
         From now on its messages over the link are sent, unless another lease has begun since.
         """
@@ -257,8 +257,8 @@ class Bus:
         self._inbox.put(kept)
 
     def link_ended(self, reason: str) -> None:
-        """A link's thread has ended, and with it the connection: it was closed, or for this
-        reason."""
+        """Handles the end of a link's thread, and with it of the connection: it was closed, or
+        ended for this reason."""
         self._ended = reason
         self._inbox.put([])
 

@@ -46,7 +46,7 @@ class Lease:
         """Number of leases that were asked for; the last one's REGISTER and REGISTERED have it."""
 
     def connected(self, now: float) -> list[Frames]:
-        """A new connection was opened: its first message."""
+        """Handles a new connection; returns its first message."""
         self.registered = self._outdated = False
         self._received_at = now
         self._next_beat = now + self._heartbeat_s

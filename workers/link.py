@@ -54,14 +54,15 @@ class Worker(Protocol):
         """The heartbeat for a broker."""
 
     def take_in(self, messages: list[FromBus]) -> None:
-        """Messages that have arrived."""
+        """Called with messages that have arrived."""
 
     def lease_ended(self, link: int) -> None:
-        """The lease at a broker has ended: messages that have arrived for its requests are void."""
+        """Called when the lease at a broker has ended: messages that have arrived for its requests
+        are void."""
 
     def link_ended(self, reason: str) -> None:
-        """The thread of a link has ended: its owner closed it (the reason is empty), or for another
-        reason."""
+        """Called when the thread of a link has ended: its owner closed it (the reason is empty), or
+        for another reason."""
 
 
 class Link:
@@ -110,7 +111,7 @@ class Link:
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
-        """The worker has handled this ``REGISTERED``."""
+        """Called when the worker has handled this ``REGISTERED``."""
         self._handled = answer.worker
         with self._gate:
             if self.lease.registered and self.lease.worker == answer.worker:
@@ -131,8 +132,8 @@ class Link:
         self._carrier.close()
 
     def _mute(self) -> None:
-        """Another lease begins. Called by the holder of the turn to send, before its
-        ``REGISTER``."""
+        """Mutes the link, because another lease begins. Called by the holder of the turn to send,
+        before its ``REGISTER``."""
         with self._gate:
             self._muted = True
             self._outbox.clear()

@@ -115,8 +115,11 @@ class DurableVariables:
     def apply(
         self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
     ) -> list[VariableAnswer]:
-        """Applies operations in order, each given decoded and as received; returns their
-        answers.
+        """Applies operations in order, each given decoded and as received; returns their answers.
+
+        ``tenants`` has the tenant of each operation, None if the broker did not name one. All
+        operations are logged with one write. If it fails, or a sync of the log has failed, new
+        operations are not applied. Their answers then have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -245,7 +248,7 @@ class DurableVariables:
             self._folder.close()
 
     def _write_anew(self) -> None:
-        """The folder was deleted: creates it again, with a log of the whole state."""
+        """Creates the deleted folder again, with a log of the whole state."""
         log.error("%s was deleted while it was in use; it is written anew", self._path)
         with self._lock:
             if self._compaction is not None:

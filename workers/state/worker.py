@@ -158,9 +158,9 @@ class StateWorker:
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
-        """Requests have ended at the broker of a link, or are not there: drops the variables of
-        those that no other broker may have. ``elsewhere``: they may go on behind another broker,
-        which has not sent an operation yet."""
+        """Drops the variables of requests that have ended at the broker of a link, or are not
+        there, unless another broker may have them. ``elsewhere``: they may continue under another
+        broker, which has not sent an operation yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())
