@@ -25,8 +25,8 @@ def sequence(
     """The automaton of a text of each part, one after another.
 
     ``max_states`` limits the states, also before minimisation; ``max_seconds`` the CPU time of this
-    thread. Raises CombinationError if there is no part, and beyond the limits; then it names the
-    part that grew.
+    thread. Raises CombinationError if ``parts`` is empty or a limit is exceeded. For an exceeded
+    limit, the message names the part that grew most.
     """
     _some("sequence", parts)
     stride = stride_of(parts)
@@ -64,8 +64,9 @@ def repetition(
 ) -> Dfa:
     """The automaton of ``least`` to ``most`` texts of a part, one after another.
 
-    ``most`` is None for no upper bound. Limits as of ``sequence``. Raises CombinationError beyond
-    them, if a count is below 0 or above ``max_states``, and if ``most`` is below ``least``.
+    ``most`` is None for no upper bound. The limits are those of ``sequence``. Raises
+    CombinationError if a limit is exceeded, if a count is below 0 or above ``max_states``, or if
+    ``most`` is below ``least``.
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
@@ -141,7 +142,7 @@ def _any_text() -> Dfa:
 
 def _some(what: str, parts: Sequence[Dfa]) -> None:
     if not parts:
-        raise CombinationError(f"the {what} has no part; it needs at least one")
+        raise CombinationError(f"the {what} has 0 parts; expected at least 1")
 
 
 def _takes_nothing(part: Dfa) -> bool:
@@ -184,7 +185,7 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # If there is no state yet, it is the largest part.
+    # Before the first state exists, all counts are 0 and the largest part is named.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, {copies[worst].num_states:,} states by itself, "

@@ -28,9 +28,8 @@ class Places:
     """The places of some copies of parts.
 
     ``copies``: the parts in order, each as often as it is repeated; ``first``: the places before
-    the
-    text; ``after[c]``: those that the end of copy c adds. ``counted_to`` is for a repetition: the
-    copy from which on all copies are equivalent, see ``_needed``.
+    the text; ``after[c]``: the places that the end of copy c adds. ``counted_to`` is for a
+    repetition: the copy from which on all copies are equivalent, see ``_needed``.
     """
 
     def __init__(

@@ -171,9 +171,9 @@ def test_a_large_combination_that_is_not_minimised_is_right() -> None:
 
 
 def test_without_a_part_there_is_nothing_to_combine() -> None:
-    with pytest.raises(CombinationError, match="the sequence has no part; it needs at least one"):
+    with pytest.raises(CombinationError, match="the sequence has 0 parts; expected at least 1"):
         sequence([])
-    with pytest.raises(CombinationError, match="the alternation has no part"):
+    with pytest.raises(CombinationError, match="the alternation has 0 parts; expected at least 1"):
         alternation([])
 
 
