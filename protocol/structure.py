@@ -106,11 +106,16 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
         for number, tag in enumerate(self.tags):
             self._check_tag(number, tag)
         if self.inside is not None and not 0 <= self.inside < len(self.tags):
-            raise StructureError(f"inside is {self.inside}, which is no tag")
+            raise StructureError(
+                f"inside is {self.inside}; expected the index of one of the {len(self.tags)} tags"
+            )
 
     def _check_tag(self, number: int, tag: Tag) -> None:
         if not 0 <= tag.then < len(self.phases):
-            raise StructureError(f"tags[{number}].then is {tag.then}; there is no such phase")
+            raise StructureError(
+                f"tags[{number}].then is {tag.then}; "
+                f"expected the index of one of the {len(self.phases)} phases"
+            )
         if not tag.begin or max(len(tag.begin), len(tag.end)) > MAX_TEXT:
             raise StructureError(
                 f"tags[{number}].begin and end have {len(tag.begin)} and {len(tag.end)} "
