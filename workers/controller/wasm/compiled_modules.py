@@ -203,5 +203,7 @@ def _key(file: Path) -> bytes:
         write_first(file, secrets.token_bytes(_KEY_BYTES))
     key = file.read_bytes()
     if len(key) != _KEY_BYTES:
-        raise ValueError(f"{file} is no key of {_KEY_BYTES} bytes; remove it")
+        raise ValueError(
+            f"the key file {file} has {len(key)} bytes; expected {_KEY_BYTES}. Remove the file"
+        )
     return key

@@ -84,13 +84,15 @@ class Binary:
     def function_type(self, index: int) -> FunctionType:
         """The type of a function; raises WasmError if the function does not exist."""
         if index >= len(self.functions):
-            raise WasmError(f"there is no function {index}; the module has {len(self.functions)}")
+            raise WasmError(
+                f"unknown function {index}; the module has {len(self.functions)} functions"
+            )
         return self.type_of(self.functions[index])
 
     def type_of(self, number: int) -> FunctionType:
         """The type with this number; raises WasmError if it does not exist."""
         if number >= len(self.types):
-            raise WasmError(f"there is no type {number}; the module has {len(self.types)}")
+            raise WasmError(f"unknown type {number}; the module has {len(self.types)} types")
         return self.types[number]
 
     def exported(self, kind: int) -> dict[str, int]:
