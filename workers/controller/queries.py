@@ -46,7 +46,7 @@ def checked_override(override: object) -> Override:
 def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _wrong(f"the {name} of its override is {value!r}; right would be a number") from None
 
 
