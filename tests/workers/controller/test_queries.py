@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.sampling import Distribution, Override, Query
 from tokenbus.protocol.worker_messages import Replay, StepResult
 from tokenbus.workers.controller.limits import Limits
@@ -20,6 +21,7 @@ from tokenbus.workers.controller.python import (
     splice,
     stop,
 )
+from tokenbus.workers.controller.queries import checked_override
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.state.variables import VariableStorage
 
@@ -191,3 +193,8 @@ def test_a_replay_reads_the_numbers_of_the_first_time() -> None:
             break
     assert result.logs == "[2, 5];"
     assert result.query == Query(2, [9])
+
+
+def test_a_temperature_beyond_floats_is_refused() -> None:
+    with pytest.raises(ControllerError, match="right would be a number"):
+        checked_override(Override(temperature=10**400))

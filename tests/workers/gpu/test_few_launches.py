@@ -133,3 +133,14 @@ def test_equal_weights_at_the_limit_of_top_p_are_cut_alike(
     found = races._keep_top_p(weights, of)
     by_launches.undo()
     assert torch.equal(found, races._keep_top_p(weights, of))
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-43, 1e-300])
+def test_a_temperature_near_zero_is_greedy(
+    temperature: float, by_launches: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tokens(rows_of("greedy"))
+    monkeypatch.setitem(MODES, "near zero", {"temperature": temperature})
+    found = tokens(rows_of("near zero"))
+    assert [step.tokens for step in found] == [step.tokens for step in wanted]
+    assert all(step.errors == {} for step in found)

@@ -38,6 +38,10 @@ class Row:
     """The controller's options; only the query is used here."""
 
 
+MIN_TEMPERATURE = 1e-6
+"""Rows of a lower temperature are greedy: their scaled logits could exceed float32."""
+
+
 class RowParameters:
     """The sampling parameters of n rows, as columns. They are constant from token to token."""
 
@@ -46,6 +50,7 @@ class RowParameters:
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
+        self.temperature[self.temperature < MIN_TEMPERATURE] = 0.0
         self.random_rows = np.flatnonzero(self.temperature > 0)
         """The rows that are not greedy."""
         self.random: list[int] = self.random_rows.tolist()
