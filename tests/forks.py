@@ -152,6 +152,8 @@ def start(
     arguments: Sequence[str] = (),
 ) -> Forked | subprocess.Popen[bytes]:
     """``python -m MODULE ARGUMENTS…`` in a folder, forked where that makes no difference."""
+    # A fork opens its log some time after this returns.
+    log.touch()
     if module in IMPORTS and python == sys.executable and _forks_are_safe(environment):
         server = _servers.get(module) or _servers.setdefault(module, ForkServer(module))
         if server.suits(environment):
