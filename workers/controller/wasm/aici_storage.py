@@ -15,7 +15,7 @@ from ....protocol.errors import Code, ControllerError
 from ..host import Stored, Variables, Written
 from .aici_calls import decode, shown
 
-NAME_BYTES = 4096
+NAME_BYTES = 256
 """The longest name of a variable, as UTF-8."""
 
 
@@ -73,10 +73,10 @@ def _name(name: str) -> str:
         raise ControllerError(
             Code.CONTROLLER_FAILED, f"the variable name is not UTF-8: {error}"
         ) from None
-    if size > NAME_BYTES:
+    if not 0 < size <= NAME_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"the variable name has {size} bytes; at most {NAME_BYTES} are allowed",
+            f"the variable name has {size} bytes of UTF-8; a name has 1 to {NAME_BYTES}",
         )
     return name
 
