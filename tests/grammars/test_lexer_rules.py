@@ -246,3 +246,77 @@ def test_a_name_becomes_a_type_with_its_last_letter() -> None:
     assert recognizer.byte(ord(" "))
     assert recognizer.read(b"size;") == 5
     assert recognizer.complete
+
+
+PUBLISHED = r"""%start translation_unit
+%%
+
+SKIP
+    : "//\*[^*]*\*+([^/*][^*]*\*+)*//"  // block comment
+    | "///.*/"                          // line comment
+    | "/\n[ \t\v\f]*#(.*\\\n)*.*/"      // pre-processor
+    | "/\n?[ \t\v\f]*/"                 // white-space
+    ;
+
+IDENTIFIER: "/[a-zA-Z_][0-9a-zA-Z_]*/" ;
+
+CONSTANT
+        : "/0[xX][0-9a-fA-F]+[uUlL]*?/"
+        | "/0[0-9]+[uUlL]*?/"
+        ;
+
+STRING_LITERAL: '/"(\\.|[^\\"])*"/' ;
+
+primary_expression
+    : IDENTIFIER
+    | CONSTANT
+    | STRING_LITERAL
+    | "(" expression ")"
+    ;
+
+// ...
+
+enum_specifier
+    : "enum" "{" enumerator_list "}"
+    | "enum" IDENTIFIER "{" enumerator_list "}"
+    | "enum" IDENTIFIER
+    ;
+
+// ...
+
+translation_unit
+    : external_declaration
+    | translation_unit external_declaration
+    ;
+"""
+"""The fragment in AICI's README, as it stands."""
+MISSING = """
+expression: primary_expression ;
+enumerator_list: IDENTIFIER | enumerator_list "," IDENTIFIER ;
+external_declaration: enum_specifier ";" | expression ";" ;
+"""
+"""The rules that the fragment leaves out."""
+
+
+@pytest.mark.parametrize(
+    ("text", "offset"),
+    [
+        (b'#define A \\\n 1\nenum e { a, b };\n/* c */ ("x\\"y"); // d\n0x1FuL;\n012;', None),
+        (b"enumerate;", None),
+        (b"enum enum;", 9),
+        (b"enum { a b };", 9),
+    ],
+)
+def test_the_published_fragment_of_c_compiles_and_takes_its_texts(
+    text: bytes, offset: int | None
+) -> None:
+    compilation = compile_grammar(PUBLISHED + MISSING)
+    assert compilation.conflicts == ()
+    refusal = check_text(compilation.grammar, text)
+    assert (None if refusal is None else refusal.offset) == offset
+
+
+def test_a_regex_may_have_both_quotes_if_one_is_escaped() -> None:
+    for rule in (r"""s: "/a\"b'/";""", r"""s: '/a"b\'/';"""):
+        grammar = compile_grammar("%start s %%\n" + rule).grammar
+        assert check_text(grammar, b"a\"b'") is None
