@@ -24,7 +24,12 @@ NAMES = (
     *("ff_tokens", "ReadVar", "WriteVar", "VariableMissing", "when_version_is", "_start"),
     *("_initialize", "aici_panic", "TOKEN", "GENERATE", "SCORE", "logprob", "finish_reason"),
     *("top_logprobs", "stream_id", "temperature", "max_tokens", "logit_bias", "scored"),
-    *("serve-model", "auto", "text mode", "buffers", "system messages", "retries"),
+    *("serve-model", "auto", "text mode", "buffers", "system messages", "retries", "pyaici"),
+    *("start(coroutine)", "test(coroutine)", "GetPrompt", "FixedTokens", "gen_tokens", "gen_text"),
+    *("fork(n)", "wait_vars", "get_var", "set_var", "append_var", "check_var", "Label()"),
+    *("tokens_since", "text_since", "get_tokens", "get_prompt_len", "detokenize", "token_repr"),
+    *("eos_token", "get_config", "TokenSet", "RegexConstraint", "CfgConstraint", "NextToken"),
+    *("SubStrConstraint", "ChooseConstraint", "MidProcessResult", "log_level", "jsctrl", "pyctrl"),
 )
 """The names in the published texts: traits and their functions, commands, messages and fields."""
 
