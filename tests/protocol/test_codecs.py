@@ -197,6 +197,15 @@ def test_lmtp_s_own_trace_is_understood() -> None:
     assert message.body.temperature == 0
 
 
+def test_a_score_may_have_the_fields_of_a_generation() -> None:
+    line = (
+        'SCORE {"temperature": 1.2, "max_tokens": 64, "logit_bias": {"1": 100}, '
+        '"model": "gpt2-medium", "prompt": [15496, 220], "scored": [7], "stream_id": 1}'
+    )
+    message = decode_line(line, CLIENT_MESSAGES)
+    assert (message.body.prompt, message.body.scored) == ([15496, 220], [7])
+
+
 def test_a_token_entry_has_the_fields_that_lmtp_s_client_reads() -> None:
     entry = Token(
         token=1256,

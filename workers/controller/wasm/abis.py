@@ -66,7 +66,7 @@ OPTIONAL: dict[str, FunctionType] = {
     "_initialize": _type(""),
     "aici_panic": _type(""),
 }
-"""Optional exports, which are called if they exist."""
+"""Optional exports. ``_start`` or ``_initialize`` is called, ``aici_panic`` never."""
 
 MAX_MUTABLE_GLOBALS = 128
 """A module may have this many mutable globals, because each fork copies them one by one."""
