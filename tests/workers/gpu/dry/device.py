@@ -25,6 +25,7 @@ from tokenbus.workers.gpu.model.kv_cache import LayerShape
 from tokenbus.workers.gpu.sampling import sampler
 from tokenbus.workers.gpu.speculation import draft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -312,10 +313,15 @@ def _fetch_guessed(self: draft_model.Guessed) -> list[int]:
 def fake_device() -> Iterator[Device]:
     """The device, as long as the block runs."""
     device = Device()
-    with pytest.MonkeyPatch.context() as patches, FakeTensorMode(allow_non_fake_inputs=True):
-        device.patch(patches)
-        with device:
-            yield device
+    try:
+        with pytest.MonkeyPatch.context() as patches, FakeTensorMode(allow_non_fake_inputs=True):
+            device.patch(patches)
+            with device:
+                yield device
+    finally:
+        # torch keeps the functions that a device context applies to, and those of the patches may
+        # be among them: transformers would then load later models with uninitialized buffers.
+        _device._device_constructors.cache_clear()
 
 
 def llama_8b(layers: int) -> Any:
