@@ -117,7 +117,7 @@ def _logits(vocab: int, step: int) -> torch.Tensor:
 
 
 def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
-    """The same logits on the device. In a dry run the rows have gaps between them: operations of
+    """Copies logits to the device. In a dry run the copy has gaps between its rows: operations of
     torch accept such rows, and the native code of the CPU's path does not."""
     if not world.dry:
         return logits.to(world.device)

@@ -21,7 +21,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_mode
 SMALL_CACHE = 2**24
 """Bytes of the KV cache of an engine of a small model, on a CPU."""
 MEDIUM_CACHE = 2**30
-"""The same on a GPU."""
+"""Bytes of the KV cache of an engine of a small model, on a GPU."""
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "vocab_size": 128_256,

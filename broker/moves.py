@@ -56,7 +56,7 @@ class Moves:
         self.waiting: dict[int, Request] = {}
         """Requests that have left a worker and wait for another, in the order of their loss."""
         self._in_order: list[tuple[int, float, int]] = []
-        """The same requests in the order in which they continue: -priority, arrival, id."""
+        """These requests in the order in which they continue: -priority, arrival, id."""
         self._journals = Sweep(sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
         self._largest = 0
         """Bytes of the largest journal that the current walk has seen."""

@@ -75,7 +75,7 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def failure(self) -> str:
-        """The first error of the stream or of one of its sequences; empty if there is none."""
+        """The first error of the stream or of one of its sequences; empty without an error."""
         return self.error or next((e.error for e in self.entries if e.error), "")
 
 

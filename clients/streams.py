@@ -70,7 +70,7 @@ class _Reader:
         return f"<{kind} {self._call.number}: {describe(self._finished, self.sequences)}>"
 
     def _next_entry(self) -> Token | None:
-        """The next entry that has arrived; None if there is none yet, or after the last one."""
+        """The next entry that has arrived; None before it arrives and after the last entry."""
         unread = self._unread
         while unread and not self._finished:
             event = unread.popleft()

@@ -184,8 +184,8 @@ class _Handshakes:
         self.fd = int(self._events.getsockopt(zmq.FD))
 
     def check(self) -> None:
-        """Raises HandshakeError if the broker has refused the connection, GoneError if there is no
-        connection."""
+        """Raises HandshakeError if the broker has refused the connection, GoneError if the
+        connection is lost."""
         while not self._events.closed and (event := receive(self._events)) is not None:
             number, value = _EVENT.unpack(event[0])
             if number & _LOST:
@@ -245,8 +245,8 @@ class Peer(Protocol):
         discarded."""
 
     def disconnected(self, now: float) -> None:
-        """Called when there is no socket: messages that are sent before the next ``connected`` are
-        discarded."""
+        """Called when the socket has closed: messages that are sent before the next ``connected``
+        are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Called with the messages that have arrived, in order; never an empty list."""

@@ -279,7 +279,7 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int) -> Frames:
-    """The REFUSED for a request, or a START, for which there is no room. ``elsewhere``: the number
+    """The REFUSED of a worker that has no room for a request or a START. ``elsewhere``: the number
     of requests of other brokers."""
     body = encode_body(Refused(type=message.type.decode(), elsewhere=elsewhere), "msgpack")
     header = encode_header(message.header.request)

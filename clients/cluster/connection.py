@@ -21,7 +21,7 @@ def system_name(settings: Settings) -> str:
 
 
 def connect(settings: Settings) -> None:
-    """Connects to the Ray cluster; raises SettingError if there is no cluster."""
+    """Connects to the Ray cluster; raises SettingError if no cluster runs."""
     try:
         ray = ray_module()
     except ImportError:

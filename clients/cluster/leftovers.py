@@ -15,7 +15,7 @@ LOOK_EVERY_S = 0.1
 def end_in_ray(settings: Settings) -> int:
     """Ends all workers of the system of these settings, from any run; returns their number.
 
-    They drain first. Raises SystemFault if there is no Ray cluster.
+    They drain first. Raises SystemFault if no Ray cluster runs.
     """
     try:
         connect(settings)

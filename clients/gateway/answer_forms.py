@@ -80,7 +80,7 @@ MISTRAL_LIST = Family(
 )
 """Mistral's form, before its eleventh tokenizer."""
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
-"""The same form for SentencePiece tokenizers, which write a space after special tokens."""
+"""Mistral's list for SentencePiece tokenizers, which write a space after special tokens."""
 MISTRAL = Family(
     head="[TOOL_CALLS]",
     middle="[ARGS]",

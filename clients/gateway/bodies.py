@@ -56,7 +56,7 @@ B = TypeVar("B")
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes, and
-    UnavailableError if there is no room for it."""
+    UnavailableError if the gateway has no room for it."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)

@@ -1,8 +1,7 @@
 """The console: a page that shows a running system, and its files.
 
-The files in ``clients/console`` are served unchanged: there is no build step, and nothing comes
-from other servers. The page receives its data over LMTP, on the WebSocket at ``/`` of the same
-origin.
+The files in ``clients/console`` are served unchanged, without a build step and without other
+servers. The page receives its data over LMTP, on the WebSocket at ``/`` of the same origin.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class AiciError(Struct):
 
     @classmethod
     def of(cls, error: ApiError) -> AiciError:
-        """The same error in this form."""
+        """Converts an error to AICI's form."""
         return cls(error.message, error.type, error.param, error.code)
 
 
@@ -162,7 +162,7 @@ class AnthropicError(Struct):
 
     @classmethod
     def of(cls, error: ApiError) -> AnthropicError:
-        """The same error in this form."""
+        """Converts an error to Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
         return cls(AnthropicDetails(kind, error.message))
 

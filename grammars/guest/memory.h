@@ -8,7 +8,7 @@
 
 #define EXPORT(name) __attribute__((export_name(name)))
 
-// MIN_CHUNKS: so many are always left to the arena.
+// MIN_CHUNKS: the number of chunks that the arena always keeps.
 enum { PAGE = 65536, CHUNK = 1 << 20, MAX_CHUNKS = 512, MIN_CHUNKS = 8 };
 
 __attribute__((import_module("tokenbus"), import_name("fail"), noreturn)) void host_fail(

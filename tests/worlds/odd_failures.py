@@ -37,7 +37,7 @@ def limit(process: Process, kind: int, soft: int) -> None:
 
 @contextlib.contextmanager
 def limited(process: Process, kind: int, soft: int) -> Iterator[None]:
-    """The same for the block."""
+    """Sets a soft limit of a process within the block."""
     before, _ = resource.prlimit(process.pid, kind)
     limit(process, kind, soft)
     try:

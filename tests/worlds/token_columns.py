@@ -89,7 +89,7 @@ class World:
         attached = [
             msgspec.msgpack.decode(f[1]) for f in self.session.outgoing if f[0] == b"ATTACH"
         ]
-        # What arrives before the answer is discarded.
+        # Tokens that arrive before the answer are discarded.
         self._tokens([self._token(call, seq, False) for call, seq in KEYS])
         for body in attached:
             stream = body["stream_id"]

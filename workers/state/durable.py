@@ -150,7 +150,7 @@ class DurableVariables:
         self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
     ) -> str | None:
         """Counts the cost of an operation for its tenant and adds its records; returns the error if
-        there is no room for it."""
+        the tenant has no room for it."""
         shares, request = self._shares, op.request
         known = shares.key(request)
         tenant = tenant or Tenant(known)

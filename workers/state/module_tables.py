@@ -76,7 +76,7 @@ class ModuleTables:
         return SavedTable(op.tenant, max(current + 1, self._clock()), op.id, op.content)
 
     def refusal(self, table: SavedTable) -> str | None:
-        """Why there is no room for a table; None if there is room."""
+        """The error of a table that does not fit into its tenant's share; None if it fits."""
         size = len(table.content)
         if size > self._max_bytes:
             return (

@@ -92,7 +92,7 @@ class CompletionUsage(Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> CompletionUsage:
-        """The same costs in this form."""
+        """Converts the costs of a request to AICI's form."""
         total = usage.sampled + usage.processed
         return cls(usage.sampled, usage.processed, total, usage.cost)
 

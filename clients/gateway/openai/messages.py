@@ -82,7 +82,7 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     reasoning_content: str | None = None
     """Passed to the template."""
     refusal: str | None = None
-    """Shown to the model as the content if there is no content."""
+    """Passed to the model as the content if ``content`` is absent."""
     annotations: list[Any] | UnsetType | None = UNSET
     parsed: Any = UNSET
     """The openai package adds it to an answer."""

@@ -315,7 +315,7 @@ def test_a_suspended_sequence_is_woken_after_each_step_of_its_request() -> None:
         [result] = round_()
         assert (result.seq, result.action) == (0, "sample" if step == 2 else "suspend")
         assert result.wakes == step + 1
-        # What suspends it again, and says nothing, is not sent.
+        # A result that only suspends the sequence again is not sent.
         assert group.repeats(result) == (step < 2)
         assert group.record([result]) == ([], [])
     group.record(stepped(group, 7))

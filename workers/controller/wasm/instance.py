@@ -27,7 +27,7 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The same library, for calls so short that releasing the interpreter lock would cost more."""
+"""``_dll`` for short calls, which cost less than releasing the interpreter lock does."""
 
 # Functions have no argtypes: all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
@@ -116,7 +116,7 @@ class Spares:
             old.free()
 
     def take(self, template: Template, size: int) -> Guest | None:
-        """A guest of a template with a memory of ``size`` bytes; None if there is none."""
+        """A guest of a template with a memory of ``size`` bytes; None if no such guest is kept."""
         with self._lock:
             for at in range(len(self._kept) - 1, -1, -1):
                 guest = self._kept[at]

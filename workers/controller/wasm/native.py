@@ -424,7 +424,7 @@ def _override(state: NativeState, which: int, value: int) -> None:
 
 
 def _distribution(state: NativeState, place: int, into: int, most: int) -> int:
-    """Writes the answer about a token of post_process; its size in bytes, or -1 if there is none.
+    """Writes the answer about a token of post_process; its size in bytes, or -1 without an answer.
 
     The form: log-probability (f32), rank, entropy (f32), the numbers of the two lists that follow;
     these have pairs of a token and a log-probability (f32): the most likely, and the named tokens.

@@ -41,7 +41,7 @@ class PageLog:
             self._change(key, True)
 
     def forgotten(self, block: int) -> None:
-        """Records that a block is no longer registered."""
+        """Removes a block whose registration has ended."""
         key = self._by_block.pop(block, None)
         if key is None:
             return

@@ -41,7 +41,7 @@ PROBE_TOLERANCE = 0.05
 deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
 
 FUSED_TOLERANCE = 1e-3
-"""The same bound for the fused decoder in float32, whose attention is that of the probe."""
+"""``PROBE_TOLERANCE`` of the fused decoder in float32, whose attention is that of the probe."""
 
 
 class ModelLoadError(Exception):

@@ -122,8 +122,8 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
-        """Where a forward of this many tokens finds copies of keys and values; None where it reads
-        them from their blocks, so that no copy is up to date behind it."""
+        """The copies of keys and values that a forward of this size reads; None if it reads their
+        blocks. Copies that exist are then outdated and forgotten."""
         if not self.backend.reads_blocks(num_tokens, num_sequences):
             return self._mirrors
         self.forget_mirrors()

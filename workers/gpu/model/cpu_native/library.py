@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def library() -> CDLL | None:
-    """The native code for this machine; None if there is none."""
+    """The native code for this machine; None if none was compiled for it."""
     machine = platform.machine()
     processor = _processor(machine)
     path = Path(__file__).parent / f"decode-{machine}-{processor}.so"
