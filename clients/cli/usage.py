@@ -21,6 +21,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses; an unknown argument of a command is reported by that command, whose flags are
         known here."""
+        self._check_order(sys.argv[1:] if args is None else list(args))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
@@ -38,6 +39,17 @@ class Parser(argparse.ArgumentParser):
             remedy = suggestion(str(value), list(action.choices))
             name = action.metavar or "/".join(action.option_strings) or action.dest
             raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
+
+    def _check_order(self, args: Sequence[str]) -> None:
+        """Refuses a flag of a command that stands before the command."""
+        flag = args[0].split("=")[0] if args else ""
+        if not flag.startswith("--") or flag in self._option_string_actions:
+            return
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                command = next((text for text in args if text in action.choices), None)
+                if command is not None:
+                    self.error(f"{flag} follows its command: {self.prog} {command} {flag} …")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((text for text in unknown if text.startswith("-")), None)
