@@ -1,8 +1,15 @@
-"""Wakes the groups of which all sequences are suspended, some time after the last round."""
+"""Wakes the groups of which all sequences are suspended, some time after the last round.
+
+The groups of a tenant with many suspended sequences are woken less often and in turn, so that their
+rounds leave time for others.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +21,61 @@ log = logging.getLogger(__name__)
 
 IDLE_WAKE_S = 0.01
 """How long all sequences of a group are suspended before they are woken, in seconds."""
+MAX_IDLE_ROUNDS = 16
+"""Average number of rounds of one tenant's idle groups in ``IDLE_WAKE_S``, at most."""
+
+
+class IdleQueue:
+    """Idle groups in the order in which they are woken; a plain object, whose clock is passed in.
+
+    A tenant has at most ``MAX_IDLE_ROUNDS`` rounds in ``IDLE_WAKE_S``, after a burst of that size.
+    Source: the generic cell rate algorithm (ITU-T I.371).
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, deque[tuple[float, SequenceGroup]]] = {}
+        """By tenant: groups and the times from which they may be woken, in ascending order."""
+        self._turns: list[tuple[float, int, str]] = []
+        """A heap with the next turn of each tenant that has groups."""
+        self._numbers = itertools.count()
+        self._spent: dict[str, float] = {}
+        """By tenant: the time at which its rounds so far are within its rate. Past times have no
+        effect."""
+
+    def add(self, group: SequenceGroup, now: float) -> None:
+        """Adds a group that is idle since ``now``."""
+        due, tenant = now + IDLE_WAKE_S, group.tenant
+        if tenant not in self._groups:
+            self._spent = {other: at for other, at in self._spent.items() if at > now}
+            self._groups[tenant] = deque()
+            self._turn(tenant, due, now)
+        self._groups[tenant].append((due, group))
+
+    def next(self, now: float) -> tuple[SequenceGroup | None, float]:
+        """The group to wake now, if any; else the time of the next turn."""
+        while self._turns:
+            turn, _, tenant = self._turns[0]
+            if turn > now:
+                return None, turn
+            heapq.heappop(self._turns)
+            groups = self._groups[tenant]
+            group = None
+            while groups and groups[0][0] <= now and (group is None or group.closed):
+                _, group = groups.popleft()
+            if group is not None and not group.closed:
+                cost = group.num_sequences * IDLE_WAKE_S / MAX_IDLE_ROUNDS
+                self._spent[tenant] = max(self._spent.get(tenant, now), now) + cost
+            if groups:
+                self._turn(tenant, groups[0][0], now)
+            else:
+                del self._groups[tenant]
+            if group is not None and not group.closed:
+                return group, now
+        return None, math.inf
+
+    def _turn(self, tenant: str, due: float, now: float) -> None:
+        turn = max(due, self._spent.get(tenant, now) - IDLE_WAKE_S)
+        heapq.heappush(self._turns, (turn, next(self._numbers), tenant))
 
 
 class IdleGroups:
@@ -24,8 +86,7 @@ class IdleGroups:
 
     def __init__(self, wake: Callable[[SequenceGroup], None]) -> None:
         self._wake = wake
-        self._due: deque[tuple[float, SequenceGroup]] = deque()
-        """In ascending order of their times, as the delay is the same for all."""
+        self._queue = IdleQueue()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -35,7 +96,7 @@ class IdleGroups:
         with self._changed:
             if self._closed:
                 return
-            self._due.append((time.monotonic() + IDLE_WAKE_S, group))
+            self._queue.add(group, time.monotonic())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="idle", daemon=True)
                 self._thread.start()
@@ -45,7 +106,7 @@ class IdleGroups:
         """Wakes none any more."""
         with self._changed:
             self._closed = True
-            self._due.clear()
+            self._queue = IdleQueue()
             self._changed.notify()
 
     def _run(self) -> None:
@@ -59,13 +120,9 @@ class IdleGroups:
         """The next group once its time has come; None when closed."""
         with self._changed:
             while not self._closed:
-                if not self._due:
-                    self._changed.wait()
-                    continue
-                due, group = self._due[0]
-                left = due - time.monotonic()
-                if left <= 0:
-                    self._due.popleft()
+                now = time.monotonic()
+                group, turn = self._queue.next(now)
+                if group is not None:
                     return group
-                self._changed.wait(left)
+                self._changed.wait(None if turn == math.inf else turn - now)
             return None

@@ -3,7 +3,8 @@
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
 its last pre_process began. If all sequences are suspended and none is woken, all are woken 10 ms
-later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request ends with `deadlock`.
+or more later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request ends with
+`deadlock`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class SequenceGroup:
         self._perform = perform
         self.meter = Meter()
         """The meter of its controller."""
+        self.tenant = ""
+        """The key of its tenant; the worker sets it, as it does ``memory``."""
         self.memory: TenantMemory | None = None
         """The memory share of its tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
@@ -112,6 +115,11 @@ class SequenceGroup:
     def closed(self) -> bool:
         """Whether the request has ended."""
         return self._closed
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that have not finished."""
+        return len(self._sequences)
 
     @property
     def has_unfreed(self) -> bool:

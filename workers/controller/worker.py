@@ -326,7 +326,7 @@ class ControllerWorker:
             start.attempt,
         )
         self._end(link, header.request)
-        group.memory = self._guest_memory.of(tenant)
+        group.tenant, group.memory = tenant, self._guest_memory.of(tenant)
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)
