@@ -58,12 +58,14 @@ class BrokerWatch:
             self._task = asyncio.create_task(self._run())
 
     async def begun(self) -> None:
-        """Waits until the broker knows the watch, or until ``lost`` was called instead.
+        """Waits until the broker knows the watch, or until ``lost`` was called instead. Raises
+        TimeoutError if neither happens, as the watch cannot be opened or its HELLO is refused.
 
         If a connection sent something to a broker before, and the broker was replaced at that
         moment, the watch would begin with the next broker and report no restart.
         """
-        await self._begun.wait()
+        async with asyncio.timeout(self._patience_s + 3 * PING_S):
+            await self._begun.wait()
 
     async def close(self) -> None:
         """Ends the watch."""

@@ -107,6 +107,9 @@ class Tunnels:
         except zmq.ZMQError as error:
             log.warning("a WebSocket cannot be carried to the broker: %s", error)
             await close(websocket, TRY_AGAIN_LATER, "the gateway has no connection left")
+        except TimeoutError:
+            log.warning("a WebSocket was closed, as its broker cannot be watched")
+            await close(websocket, TRY_AGAIN_LATER, "the gateway cannot reach the broker")
         except WebSocketDisconnect:
             pass
         finally:

@@ -112,3 +112,33 @@ def test_a_websocket_waits_until_the_broker_is_watched(
         broker.socket.close()
 
     asyncio.run(asyncio.wait_for(run(), BOUND_S))
+
+
+def test_a_websocket_ends_if_the_broker_refuses_the_watch(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Each PING of the watch is answered with an ERROR, so that its session neither begins nor
+    ends."""
+
+    async def run() -> None:
+        broker = Broker(context)
+        tunnels = Tunnels(Settings(front=broker.address, session_timeout_s=1.0), UserShares(100))
+        browser = Browser()
+        await browser.accepted()
+        browser.send('HELLO {"client": "a browser"}')
+        serving = asyncio.create_task(tunnels.serve(browser.socket))
+
+        async def refuse() -> None:
+            while True:
+                peer, *_ = await broker.receive()
+                broker.socket.send_multipart([peer, b"ERROR", b"{}"])
+
+        refusing = asyncio.create_task(refuse())
+        closed = await asyncio.wait_for(browser.received.get(), BOUND_S)
+        assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
+        await asyncio.wait_for(serving, BOUND_S)
+        # The watch sends PINGs until it is closed, so that the receiving thread ends.
+        refusing.cancel()
+        await tunnels.close()
+
+    asyncio.run(run())
