@@ -18,7 +18,7 @@ class ForwardBackend(ABC):
 
     why_no_graphs = ""
     """Why CUDA graphs cannot capture ``compute``; empty if they can."""
-    why_no_kernels = "its layers run as transformers' modules"
+    why_no_kernels = ""
     """Why the Triton kernels do not compute the layers; empty if they do."""
     num_graphs = 0
     """The number of batch sizes that have a CUDA graph."""

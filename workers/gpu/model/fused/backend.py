@@ -14,17 +14,11 @@ from .decoder import Attend, FusedDecoder
 
 
 class FusedBackend(ForwardBackend):
-    """Runs a decoder with the attention of a layout.
+    """Runs a decoder with the attention of a layout."""
 
-    ``why_no_kernels``: why the Triton kernels do not compute its layers.
-    """
-
-    def __init__(
-        self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout, why_no_kernels: str = ""
-    ) -> None:
+    def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
         self.decoder = decoder
-        self.why_no_kernels = why_no_kernels
         self._attend = attend_of(layout)
 
     def compute(

@@ -29,6 +29,8 @@ several rows, one or several tokens, and the classes that share a decorator; its
 class TransformersBackend(ForwardBackend):
     """Runs a transformers model. ``head`` computes its output layer faster, if given."""
 
+    why_no_kernels = "its layers run as transformers' modules"
+
     def __init__(self, tensors: StepTensors, model: Any, head: PackedHead | None = None) -> None:
         super().__init__(tensors)
         self._model = model

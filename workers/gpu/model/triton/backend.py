@@ -18,8 +18,6 @@ from .decoder import NotFusible, TritonDecoder
 class TritonBackend(ForwardBackend):
     """Runs the layers of a decoder in few kernels. Raises NotFusible if a layer has no kernel."""
 
-    why_no_kernels = ""
-
     def __init__(self, tensors: StepTensors, decoder: FusedDecoder) -> None:
         super().__init__(tensors)
         self._decoder = TritonDecoder(decoder)
