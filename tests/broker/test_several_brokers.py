@@ -278,13 +278,19 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
 # --- requests that go on behind another broker ---------------------------------------------------
 
 
-def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: Bench) -> None:
+def started(bench: Bench) -> Header:
+    """The header of a running request that has a controller, with a state worker."""
     bench.worker("s", role="state")
     bench.worker("k", role="controller", patterns=["mine"])
     bench.client("c", "HELLO", {"capabilities": ["recover"]})
     bench.client("c", "GENERATE", generate(1, controller="mine"))
     [(_, header)] = bench.to_worker("a")
     bench.send("a", "START", {}, Header(header.request))
+    return header
+
+
+def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: Bench) -> None:
+    header = started(bench)
     bench.to_client("c")
     bench.sent.clear()
     bench.send("a", "RELEASED", Released(requests=[header.request]))
@@ -301,12 +307,7 @@ def test_the_state_worker_gets_whether_a_request_ended_without_its_client(
     bench: Bench, leaves: bool
 ) -> None:
     """Without its client it may be a copy, which goes on behind the broker where the client is."""
-    bench.worker("s", role="state")
-    bench.worker("k", role="controller", patterns=["mine"])
-    bench.client("c", "HELLO", {"capabilities": ["recover"]})
-    bench.client("c", "GENERATE", generate(1, controller="mine"))
-    [(_, header)] = bench.to_worker("a")
-    bench.send("a", "START", {}, Header(header.request))
+    header = started(bench)
     if leaves:
         bench.client("c", "BYE", {"keep": True})
     bench.sent.clear()
