@@ -65,8 +65,7 @@ def repetition(
     """The automaton of ``least`` to ``most`` texts of a part, one after another.
 
     ``most`` is None for no upper bound. The limits are those of ``sequence``. Raises
-    CombinationError if a limit is exceeded, if a count is below 0 or above ``max_states``, or if
-    ``most`` is below ``least``.
+    CombinationError if a limit is exceeded, or if the counts are not in order.
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):

@@ -42,7 +42,7 @@ class World:
         self.groups: dict[int, SequenceGroup] = {}
         self.posted: list[list[bytes]] = []
         self.num_jobs = 0
-        """The results of the last STEP."""
+        """The number of jobs that the last STEP was split into."""
         for request in range(1, GROUPS + 1):
             group = SequenceGroup(
                 request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply

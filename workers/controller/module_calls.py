@@ -157,8 +157,7 @@ class ModuleCalls:
         """The worker that should send it."""
         wrong: set[int] = set()
         now = next_at = time.monotonic()
-        """When the other workers are asked again, because the sending worker may have lost the
-        module."""
+        """The other workers are then asked again: the sending one may have lost the module."""
         ends_at = now + self._fetch_s
         while (now := time.monotonic()) < ends_at:
             if now >= next_at:

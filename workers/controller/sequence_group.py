@@ -179,10 +179,8 @@ class SequenceGroup:
         """The round of a sequence after the model sampled ``tokens``, or after the GPU worker ended
         it, by ``stop`` before that stop string. None: it does not wait for the model.
 
-        Tokens of ``draft`` may follow. ``distributions`` are those of ``tokens``, if the controller
-        asked for these.
-
-        Raises GroupBusy without ``wait``, if another thread has the group's lock.
+        Tokens of ``draft`` may follow. ``distributions``: those of ``tokens``, if queried. Raises
+        GroupBusy without ``wait``, if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy

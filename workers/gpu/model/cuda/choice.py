@@ -211,10 +211,15 @@ def _faster(loaded: LoadedModel, layouts: Sequence[Layout]) -> Layout:
     key = (name, loaded.dtype, _group(loaded), *shapes)
     found = _FASTER.get(key)
     if found is None:
-        times = [
-            sum(Case(loaded, shape, layout, case).seconds() for shape in shapes for case in TIMED)
-            for layout in layouts
-        ]
+        try:
+            times = [
+                sum(Case(loaded, shape, layout, at).seconds() for shape in shapes for at in TIMED)
+                for layout in layouts
+            ]
+        except RuntimeError as error:
+            # For example out of memory. Each of these kernels has given right results.
+            log.warning("%s: its kernels cannot be timed: %s", loaded.name, error)
+            return layouts[0]
         found = _FASTER[key] = layouts[times.index(min(times))]
         log.info(
             "%s: %s is used, by time on the %s: %s",

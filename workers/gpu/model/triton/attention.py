@@ -83,6 +83,7 @@ def workspace_of(cache: KVCache) -> Workspace:
 
 def decode_tiles(count: int, group: int, workspace: Workspace) -> Tiles:
     """The tiles of ``count`` chunks of one token. Nothing is copied to the device."""
+    assert count <= MAX_DECODES, count
     return Tiles([Launch(workspace.decodes[:count], count, group)], workspace.none)
 
 

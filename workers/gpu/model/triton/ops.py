@@ -49,17 +49,15 @@ def split_attention(
     """Attention of short chunks.
 
     ``out`` and ``query`` are ``[num_tokens, heads, dim]``, ``cache`` the keys and values of a
-    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table, ``partials`` what
-    ``Workspace`` gives for them. ``window`` 0: none; ``cap`` 0: none.
+    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table, ``partials`` the
+    memory for results of splits. ``window`` 0: none; ``cap`` 0: none.
     """
     from .attention_kernels import split_kernel
 
     if len(chunks[0]) == 0:
         return
     given = _attention(query, cache, chunks, scale, window, cap)
-    group, kv_heads = query.shape[1] // cache[0].shape[2], cache[0].shape[2]
-    block_m = tile_rows(group, long=False)
-    dim = query.shape[2]
+    kv_heads, dim = cache[0].shape[2], query.shape[2]
     split_kernel[(len(chunks[0]), kv_heads, max_programs)](
         out,
         query,
@@ -69,7 +67,7 @@ def split_attention(
         partials[0].shape[3],
         max_programs,
         *given.values,
-        BLOCK_M=block_m,
+        BLOCK_M=tile_rows(query.shape[1] // kv_heads, long=False),
         BLOCK_N=_block_n(dim, query.dtype),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT=MIN_SPLIT,
