@@ -35,13 +35,13 @@ def wakes(groups: list[Idle]) -> dict[Idle, int]:
         queue.add(group, now)
     counts = dict.fromkeys(groups, 0)
     while now <= SECONDS:
-        group, turn = queue.next(now)
-        if group is None:
+        woken, turn = queue.next(now)
+        if woken is None:
             now = turn
             continue
-        assert isinstance(group, Idle)
-        counts[group] += 1
-        queue.add(group, now)
+        assert isinstance(woken, Idle)
+        counts[woken] += 1
+        queue.add(woken, now)
     return counts
 
 
