@@ -142,7 +142,7 @@ def describe(loaded: LoadedModel, results: Results) -> None:
     path = make_engine(loaded).path
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {path.attention}")
     for fallback in path.fallbacks:
-        say(f"slower than it could be: {fallback}")
+        say(f"slower than possible: {fallback}")
     results["fast_attention"] = float(path.attention.startswith("FlashAttention"))
     results["graphs"] = path.graphs
 

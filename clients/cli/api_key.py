@@ -23,19 +23,20 @@ def add_command(subparsers: Subparsers) -> None:
         "api-key",
         allow_abbrev=False,
         help="make an API key for the gateways",
-        description="Prints a new API key, once, and adds its hash to a file for --api-keys.",
+        description="Prints a new API key and adds its hash to the file that the gateways read "
+        "with --api-keys. The key is not stored, so it cannot be printed again.",
     )
-    parser.add_argument("name", metavar="NAME", help="its holder, for the operator")
+    parser.add_argument("name", metavar="NAME", help="name of the key's holder")
     parser.add_argument(
         "--file",
         default="api-keys",
         metavar="FILE",
-        help="where its hash goes (./api-keys); made where it does not exist",
+        help="file for the hash; created if it does not exist (default: ./api-keys)",
     )
     parser.add_argument(
         "--tenant",
         metavar="FILE",
-        help="a key file of the bus: requests with this API key are those of its tenant",
+        help="key file of a tenant of the bus, to whom requests with this API key are attributed",
     )
     parser.set_defaults(run=_run)
 
@@ -61,7 +62,8 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
         return 1
     print(key)
     print(
-        f"tokenbus: {path} has its hash; gateways accept it after a restart with --api-keys {path}",
+        f"tokenbus: wrote the hash of the key to {path}; gateways accept the key after a restart "
+        f"with --api-keys {path}",
         file=sys.stderr,
     )
     return 0

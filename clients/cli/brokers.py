@@ -1,5 +1,5 @@
-"""The combined state of all brokers of a system: each has its own sessions and streams, and all
-workers."""
+"""The combined state of all brokers of a system. Each broker has its own sessions and streams;
+every worker registers with all brokers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import Client
 
 
 class Brokers:
-    """The brokers at the addresses in the settings, each with a connection of its own."""
+    """The brokers at the addresses in the settings, with one connection to each."""
 
     def __init__(self, settings: Settings) -> None:
         self._open = ExitStack()
@@ -42,7 +42,8 @@ class Brokers:
 
     @property
     def shown(self) -> str:
-        """Their addresses, and which of them did not answer last, for display."""
+        """The brokers' addresses for display, each marked if its broker did not answer the last
+        time."""
         names = [
             one.front + (" (does not answer)" if one.front in self._silent else "")
             for one in self._clients
@@ -77,8 +78,8 @@ def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusEr
 
 
 def merged(found: Sequence[Status]) -> Status:
-    """The state of several brokers: sums, and each worker by the broker that received its last
-    message."""
+    """The state of several brokers: the sums of their counts, and each worker as reported by the
+    broker that received its last message."""
     first, *others = found
     if not others:
         return first

@@ -20,7 +20,7 @@ from .module_files import FileFault, read_module
 from .options import add_connection, add_parameters, add_request, client_for
 
 SHORT_ID = 12
-"""Characters of an id in messages; commands accept 8 or more."""
+"""Number of characters of a module id in messages. Commands accept 8 or more characters."""
 
 
 def add_command(commands: Any) -> None:
@@ -38,9 +38,9 @@ def add_command(commands: Any) -> None:
 
 def _add_upload(actions: Any) -> None:
     parser = actions.add_parser("upload", allow_abbrev=False, help="store a module")
-    parser.add_argument("file", type=Path, metavar="FILE", help="Wasm, or C to be compiled first")
+    parser.add_argument("file", type=Path, metavar="FILE", help="Wasm file, or C file to compile")
     parser.add_argument(
-        "--tag", action="append", default=[], metavar="T", help="a name for it; repeatable"
+        "--tag", action="append", default=[], metavar="T", help="tag for the module; repeatable"
     )
     _finish(parser, _upload)
 
@@ -48,9 +48,9 @@ def _add_upload(actions: Any) -> None:
 def _add_tag(actions: Any) -> None:
     parser = actions.add_parser("tag", allow_abbrev=False, help="assign tags to a module")
     parser.add_argument(
-        "module", metavar="MODULE", help="its id, 8 characters of it at least, or a tag"
+        "module", metavar="MODULE", help="module id (at least 8 characters of it) or tag"
     )
-    parser.add_argument("tags", nargs="+", metavar="TAG", help="removed from any other module")
+    parser.add_argument("tags", nargs="+", metavar="TAG", help="new tag; another module loses it")
     _finish(parser, _tag)
 
 
@@ -61,7 +61,7 @@ def _add_list(actions: Any) -> None:
 
 def _add_delete(actions: Any) -> None:
     parser = actions.add_parser("delete", allow_abbrev=False, help="delete a tag, or a module")
-    parser.add_argument("name", metavar="NAME", help="a tag, or a module's id, as for tag")
+    parser.add_argument("name", metavar="NAME", help="tag, or module id (8 characters or more)")
     _finish(parser, _delete)
 
 
@@ -76,14 +76,17 @@ def _add_run(actions: Any) -> None:
         "run",
         allow_abbrev=False,
         help="generate under a controller",
-        description="Generates under a controller. If no system runs, it starts one with the "
-        "embedded model, for this run only. A name that ends with .wasm, .c or .py, or contains a "
-        "/, is a file; any other one is a tag, an id, a built-in or a MODULE:NAME that is served. "
-        "The module of a file is deleted after the run, unless it was stored before.",
+        description="Generates under a controller. If no system is running, the command starts one "
+        "with the embedded model for this run. A name that ends with .wasm, .c or .py or contains "
+        "a / is a file. Any other name is a tag, a module id, a built-in controller or a served "
+        "MODULE:NAME. The module of a file is deleted after the run unless it was stored before.",
     )
-    parser.add_argument("program", metavar="FILE|TAG|ID", help="Wasm, C, or a known name")
+    parser.add_argument("program", metavar="FILE|TAG|ID", help="the controller")
     parser.add_argument(
-        "--arg", "--controller-arg", metavar="A|@FILE", help="the argument of the controller"
+        "--arg",
+        "--controller-arg",
+        metavar="A|@FILE",
+        help="argument of the controller, or its file",
     )
     parser.add_argument(
         "--prompt", metavar="P", default=DEFAULT_PROMPT, help="the prompt (default: a line break)"
@@ -97,18 +100,20 @@ def _add_serve(actions: Any) -> None:
     parser = actions.add_parser(
         "serve",
         allow_abbrev=False,
-        help="run a controller written in Python",
-        description="Runs a worker for Python controllers in a running system: classes and "
-        "scripts, named MODULE:NAME and also searched for in the current folder.",
+        help="run controllers that are written in Python",
+        description="Adds a worker for Python controllers to a running system. MODULE:NAME is a "
+        "class or a script; Python also searches the current folder for MODULE.",
     )
-    parser.add_argument("programs", nargs="+", metavar="MODULE:NAME", help="what to serve")
-    parser.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="the system's folder")
-    parser.add_argument("--back", metavar="ADDRESS", help="its address for workers")
+    parser.add_argument("programs", nargs="+", metavar="MODULE:NAME", help="controller to serve")
+    parser.add_argument(
+        "--run-dir", dest="run_dir", metavar="DIR", help="run directory of the system"
+    )
+    parser.add_argument("--back", metavar="ADDRESS", help="broker's address for workers")
     parser.set_defaults(run=_reporting(_serve))
 
 
 def _reporting(command: Any) -> Any:
-    """``command``, which reports a FileFault as one line and an exit code."""
+    """Wraps ``command``: a FileFault becomes one line on stderr and an exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -167,7 +172,7 @@ def _list(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _show(module: StoredModule, as_json: bool) -> int:
-    """Prints a module on one line, its id first."""
+    """Prints a module on one line that begins with the module id."""
     if as_json:
         print(msgspec.json.encode(msgspec.structs.asdict(module)).decode())
         return OK
@@ -185,7 +190,7 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Replaces this process by the worker, which then receives its signals and determines its exit
+    """Replaces this process by the worker, which then receives the signals and sets the exit
     code."""
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")

@@ -24,10 +24,10 @@ from .own_system import broker_answers, interrupted, own_system
 from .texts import Texts, exit_code
 
 DEFAULT_PROMPT = "\n"
-"""A prompt must not be empty."""
+"""The default prompt: a line break, because a prompt must not be empty."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
-"""The tag by which a run keeps the module of its file in the store."""
+"""Pattern of the tags that keep the module of a file in the store during a run."""
 
 
 def argument(given: str) -> str:
@@ -78,11 +78,11 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 @contextmanager
 def _lent(client: Client, wasm: bytes) -> Iterator[str]:
-    """The id of a module that is stored for the ``with`` block. Afterwards it stays only if it was
-    stored before.
+    """Stores a module for the ``with`` block and yields its id. The module is deleted afterwards
+    unless it was stored before.
 
-    Each run marks its use with its own tag, so that the last of several runs of a file deletes the
-    module. A module with another tag stays.
+    Each run gives the module its own tag, so that the last of several runs of a file deletes the
+    module. A module with any other tag is not deleted.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)

@@ -1,4 +1,4 @@
-"""``tokenbus drain``: makes a worker leave, which hands its streams over to others."""
+"""``tokenbus drain``: moves the streams of a worker to other workers, then ends the worker."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "drain",
         allow_abbrev=False,
-        help="have a worker hand its streams over and leave",
-        description="The worker takes no more requests. What it has goes on at other workers; "
-        "where none can take it, the worker finishes it, within drain_s. Then it ends.",
+        help="move the streams of a worker to other workers, then end it",
+        description="Drains a worker: it accepts no further requests, and other workers continue "
+        "its streams. If no other worker can continue a stream, the worker finishes the stream "
+        "itself, within drain_s seconds. Then the worker ends.",
     )
     add_connection(parser)
-    parser.add_argument("worker", metavar="WORKER", help="its name, as tokenbus status shows it")
+    parser.add_argument("worker", metavar="WORKER", help="worker name, as tokenbus status shows it")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Drains one worker, and waits until it has left."""
+    """Drains one worker and waits until the worker has ended."""
     with client_for(settings) as client:
         requests = client.drain_worker(args.worker)
     print(f"{args.worker} has left; it had {requests} requests")

@@ -15,7 +15,7 @@ OK = 0
 FAILED = 1
 """An internal error, or a process of the system failed."""
 WRONG_USAGE = 2
-"""A flag, a variable or a file is not valid; the exit code of argparse too."""
+"""A flag, a variable or a file is not valid. argparse exits with the same code."""
 UNAVAILABLE = 3
 """No broker, no worker, or a full queue; the same command may succeed later."""
 REFUSED = 4

@@ -22,13 +22,16 @@ def add_command(commands: Any) -> None:
         "generate",
         allow_abbrev=False,
         help="stream the continuation of a prompt",
-        description="Streams the continuation of a prompt; '-' or nothing reads it from stdin.",
+        description="Streams the continuation of a prompt. If the prompt is '-' or missing, it is "
+        "read from standard input.",
     )
     parser.add_argument("prompt", nargs="*", help="text")
     add_request(parser)
     add_parameters(parser)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop there; repeatable")
-    parser.add_argument("--record", metavar="FILE", help="write the stream to a file, for replay")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends the sequence; repeatable"
+    )
+    parser.add_argument("--record", metavar="FILE", help="write a recording for tokenbus replay")
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.set_defaults(run=run)
 
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 def begin(
     client: Client, prompt: str, model: str, options: dict[str, Any], notices: Notices
 ) -> Stream:
-    """The stream of a prompt, with its notices displayed."""
+    """Starts the stream of a prompt and displays its notices."""
     given: dict[str, Any] = {"model": model, "on_system": notices, "text": True}
     return client.generate(prompt, **(given | options))
 

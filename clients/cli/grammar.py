@@ -1,6 +1,7 @@
 """``tokenbus grammar``: checks grammars against inputs, without a running system.
 
-The implementation is imported on use: other commands need neither wasmtime nor tokenizers.
+The implementation is imported on first use, because other commands work without the packages
+wasmtime and tokenizers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def add_command(commands: Any) -> None:
         "grammar",
         allow_abbrev=False,
         help="check texts against grammars",
-        description="Grammars and regular expressions, tried on texts with the masks that steer a "
-        "model. No system has to run.",
+        description="Checks texts against grammars and regular expressions, with the token masks "
+        "that constrain a model. A running system is not needed.",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for add in (_add_check, _add_allowed, _add_list, _add_show):
@@ -37,13 +38,14 @@ def _add_check(actions: Any) -> None:
         "check",
         allow_abbrev=False,
         help="check whether a grammar accepts an input",
-        description="Walks an input, token by token, through the masks of a grammar. Exits with 0 "
-        "if it is accepted, with 1 if not, and says where and what was expected.",
+        description="Checks an input against the masks of a grammar, token by token. The exit code "
+        "is 0 if the input is accepted, otherwise 1. A refusal prints its place and the expected "
+        "lexemes.",
     )
     _add_grammar(parser)
-    parser.add_argument("input", metavar="INPUT", help="a file; - is standard input")
+    parser.add_argument("input", metavar="INPUT", help="input file; - is standard input")
     _add_tokenizer(parser)
-    parser.add_argument("--tokens", action="store_true", help="a line for each token and its mask")
+    parser.add_argument("--tokens", action="store_true", help="print a line for each token")
     _finish(parser, _check)
 
 
@@ -51,8 +53,8 @@ def _add_allowed(actions: Any) -> None:
     parser = actions.add_parser(
         "allowed",
         allow_abbrev=False,
-        help="which tokens may follow a text",
-        description="A picture of one mask: the tokens that a model may generate after a text.",
+        help="show the tokens that may follow a text",
+        description="Shows one token mask: the tokens that a model may generate after a text.",
     )
     _add_grammar(parser)
     parser.add_argument("text", metavar="TEXT", help="the text so far; - is standard input")
@@ -61,13 +63,13 @@ def _add_allowed(actions: Any) -> None:
 
 
 def _add_list(actions: Any) -> None:
-    parser = actions.add_parser("list", allow_abbrev=False, help="grammars that come with Tokenbus")
+    parser = actions.add_parser("list", allow_abbrev=False, help="list the grammars of Tokenbus")
     _finish(parser, _list)
 
 
 def _add_show(actions: Any) -> None:
-    parser = actions.add_parser("show", allow_abbrev=False, help="print the text of one of them")
-    parser.add_argument("grammar", metavar="NAME", help="its name, as list prints it")
+    parser = actions.add_parser("show", allow_abbrev=False, help="print a grammar of Tokenbus")
+    parser.add_argument("grammar", metavar="NAME", help="grammar name, as list prints it")
     parser.set_defaults(run=_reporting(_show))
 
 
@@ -75,7 +77,7 @@ def _add_grammar(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "grammar",
         metavar="GRAMMAR",
-        help="a file (.y is a grammar, .rx a regular expression), or a name that list prints",
+        help="file (.y: grammar, .rx: regular expression) or a name that 'grammar list' prints",
     )
 
 
@@ -84,7 +86,8 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="T",
         default="embedded",
-        help="a checkpoint's folder, its tokenizer.json or tekken.json (the embedded model's)",
+        help="folder of a checkpoint, or its tokenizer.json or tekken.json (default: the tokenizer "
+        "of the embedded model)",
     )
 
 
@@ -94,7 +97,7 @@ def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def _reporting(command: Any) -> Any:
-    """``command``, with errors of files reported on stderr, and its exit code."""
+    """Wraps ``command``: a FileFault is reported on stderr and becomes an exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -147,7 +150,7 @@ def _show(args: argparse.Namespace) -> int:
             print(source.text, end="")
             return OK
     known = ", ".join(source.name for source in library_sources())
-    raise FileFault(f"{args.grammar!r} is not in the library; there are {known}")
+    raise FileFault(f"unknown grammar {args.grammar!r}; valid: {known}")
 
 
 def _need_packages() -> None:

@@ -1,4 +1,4 @@
-"""``tokenbus grammar allowed``: a picture of one mask, the tokens that may follow a text."""
+"""``tokenbus grammar allowed``: shows one token mask, the tokens that may follow a text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from .tokenizer_files import read_vocabulary, tokens_of
 
 TEXT = "<text>"
 NAMED = 16
-"""Number of expected lexemes that are named."""
+"""Maximum number of expected lexemes that are printed."""
 CELLS = (80, 100, 140)
-"""Width of the picture: minimum, default if the width of the terminal is unknown, maximum."""
+"""Width of the output in characters: the minimum, the default if the width of the terminal is
+unknown, and the maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Share of the space for examples that allowed tokens receive."""
+"""Part of the space for examples that shows allowed tokens."""
 
 
 class _Found(NamedTuple):
@@ -47,8 +48,8 @@ class _Found(NamedTuple):
 
 
 def allowed(args: argparse.Namespace) -> int:
-    """Shows the mask after one text; returns 0, or 1 if the text itself is refused. Raises
-    FileFault for a file that cannot be read."""
+    """Shows the mask after a text. Returns 0, or 1 if the grammar refuses the text. Raises
+    FileFault if a file cannot be read."""
     language = compiled(read_source(args.grammar))
     text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
@@ -110,7 +111,7 @@ def _print(found: _Found) -> None:
     _print_groups(vocabulary, _groups(vocabulary, mask))
 
 
-# --- tokens that begin alike ----------------------------------------------------------------------
+# --- groups of tokens by their beginning ----------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -131,10 +132,11 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Name of the group of tokens that have white space before the kind of the previous line."""
+"""Label of a row whose tokens have white space before the kind of character in the row above."""
 
 _Kind = tuple[str, bool]
-"""The kind of a token's beginning, and whether white space precedes it."""
+"""The kind of a token's first character after white space, and whether the token begins with white
+space."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -190,7 +192,7 @@ def _print_groups(vocabulary: TokenizerVocabulary, groups: dict[_Kind, _Group]) 
 
 
 def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int) -> str:
-    """As many tokens as fit into ``cells``."""
+    """As many tokens as fit into ``cells`` characters of the terminal."""
     shown = ""
     for token in _varied(vocabulary, tokens):
         more = f"{shown} {token_text(vocabulary, token)}".lstrip()
@@ -202,8 +204,8 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """The tokens in the order of their ids, except that text tokens with a new first character come
-    first. In most tokenizers frequent tokens have low ids."""
+    """The tokens by their ids, except that text tokens with a new first character come first. Low
+    ids come early because they are frequent tokens in most tokenizers."""
     seen = set()
     later: list[int] = []
     for token in tokens:

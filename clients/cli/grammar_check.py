@@ -1,4 +1,4 @@
-"""``tokenbus grammar check``: an input, token by token, through the masks of a grammar."""
+"""``tokenbus grammar check``: checks an input against the masks of a grammar, token by token."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STDIN = "<stdin>"
 
 
 def check(args: argparse.Namespace) -> int:
-    """Walks one input; returns 0 if it is accepted, else 1. Raises FileFault for a file that
-    cannot be read."""
+    """Checks one input. Returns 0 if the input is accepted, otherwise 1. Raises FileFault if a
+    file cannot be read."""
     language = compiled(read_source(args.grammar))
     name, text = _read_input(args.input)
     vocabulary = read_vocabulary(args.tokenizer)
@@ -79,8 +79,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _read_input(name: str) -> tuple[str, bytes]:
-    """The name of an input for messages, and its bytes; ``-`` is standard input. Raises
-    FileFault."""
+    """The name of an input for messages, and the bytes of the input; ``-`` is standard input.
+    Raises FileFault if the file cannot be read."""
     if name == "-":
         return STDIN, sys.stdin.buffer.read()
     try:
@@ -94,7 +94,7 @@ def _read_input(name: str) -> tuple[str, bytes]:
 
 
 def _times(steps: Sequence[MaskStep]) -> dict[str, float]:
-    """The times of masks, in microseconds."""
+    """Statistics of the masks' computing times, in microseconds."""
     each = sorted(step.seconds * 1e6 for step in steps)
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     found = {"mean": sum(each) / len(each)}
@@ -115,7 +115,7 @@ def _print_summary(
     print(f"{'masks, us':10} " + " ".join(f"{name:>9}" for name in names))
     for label, found in (("at first", passes["first"]), ("again", passes["again"])):
         print(f"{label:10} " + " ".join(f"{found[name]:>9,.1f}" for name in names))
-    print(f"{'guest':10} ready in {start_s * 1e3:,.0f} ms, {size / 1e6:,.1f} MB at the end")
+    print(f"{'guest':10} started in {start_s * 1e3:,.0f} ms, {size / 1e6:,.1f} MB at the end")
     taken = sum(step.allowed and step.token is not None for step in steps)
     forced = _forced(steps)
     why = ": the grammar leaves no choice" if forced else ""
@@ -150,7 +150,8 @@ def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> di
 
 
 def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
-    """Raises ServiceError if the grammar backend and the reference treat an input differently."""
+    """Raises ServiceError if only one of the grammar backend and the reference accepts an input, or
+    if they stop at different places."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:
         agree, guest = wrong_at is None, "accepts the text"

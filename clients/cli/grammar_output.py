@@ -1,4 +1,4 @@
-"""Grammars, tokens and refusals as ``tokenbus grammar`` shows them: lines for people, and JSON."""
+"""Formats grammars, tokens and refusals for ``tokenbus grammar``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def print_language(language: Language) -> None:
 
 
 def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) -> None:
-    """Prints where an input is refused, what was expected, and the line."""
+    """Prints the place where an input is refused, the expected lexemes, and the line."""
     what = str(refused).partition(": ")[2]
     pointed = Lines(text).pointed(refused.line, refused.column)
     print(f"{name}:{refused.line}:{refused.column}: {what}{pointed}")
     ending = text[refused.offset :]
     if ending in (b"\n", b"\r\n") and language.wrong_at(text[: refused.offset]) is None:
-        print("it is accepted without its last line end")
+        print("the input is accepted without its last line end")
 
 
 def disagreement(backend_does: str, wrong_at: int | None) -> ServiceError:
-    """The error for a text that the grammar backend and the reference (``Language.wrong_at``) treat
-    differently."""
+    """The error if the grammar backend and the reference (``Language.wrong_at``) disagree about a
+    text."""
     reference = "accepts the text" if wrong_at is None else f"stops at its byte {wrong_at}"
     return ServiceError(
         Code.INTERNAL,

@@ -1,4 +1,4 @@
-"""``tokenbus client``: LMTP's interactive client. Parameters go at the end of the line."""
+"""``tokenbus client``: LMTP's interactive client, which reads parameters from the line's end."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _PARAMETER = re.compile(r"(?:^|\s)([a-z_]+)=(\"(?:[^\"\\]|\\.)*\"|\[[^\]]*\]|\{[
 
 HELP = f"""\
 PROMPT NAME=VALUE …   generates from a prompt: Hello there temperature=1.2 max_tokens=5
-help                  prints this text; quit or Ctrl-D ends the client, Ctrl-C a generation
+help                  prints this text
+Ctrl-C                ends the generation; quit or Ctrl-D ends the client
 parameters: {", ".join(sorted(PARAMETERS))}"""
-"""The answer to ``help``. Commands are for a terminal only; a pipe has prompts."""
+"""The output of ``help``. Only a terminal has commands; each line of a pipe is a prompt."""
 
 
 def add_command(commands: Any) -> None:
@@ -38,13 +39,14 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "client",
         allow_abbrev=False,
-        help="type prompts; parameters go at the line's end",
-        description="LMTP's interactive client: 'Hello there temperature=1.2 max_tokens=5'. "
-        "Ctrl-C ends a generation, quit or Ctrl-D the client; help lists the parameters.",
+        help="read prompts from the terminal",
+        description="LMTP's interactive client. Each line is a prompt with parameters at its end, "
+        "such as: Hello there temperature=1.2 max_tokens=5. Ctrl-C ends a generation; quit or "
+        "Ctrl-D ends the client; help lists the parameters.",
     )
     parser.add_argument("request_model", nargs="?", default="", metavar="MODEL")
     add_connection(parser)
-    parser.add_argument("--trace", action="store_true", help="print each TOKEN entry, as LMTP's")
+    parser.add_argument("--trace", action="store_true", help="print each entry of TOKEN messages")
     parser.set_defaults(run=run)
 
 
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             client.model_info(args.request_model)
         terminal = sys.stdin.isatty()
         if terminal:
-            console.print("parameters go at the line's end; help, quit", style="dim")
+            console.print("type a prompt, with parameters at its end; or: help, quit", style="dim")
         while True:
             try:
                 line = input(PROMPT if terminal else "")

@@ -1,4 +1,4 @@
-"""``tokenbus keys``: who may connect to the broker of this machine."""
+"""``tokenbus keys``: manages the keys of clients and workers of this machine's broker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .exits import WRONG_USAGE
 Subparsers = Any
 
 QUOTAS = {
-    "streams": "live streams of all sessions together",
-    "tokens_per_minute": "tokens that are generated",
-    "max_priority": "the highest priority of its requests, up to 100",
-    "upload_bytes": "controller modules in the store",
-    "variable_bytes": "variables of all live requests together",
-    "sandbox_ms_per_minute": "CPU time of controllers, in milliseconds",
+    "streams": "number of live streams in all sessions",
+    "tokens_per_minute": "number of generated tokens in a minute",
+    "max_priority": "highest priority of a request, at most 100",
+    "upload_bytes": "bytes of controller modules in the store",
+    "variable_bytes": "bytes of variables of all live requests",
+    "sandbox_ms_per_minute": "milliseconds of CPU time for controllers in a minute",
 }
-"""The quotas of a client, and what each bounds."""
+"""The quotas of a client, and the quantity that each bounds."""
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -32,42 +32,51 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "keys",
         allow_abbrev=False,
-        help="who may connect: make, allow, revoke and list keys",
-        description="Makes keys, and says which may connect to the broker of this machine. A "
-        "broker that runs follows what is changed here.",
+        help="make, allow, revoke and list the keys of the bus",
+        description="Manages the keys of clients and workers that may connect to the broker of "
+        "this machine. A running broker applies changes without a restart.",
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def add(name: str, help_: str, run: Callable[[argparse.Namespace, Settings], int]) -> Any:
         verb = verbs.add_parser(name, allow_abbrev=False, help=help_)
-        verb.add_argument("--keys", metavar="DIR", help="the broker's keys (<run dir>/keys)")
-        verb.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="of the system")
+        verb.add_argument("--keys", metavar="DIR", help="broker's key folder (<run dir>/keys)")
+        verb.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="run directory")
         verb.set_defaults(run=_reporting(run))
         return verb
 
-    new = add("new", "make a key, and the broker's own where there is none", _new)
-    new.add_argument("name", nargs="?", metavar="NAME", help="its holder; without, none is made")
-    new.add_argument("--file", metavar="FILE", help="where the key goes (./NAME.key)")
+    new = add("new", "make a key; make the broker's keys first if they do not exist", _new)
+    new.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="holder; if missing, only the broker's keys are made",
+    )
+    new.add_argument("--file", metavar="FILE", help="file for the key (default: ./NAME.key)")
     new.add_argument(
         "--broker",
         metavar="PUBLIC",
-        help="the public key of a broker on another machine; there the key is to be allowed",
+        help="public key of a broker on another machine; allow the new key on that machine",
     )
-    allow = add("allow", "let a public key connect, or change the quotas of a name", _allow)
-    allow.add_argument("name", metavar="NAME", help="its holder")
-    allow.add_argument("public", nargs="?", metavar="PUBLIC", help="64 hexadecimal digits")
+    allow = add("allow", "allow a public key to connect, or change the quotas of a holder", _allow)
+    allow.add_argument("name", metavar="NAME", help="holder of the key")
+    allow.add_argument(
+        "public", nargs="?", metavar="PUBLIC", help="public key: 64 hexadecimal digits"
+    )
     for verb in (new, allow):
-        verb.add_argument("--worker", action="store_true", help="a worker's key, not a client's")
+        verb.add_argument(
+            "--worker", action="store_true", help="the key is for a worker, not a client"
+        )
         for quota, what in QUOTAS.items():
             verb.add_argument(
                 "--" + quota.replace("_", "-"),
                 dest=f"q_{quota}",
                 type=_bound,
                 metavar="N",
-                help=f"quota: {what}; none: unbounded",
+                help=f"quota: {what}, or none",
             )
-    revoke = add("revoke", "end what a key may do, also on live connections", _revoke)
-    revoke.add_argument("name", metavar="NAME", help="its holder")
+    revoke = add("revoke", "revoke a key, which also ends its live connections", _revoke)
+    revoke.add_argument("name", metavar="NAME", help="holder of the key")
     add("list", "list the keys that may connect", _list)
 
 
@@ -99,10 +108,12 @@ def _new(args: argparse.Namespace, settings: Settings) -> int:
     folder = KeyFolder(settings.keys_folder)
     made = folder.make(new_pair)
     if made:
-        print(f"made the broker's keys in {folder.path}; a broker that runs needs a restart")
+        print(f"made the broker's keys in {folder.path}; restart the broker if it is running")
     if args.name is None:
         if not made:
-            raise KeyFault(f"the broker's keys are in {folder.path} already; name a holder: NAME")
+            raise KeyFault(
+                f"the broker's keys exist already in {folder.path}; give the NAME of a holder"
+            )
         return 0
     role = _role(args)
     if args.name in folder.allowed(role):
@@ -112,20 +123,20 @@ def _new(args: argparse.Namespace, settings: Settings) -> int:
     key.write(file)
     folder.allow(role, args.name, _allowed(args, key.public, Quotas()))
     print(f"{file} is the key of the {role} {args.name!r}, which may connect from now on")
-    print(f"its holder needs this file: TOKENBUS_KEY={file}")
+    print(f"give the file to the holder, who sets TOKENBUS_KEY={file}")
     return 0
 
 
 def _new_for_another(args: argparse.Namespace) -> int:
     """Creates the key on the machine that will use it, so that its secret stays there."""
     if args.name is None:
-        raise KeyFault("a key needs the name of its holder: tokenbus keys new NAME --broker PUBLIC")
+        raise KeyFault("the holder's name is missing; use: tokenbus keys new NAME --broker PUBLIC")
     file = Path(args.file or f"{args.name}.key")
     key = KeyFolder.issue(args.name, _role(args), new_pair(), _public(args.broker))
     key.write(file)
     flag = " --worker" if args.worker else ""
     print(
-        f"{file} is the key of the {key.role} {key.name!r}; on the broker's machine, allow it with"
+        f"{file} is the key of the {key.role} {key.name!r}; allow it on the broker's machine with:"
     )
     print(f"  tokenbus keys allow {key.name} {key.public}{flag}")
     return 0
@@ -136,7 +147,7 @@ def _allow(args: argparse.Namespace, settings: Settings) -> int:
     before = folder.allowed(role).get(args.name)
     if args.public is None and before is None:
         raise KeyFault(
-            f"no {role} {args.name!r} is allowed; give its public key: "
+            f"the {role} {args.name!r} is unknown; allow its public key with: "
             f"tokenbus keys allow {args.name} PUBLIC"
         )
     public = _public(args.public) if args.public is not None else before and before.public
@@ -148,7 +159,7 @@ def _allow(args: argparse.Namespace, settings: Settings) -> int:
 
 def _revoke(args: argparse.Namespace, settings: Settings) -> int:
     roles = _existing(settings).revoke(args.name)
-    print(f"the {' and the '.join(roles)} {args.name!r} may not connect any more")
+    print(f"the {' and the '.join(roles)} {args.name!r} may no longer connect")
     return 0
 
 
@@ -171,7 +182,7 @@ def _existing(settings: Settings) -> KeyFolder:
     folder = KeyFolder.of(settings)
     if folder is None:
         raise KeyFault(
-            f"there are no keys in {settings.keys_folder}; 'tokenbus keys new' makes the broker's"
+            f"{settings.keys_folder} has no keys; make the broker's keys with 'tokenbus keys new'"
         )
     return folder
 
@@ -183,7 +194,7 @@ def _role(args: argparse.Namespace) -> Role:
 def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
     given = {name: getattr(args, f"q_{name}") for name in QUOTAS}
     if args.worker and any(value is not None for value in given.values()):
-        raise KeyFault("quotas are of clients; a worker's key has none")
+        raise KeyFault("a worker's key has no quotas; leave out --worker or the quotas")
     kept = {name: getattr(before, name) for name in QUOTAS}
     quotas = kept | {n: v or None for n, v in given.items() if v is not None}
     operator = isinstance(before, Allowed) and before.operator
@@ -195,8 +206,8 @@ def _public(text: str) -> str:
         msgspec.convert({"public": text, "secret": text}, KeyPair)
     except msgspec.ValidationError:
         raise KeyFault(
-            f"{text!r} is not a public key; one has 64 hexadecimal digits, as 'tokenbus keys list' "
-            "prints it"
+            f"{text!r} is not a public key; expected 64 hexadecimal digits, as printed by "
+            "'tokenbus keys list'"
         ) from None
     return text
 
@@ -205,5 +216,7 @@ def _bound(text: str) -> int:
     if text == "none":
         return 0
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on, or none")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, or none, not {text!r}"
+        )
     return int(text)

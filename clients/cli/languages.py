@@ -31,8 +31,8 @@ SUFFIXES = (".y", ".rx")
 """Suffixes of files: grammars and regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""A set that contains all but at most this many ASCII characters is described by the missing
-ones."""
+"""If a set of characters lacks at most this number of ASCII characters, its description lists the
+missing characters."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -51,11 +51,11 @@ class Language(Protocol):
 
     source: Source
     seconds: float
-    """How long it took to compile."""
+    """The time of the compilation, in seconds."""
 
     @property
     def tables(self) -> bytes:
-        """The tables that the grammar backend runs."""
+        """The compiled tables for the grammar backend."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -80,14 +80,14 @@ def library_sources() -> list[Source]:
 
 
 def title(source: Source) -> str:
-    """The one-line description of a source of the library: the heading of its page."""
+    """The heading of a library source's page, which describes the source in one line."""
     page = files(library) / f"{source.name}.md"
     return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
 
 
 def read_source(name: str) -> Source:
-    """The grammar of a name: a file if the name ends with .y or .rx or contains a /, else one of
-    the library. Raises FileFault."""
+    """Reads a file if ``name`` ends with .y or .rx or contains a /, otherwise a source of the
+    library. Raises FileFault if the source does not exist or cannot be read."""
     if "/" not in name and not name.endswith(SUFFIXES):
         for kind in ("y", "rx"):
             if name in library.names(kind):
@@ -111,13 +111,13 @@ def read_source(name: str) -> Source:
 
 
 def compiled(source: Source) -> Language:
-    """The compiled source. Raises FileFault for an error in it, with its place and its line."""
+    """Compiles a source. Raises FileFault with the place and the line of an error in the source."""
     return _Grammar(source) if source.kind == "y" else _Regex(source)
 
 
 def refusal(language: Language, text: bytes, wrong_at: int) -> Refusal:
-    """The refusal at ``wrong_at`` (of ``Language.wrong_at``), moved to the start of its
-    character."""
+    """The refusal at the byte ``wrong_at`` (from ``Language.wrong_at``), moved to the start of the
+    character that contains the byte."""
     start = _character(text, wrong_at)
     line, column = Lines(text).place(start)
     found = text[start : start + 4].decode(errors="replace")[:1]
@@ -130,7 +130,8 @@ def _of_library(name: str, kind: str) -> Source:
 
 
 def _character(text: bytes, at: int) -> int:
-    """The index of the character that contains the byte ``at``, if that is valid UTF-8."""
+    """The index of the first byte of the character that contains the byte ``at``; ``at`` itself if
+    the text around it is not valid UTF-8."""
     if at == len(text):
         return at
     for start in range(at - 1, max(at - 4, -1), -1):
@@ -239,8 +240,8 @@ class _Regex:
 
 
 def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The pattern of a file: its lines joined, without blanks at their ends and without lines that
-    begin with ``#``; with the line and column of each of its characters and of its end."""
+    """The pattern in a file, and the line and column of each of its characters and of its end. The
+    lines are joined without trailing blanks; lines that begin with ``#`` are left out."""
     pattern, places = "", [(1, 1)]
     for number, line in enumerate(text.splitlines(), 1):
         kept = line.strip()
@@ -252,7 +253,8 @@ def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _characters(allowed: set[int]) -> Iterable[str]:
-    """Descriptions of the characters that begin with some bytes: ranges, or all but a few."""
+    """Descriptions of the characters that may begin with the bytes in ``allowed``, as ranges, or as
+    all characters except a few."""
     beyond = any(byte >= 0xC2 for byte in allowed)
     printed = [byte for byte in _PRINTED if byte in allowed]
     if len(printed) >= len(_PRINTED) - EXCLUDED:

@@ -21,12 +21,13 @@ from ...transport.async_dealer import AsyncDealer
 from ..session import no_broker
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
-"""Bytes of one line of the input: the largest controller module fits, in base64."""
+"""Maximum size of an input line. The largest controller module fits in base64."""
 READ_BYTES = 65_536
 PING_S = 1.0
-"""How often the broker must prove that it is alive, in seconds."""
+"""Interval between PINGs to the broker, in seconds."""
 OWN_PING, LAST_PING = 2**62, 2**62 + 1
-"""The numbers of this program's own PINGs, whose PONGs are not printed."""
+"""The numbers of this program's own PINGs, which check the broker during the run and after the last
+input line. Their PONGs are not printed."""
 
 
 class _Named(Struct):
@@ -36,7 +37,7 @@ class _Named(Struct):
 
 
 class _Entry(Struct):
-    """The fields that say whether an entry of TOKEN is the last one of its stream."""
+    """The fields of a TOKEN entry that show whether the entry is the last of its stream."""
 
     stream_id: int
     finish_reason: str | None = None
@@ -53,11 +54,11 @@ class _Pong(Struct):
 
 
 class LinePipe:
-    """Passes the lines of standard input to the broker at ``front``, and its messages to standard
-    output.
+    """Sends the lines of standard input to the broker at ``front``, and prints the broker's
+    messages.
 
-    ``timeout_s``: how long it waits for a broker that does not answer. ``key``: the key with which
-    it connects, if any. Raises AddressError if ``front`` is not a valid address.
+    ``timeout_s``: the time after which a broker that does not answer counts as lost. ``key``: the
+    key for the connection, or None. Raises AddressError if ``front`` is not a valid address.
     """
 
     def __init__(self, front: str, timeout_s: float, key: OwnKey | None = None) -> None:
@@ -70,7 +71,7 @@ class LinePipe:
         """Whether the broker has received all of the input."""
 
     async def serve(self) -> None:
-        """Runs until the end of the input and of every stream. Raises ConnectionLostError."""
+        """Runs until the input and every stream have ended. Raises ConnectionLostError."""
         self._dealer = AsyncDealer(zmq.Context.instance(), self._front, self._key)
         sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
         try:
@@ -127,7 +128,7 @@ class LinePipe:
         await self._dealer.send(frames)
 
     def _is_for_the_user(self, frames: Frames) -> bool:
-        """Whether a message is to be printed; also records which streams have ended."""
+        """Whether a message is printed. Also removes ended streams from the open ones."""
         match frames[0]:
             case b"TOKEN":
                 for entry in decode_as(list[_Entry], frames[1], "json"):
@@ -149,11 +150,10 @@ class LinePipe:
 
 
 class _InputLines:
-    """The lines of standard input, read by a thread, because an event loop can watch a pipe but not
+    """Reads the lines of standard input on a thread, because an event loop can watch a pipe but not
     a file.
 
-    The descriptor is read directly: a thread that waits in ``sys.stdin`` would prevent the process
-    from ending.
+    The thread reads the file descriptor: if it waited in ``sys.stdin``, the process could not end.
     """
 
     def __init__(self) -> None:
@@ -176,9 +176,9 @@ class _InputLines:
 
 
 def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
-    """The lines of the bytes that ``read`` returns, until it returns nothing; without line ends.
+    """Splits the bytes from ``read`` into lines without line ends, until ``read`` returns no bytes.
 
-    If a line is longer than ``max_bytes``, one more byte is kept and the rest is skipped.
+    A line that is longer than ``max_bytes`` is cut to ``max_bytes + 1`` bytes.
     """
     parts: list[bytes] = []
     size = 0
@@ -195,7 +195,7 @@ def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 async def _print(line: str) -> None:
-    """Prints a line at once. It runs on a thread, because the reader of the output may be slow."""
+    """Prints and flushes a line on a thread, because the reader of the output may be slow."""
     await asyncio.to_thread(_write, line.encode() + b"\n")
 
 

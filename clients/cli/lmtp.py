@@ -1,6 +1,6 @@
 """``tokenbus lmtp --stdio``: LMTP on standard input and output, one message per line.
 
-It serves programs for which it is easier to start a process than to open a socket.
+The command is for programs that can start a process but have no ZeroMQ library.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def add_command(commands: Any) -> None:
         help="LMTP on standard input and output, one message per line",
         description=(
             "Each line of the input is a message, <TYPE> <JSON>, such as GENERATE "
-            '{"stream_id": 1, "prompt": "def add(a, b):"}; so is each line of the output. At the '
-            "end of the input the running streams are finished."
+            '{"stream_id": 1, "prompt": "def add(a, b):"}. Each line of the output has the same '
+            "form. After the end of the input, the command waits until all streams have ended."
         ),
     )
-    parser.add_argument("--stdio", action="store_true", required=True, help="the only transport")
+    parser.add_argument("--stdio", action="store_true", required=True, help="transport; required")
     add_connection(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Passes lines on until the end of the input and of every stream.
+    """Sends and prints messages until the input and every stream have ended.
 
     Raises ConnectionLostError if the broker does not answer.
     """

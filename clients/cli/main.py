@@ -38,15 +38,15 @@ Command = Callable[[argparse.Namespace, Settings], int]
 FIRST = """\
 first steps:
   tokenbus up                                 run a whole system here, until Ctrl-C
-  tokenbus generate 'def add(a, b):'          stream from it
-  tokenbus client                             type prompts; parameters go at the line's end
-  tokenbus score 'import ' 'os'               log-probabilities of given text
+  tokenbus generate 'def add(a, b):'          stream the continuation of a prompt
+  tokenbus client                             read prompts from the terminal
+  tokenbus score 'import ' 'os'               print the log-probabilities of a text
   tokenbus controller run my.c                generate under a controller
-  tokenbus grammar check c my.c               try a grammar on a text
-  tokenbus status                             workers and their load
-  tokenbus top                                the same as it changes, with streams and rates
+  tokenbus grammar check c my.c               check a text against a grammar
+  tokenbus status                             show workers and their load
+  tokenbus top                                show workers, streams and rates, updated live
 
-Settings come from flags, then TOKENBUS_*, then tokenbus.toml.
+A flag overrides its environment variable TOKENBUS_*, which overrides tokenbus.toml.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
 
 
@@ -104,6 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has closed it; Python would report that again at exit.
+        # The output's reader has closed the pipe. Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

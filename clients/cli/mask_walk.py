@@ -1,4 +1,4 @@
-"""Walks a text through the grammar backend, mask by mask, in this process."""
+"""Runs the grammar backend in this process, and computes the mask before each token of a text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ...workers.controller.wasm.sandbox import make_engine
 
 
 class Mask(NamedTuple):
-    """The mask at one place of the text."""
+    """The token mask at one place of a text."""
 
     bits: bytes
     """Bit i set: token i is allowed."""
     flags: int
     """``ANY``, ``FORCED`` and ``COMPLETE``."""
     seconds: float
-    """How long the grammar backend took, including the copy."""
+    """Time of the grammar backend for the mask, including the copy of the mask."""
 
     def allows(self, token: int) -> bool:
         """Whether a token is allowed."""
@@ -48,20 +48,20 @@ class MaskStep(NamedTuple):
     """A token of the text, or its end (None), with the mask before it."""
 
     offset: int
-    """In bytes."""
+    """Place of the token in the text, in bytes."""
     token: int | None
     choices: int
     """Number of tokens that the mask allowed."""
     seconds: float
-    """How long the mask took."""
+    """Time of the grammar backend for the mask."""
     allowed: bool
-    """Whether the token is allowed, or the text may end."""
+    """Whether the mask allows the token; at the end of the text, whether the text may end."""
     forced: bool
-    """Whether the token is forced: the grammar allows no other text here."""
+    """Whether the token is forced: the grammar allows only one continuation here."""
 
 
 class Guest:
-    """A new instance of one grammar, with an empty cache of masks."""
+    """A new sandbox instance for one grammar. Its mask cache is empty."""
 
     def __init__(self, tables: bytes, vocabulary: TokenizerVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -69,18 +69,18 @@ class Guest:
         module = GrammarModule(make_engine(Limits()))
         self._guest = GrammarInstance(module, vocabulary, tables)
         self.seconds = time.perf_counter() - started
-        """How long the instance took to create: code, vocabulary and tables."""
+        """Time to create the instance with its code, vocabulary and tables."""
         self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
 
     @property
     def size(self) -> int:
-        """Bytes of its memory."""
+        """Size of the instance's memory, in bytes."""
         return self._guest.size
 
     def walk(self, tokens: Sequence[int]) -> Iterator[MaskStep]:
-        """Walks through the text of some tokens: one step for each token and one for the end. The
-        last step is the first that is not allowed. Raises ServiceError if a mask and an append
-        disagree."""
+        """Yields a step for each token and a step for the end. Stops after the first step that is
+        not allowed. Raises ServiceError if a mask allows a token that cannot be appended, or the
+        reverse."""
         guest, place = self._guest, self._guest.start()
         at = forced_to = 0
         try:
@@ -93,7 +93,7 @@ class Guest:
                     raise ServiceError(
                         Code.INTERNAL,
                         f"the mask {'allows' if allowed else 'forbids'} the token {token} at byte "
-                        f"{at}, but to append it {'fails' if allowed else 'succeeds'}",
+                        f"{at}, but the append of that token {'fails' if allowed else 'succeeds'}",
                     )
                 end = at + len(self.vocabulary.token(token))
                 forced = allowed and end <= forced_to
@@ -107,8 +107,7 @@ class Guest:
             guest.end(place)
 
     def after(self, tokens: Sequence[int]) -> tuple[Mask, list[int]] | None:
-        """The mask after some tokens, and the forced tokens there; None if these tokens are not
-        allowed."""
+        """The mask and the forced tokens after ``tokens``; None if ``tokens`` are not allowed."""
         guest, place = self._guest, self._guest.start()
         try:
             if guest.append(place, tokens) < len(tokens):

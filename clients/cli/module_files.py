@@ -1,4 +1,4 @@
-"""Controllers in files: Wasm unchanged, C compiled with the SDK of this installation."""
+"""Reads controllers from Wasm files, and compiles C files with the SDK of this installation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 SUFFIXES = (".wasm", ".c", ".py")
-"""A name with one of these suffixes, or with a "/" in it, is a file name."""
+"""A name is a file name if it has one of these suffixes or contains a "/"."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
 CALLS = ("tb_init_prompt", "tb_pre_process", "tb_mid_process", "tb_post_process")
-"""The functions ``tb_…`` that a controller in C defines; all others belong to the SDK."""
+"""The functions ``tb_…`` that a controller in C defines. The SDK defines all other ``tb_…``."""
 
 _DIAGNOSTIC = re.compile(r"^.*:\d+:\d+: (warning|error|fatal error|note|remark): ")
 _UNDECLARED = re.compile(r"no previous prototype for function '(\w+)' \[-Wmissing-prototypes\]")
@@ -28,31 +28,31 @@ class FileFault(Exception):
 
 
 def check_writable(path: str) -> None:
-    """Raises FileFault if no file can be written at ``path``. Called before the work whose result
-    goes there."""
+    """Raises FileFault if no file can be written at ``path``. A command calls this before the work
+    whose result it writes."""
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileFault(f"cannot write {path}: the folder {folder} does not exist")
     if Path(path).is_dir():
         raise FileFault(f"cannot write {path}: it is a folder; name a file")
     if not os.access(folder, os.W_OK):
-        raise FileFault(f"cannot write {path}: you may not write to the folder {folder}")
+        raise FileFault(f"cannot write {path}: the folder {folder} is not writable")
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is that of a file and not a tag, an id or a built-in, by its form alone."""
+    """Whether a name has the form of a file name, and not of a tag, an id or a built-in."""
     return "/" in name or Path(name).suffix in SUFFIXES
 
 
 def read_module(file: Path) -> bytes:
-    """The Wasm in a file, or compiled from the C in it; raises FileFault.
+    """Reads the module in a Wasm file, or compiles a C file; raises FileFault.
 
-    Warnings of the compiler are printed on stderr.
+    Prints the compiler's warnings on stderr.
     """
     if file.suffix == ".py":
         raise FileFault(
-            f"{file} is a Python file; Python is served, not uploaded: tokenbus controller serve "
-            f"{file.stem}:NAME in its folder, then tokenbus controller run {file.stem}:NAME"
+            f"{file} is a Python file, which cannot be uploaded; run 'tokenbus controller serve "
+            f"{file.stem}:NAME' in its folder, then 'tokenbus controller run {file.stem}:NAME'"
         )
     try:
         content = file.read_bytes()
@@ -65,17 +65,18 @@ def _compiled(source: Path) -> bytes:
     """Compiles one C file to a module."""
     if importlib.util.find_spec("ziglang") is None:
         raise FileFault(
-            f"{source} is C, and no compiler is installed; pip install ziglang, or compile it first"
+            f"{source} is a C file, and no compiler is installed; pip install ziglang, or compile "
+            "the file to Wasm yourself"
         )
     workers = importlib.util.find_spec("tokenbus.workers")
     places = workers.submodule_search_locations if workers is not None else None
-    # Headers of the system do not cause warnings, only the file itself.
+    # Only the file itself causes warnings; system headers do not.
     include = [f"-isystem{place}/controller/sdk" for place in places or []]
     with tempfile.TemporaryDirectory(prefix="tokenbus-c-") as folder:
         out = Path(folder) / "out.wasm"
         flags = [*C_FLAGS.split(), *WARNINGS.split(), *include]
         command = [sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(out)]
-        # Cached results have no warnings.
+        # The compiler does not repeat its warnings for a cached result.
         fresh = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=fresh)
         if done.returncode:
@@ -87,8 +88,8 @@ def _compiled(source: Path) -> bytes:
 def _checked(source: Path, diagnostics: str) -> str:
     """Returns the compiler's warnings; raises FileFault if one reports a call that does not exist.
 
-    The SDK declares the four calls, and clang warns of functions without a declaration. So a
-    misspelt call, which would never be called, is found. Other functions do not need a prototype.
+    The SDK declares the four calls, and clang warns about a function without a declaration. That
+    warning finds a misspelt call. Other functions may be defined without a prototype.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""SYSTEM notices on a terminal, while a stream waits: progress of loading, position in a queue."""
+"""Shows the SYSTEM notices of a waiting stream: the progress of a load, the place in a queue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...protocol.messages import System
 
 
 class Notices:
-    """Shows SYSTEM notices on stderr; ``clear`` removes the bar when the first token arrives.
+    """Shows SYSTEM notices on stderr. ``clear`` removes the bar when the first token arrives.
 
-    Without a terminal only retries are printed, because these are useful in a log.
+    If stderr is not a terminal, only retries are printed, because a log needs them.
     """
 
     def __init__(self) -> None:

@@ -26,15 +26,15 @@ PARAMETERS = {
 }
 """The options of a generation, by name."""
 FLAGS = {
-    "max_tokens": "tokens at most (64)",
-    "temperature": "0 is greedy (default)",
-    "top_p": "keep the smallest set of this probability",
-    "top_k": "keep this many tokens",
-    "min_p": "keep tokens this probable beside the best one",
-    "seed": "the same seed gives the same tokens",
-    "n": "sequences to sample (1)",
+    "max_tokens": "maximum number of generated tokens (default: 64)",
+    "temperature": "sampling temperature; 0 is greedy (default: 0)",
+    "top_p": "sample from the fewest tokens with this total probability",
+    "top_k": "sample from this number of most likely tokens",
+    "min_p": "minimum probability, as a fraction of the likeliest token's",
+    "seed": "seed of the sampler; equal seeds give equal tokens",
+    "n": "number of sequences (default: 1)",
 }
-"""The options with a flag of their own, and its help text."""
+"""The options that have their own flag, and the help text of the flag."""
 
 
 _PLAIN = {
@@ -49,18 +49,18 @@ _PLAIN = {
     r" <= ": " of at most ",
     r" > ": " above ",
 }
-"""Terms of msgspec, as patterns, and their plain equivalents."""
+"""Patterns of msgspec's terms, and plain words for them."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every command that connects to a broker."""
-    parser.add_argument("--front", metavar="ADDRESS", help="the broker (tcp://127.0.0.1:5555)")
+    parser.add_argument("--front", metavar="ADDRESS", help="broker (tcp://127.0.0.1:5555)")
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every request."""
     add_connection(parser)
-    # Its dest is not ``model``, because that setting is the model of the workers.
+    # The dest is not ``model``, because the setting ``model`` is the model of the workers.
     parser.add_argument("--model", dest="request_model", metavar="M", default="", help="its name")
     parser.add_argument(
         "--timeout", type=_number("timeout_s"), metavar="S", help="give up after S seconds"
@@ -85,7 +85,7 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other parameter of GENERATE, as --set repetition_penalty=1.2",
+        help="another parameter of GENERATE, for example --set repetition_penalty=1.2",
     )
 
 
@@ -93,7 +93,7 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_parameters`` and ``add_request``, as options of
     ``generate``.
 
-    Raises RequestError for an invalid ``--set``.
+    Raises RequestError if a ``--set`` is not valid.
     """
     given = {name: getattr(args, f"p_{name}", None) for name in FLAGS}
     options = {name: value for name, value in given.items() if value is not None}
@@ -111,7 +111,7 @@ def client_for(settings: Settings) -> Client:
 
 
 def given_text(words: list[str]) -> str:
-    """The text of the arguments, or of standard input if they are ``-`` or missing."""
+    """The arguments joined to a text; standard input if the arguments are ``-`` or missing."""
     if words not in ([], ["-"]):
         return " ".join(words)
     content = sys.stdin.buffer.read()
@@ -125,7 +125,7 @@ def given_text(words: list[str]) -> str:
 
 
 def parameter(name: str, text: str | None) -> Any:
-    """The value of a parameter from its text; raises RequestError if it is missing or not valid."""
+    """Parses the value of a parameter; raises RequestError if it is missing or not valid."""
     if name not in PARAMETERS:
         near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
         known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"
@@ -149,14 +149,14 @@ def _value(name: str, text: str) -> Any:
     try:
         return msgspec.convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
-        # A name may consist of digits, like the beginning of a module id.
+        # The name of a controller may consist of digits, like the beginning of a module id.
         with suppress(msgspec.ValidationError):
             return msgspec.convert(text, PARAMETERS[name].type, strict=False)
         raise
 
 
 def _expected(error: msgspec.ValidationError, text: str) -> str:
-    """The error of msgspec in terms of the command line, with the faulty text."""
+    """Translates msgspec's error into the terms of the command line, and adds the faulty text."""
     wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
     wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
     for term, plain in _PLAIN.items():
@@ -165,7 +165,7 @@ def _expected(error: msgspec.ValidationError, text: str) -> str:
 
 
 def _number(name: str) -> Callable[[str], Any]:
-    """The ``type`` of a numeric flag for argparse, which adds the name of the flag to errors."""
+    """Parses a numeric flag, as argparse's ``type``. argparse adds the flag's name to errors."""
 
     def parse(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""A system that is started for one command and ends with it."""
+"""Starts a system for one command, and stops it when the command ends."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from ..system.watch import Watcher
 
 START_S = 120.0
-"""How long the system may take to start, in seconds."""
+"""Maximum time of the system's start, in seconds."""
 END_S = 20.0
-"""How long the system may take to stop, in seconds."""
+"""Maximum time of the system's stop, in seconds."""
 DRAIN_S = 3.0
 LOOK_EVERY_S = 0.1
 
 
 def broker_answers(settings: Settings) -> bool:
-    """Whether a broker answers at the address in the settings; returns at once if nothing listens
-    there."""
+    """Whether a broker answers at the address in the settings. Returns immediately if no process
+    listens on that address."""
     front, timeout_s = settings.front_endpoint, settings.command_timeout_s
     parts = urlsplit(front)
     try:
@@ -76,7 +76,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     with interrupted():
         watcher = Watcher(supervisor.control, own)
         try:
-            with _progress(f"no system runs; starting one with the model {model} for this run"):
+            with _progress(f"starting a system with the model {model} for this run"):
                 supervisor.start()
                 _wait_until_ready(supervisor, watcher)
             ready = True
@@ -92,7 +92,8 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, so that it cleans up."""
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt in the block, so that the block cleans
+    up."""
     before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield
@@ -103,7 +104,7 @@ def interrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Reports on stderr the activity of the block."""
+    """Shows ``what`` on stderr while the block runs."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(what):
@@ -127,7 +128,8 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
 
 
 def _end(supervisor: Supervisor, gently: bool) -> None:
-    """Stops the system; kills it if it was never ready, takes too long, or at Ctrl-C."""
+    """Stops the system. Kills it if it was never ready, if the stop takes too long, or at
+    Ctrl-C."""
     deadline = time.monotonic() + END_S
     try:
         if gently:

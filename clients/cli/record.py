@@ -22,8 +22,9 @@ def add_command(commands: Any) -> None:
         "record",
         allow_abbrev=False,
         help="stream a prompt and write the stream to a file",
-        description="Streams the continuation of a prompt. Writes the request, all that it depends "
-        "on, and its results to FILE for 'tokenbus replay FILE', also if the stream fails.",
+        description="Streams the continuation of a prompt. Writes the request, its results and "
+        "everything that they depend on to FILE, even if the stream fails. 'tokenbus replay FILE' "
+        "runs the request again.",
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("prompt", nargs="*", help="text")
@@ -32,16 +33,16 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--controller",
         metavar="NAME|FILE",
-        help="a name, or a .wasm or .c file, which is uploaded and recorded",
+        help="controller: a name, or a .wasm or .c file that is uploaded and recorded",
     )
     parser.add_argument(
-        "--arg", "--controller-arg", metavar="TEXT|@FILE", help="the argument of the controller"
+        "--arg", "--controller-arg", metavar="TEXT|@FILE", help="argument of the controller"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Streams and records; returns the exit code. Raises FileFault if a file is not usable."""
+    """Streams and records; returns the exit code. Raises FileFault if a file cannot be used."""
     options = parameters(args)
     check_writable(args.file)
     wasm = None

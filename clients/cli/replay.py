@@ -1,4 +1,4 @@
-"""``tokenbus replay``: runs a recorded stream again, and names the first difference."""
+"""``tokenbus replay``: runs a recorded stream again and prints the first difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .options import add_connection, client_for
 from .own_system import broker_answers, own_system
 
 SHOWN = 8
-"""How many allowed tokens and how many forbidden tokens of a mask ``--show masks`` prints."""
+"""Maximum number of allowed tokens, and of forbidden tokens, that ``--show masks`` prints."""
 
 _TEST = '''\
 """{what}
@@ -37,7 +37,7 @@ from pathlib import Path
 
 RECORDING = Path(__file__).with_name({name!r})
 CONTROLLER = ""
-"""A module in place of the recorded one: a .wasm or .c file next to this one."""
+"""A .wasm or .c file next to this file, to run instead of the recorded module."""
 
 
 def test_{function}() -> None:
@@ -56,39 +56,41 @@ def add_command(commands: Any) -> None:
         "replay",
         allow_abbrev=False,
         help="run a recorded stream again and compare it",
-        description="Runs a recorded stream again, its controller included, and compares it token "
-        "by token: exit code 0 where it is the same, 1 with the first difference. Without a "
-        "running system it starts one for the run.",
+        description="Runs a recorded stream and its controller again, and compares the entries. "
+        "The exit code is 0 if all entries are the same, otherwise 1; the first difference is "
+        "printed. If no system is running, the command starts one for this run.",
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     add_connection(parser)
-    parser.add_argument("--own-system", action="store_true", help="start a system in any case")
     parser.add_argument(
-        "--model", dest="request_model", metavar="M", help="the model's name here, if it differs"
+        "--own-system", action="store_true", help="start a system even if one is running"
     )
-    parser.add_argument("--until", type=int, metavar="N", help="stop after N entries")
+    parser.add_argument(
+        "--model", dest="request_model", metavar="M", help="model, if not the recorded one"
+    )
+    parser.add_argument("--until", type=int, metavar="N", help="compare only the first N entries")
     parser.add_argument(
         "--show",
         choices=("entries", "masks"),
-        help="print each entry; with masks, what the controller allowed and forbade there",
+        help="print each entry; masks: also the allowed and forbidden tokens",
     )
     parser.add_argument(
-        "--controller", metavar="FILE", help="another module (.wasm, .c) in place of the recorded"
+        "--controller", metavar="FILE", help="module (.wasm, .c) to run instead of the recorded one"
     )
     parser.add_argument(
         "--expect",
         choices=("same", "success"),
         default="same",
-        help="same: all entries are (default); success: nothing fails, whatever the tokens are",
+        help="same: all entries are the same (default); success: no error, with any tokens",
     )
     parser.add_argument(
-        "--test", metavar="PATH", help="write a test to PATH instead, with the recording next to it"
+        "--test", metavar="PATH", help="write a test to PATH and copy the recording next to it"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Replays; returns the exit code. Raises FileFault if a file is not usable."""
+    """Replays; returns the exit code. Raises FileFault if a file cannot be used."""
     try:
         recording = read_recording(args.file)
     except OSError as error:
@@ -137,8 +139,8 @@ def _replay(
             raise
     failure = next((e.error for e in came if e.error), failed.message if failed else "")
     if args.expect == "success":
-        ends = f"and it fails: {failure}" if failure else "and none fails, as expected"
-        print(f"{_entries(len(came))}, {ends}")
+        ends = f"and the stream failed: {failure}" if failure else "without an error, as expected"
+        print(f"{_entries(len(came))} {ends}")
         return FAILED if failure else OK
     prefix = args.until is not None or not recording.complete
     difference = first_difference(recording.entries, came, prefix)
@@ -149,13 +151,14 @@ def _replay(
         was, now = recording.failure or "no error", failure or "no error"
         print(f"the end differs: recorded {was}, now {now}")
         return FAILED
-    print(f"the same: {_entries(len(came))}" + (f", and it fails: {failure}" if failure else ""))
+    error = f", with the recorded error: {failure}" if failure else ""
+    print(f"the same: {_entries(len(came))}{error}")
     return OK
 
 
 def _texts(client: Client, model: str) -> Callable[[int], str]:
-    """A function that returns the text of a token of this model. It returns the token's id if the
-    model has no tokenizer, or the package tokenizers is not installed."""
+    """A function that returns the text of a token of this model, or the token's id if the model has
+    no tokenizer or the package tokenizers is not installed."""
     try:
         from tokenizers import Tokenizer
 
@@ -166,7 +169,7 @@ def _texts(client: Client, model: str) -> Callable[[int], str]:
 
 
 def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
-    """The content of an entry; with ``texts``, also the effects of its mask and its bias."""
+    """Formats an entry; with ``texts``, also the mask and the bias of the entry."""
     what = f"{entry.seq}:{entry.pos}"
     if entry.parent is not None:
         what += f"  fork of {entry.parent}"
@@ -188,10 +191,10 @@ def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
 
 
 def _mask(entry: Token, texts: Callable[[int], str]) -> str:
-    """The mask of a sampled entry, and the time of the controller's round."""
+    """Formats the mask and the bias of a sampled entry, and the time of the controller's round."""
     parts = ["every token is allowed"]
     if entry.allowed is not UNSET:
-        # The entry has the likeliest tokens, and which of them the mask forbade.
+        # ``top_logprobs`` has the likeliest tokens, and ``cut`` the forbidden ones among them.
         likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
         ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
         more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""
@@ -233,10 +236,10 @@ def _write_test(args: argparse.Namespace, recording: Recording) -> int:
     )
     try:
         if test.exists():
-            raise FileFault(f"{test} exists already; name a new file")
+            raise FileFault(f"{test} already exists; give the name of a new file")
         shutil.copyfile(args.file, beside)
         test.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileFault(f"cannot write {test}: {error.strerror}") from None
-    print(f"{test} and {beside} were written", file=sys.stderr)
+    print(f"wrote {test} and {beside}", file=sys.stderr)
     return OK

@@ -20,17 +20,17 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "score",
         allow_abbrev=False,
-        help="log-probabilities of a given text",
+        help="print the log-probabilities of a text",
         description="Prints the natural log-probability of each token of TEXT after PROMPT.",
     )
-    parser.add_argument("prompt", help="the text before")
-    parser.add_argument("text", help="the text to score")
+    parser.add_argument("prompt", help="text before the scored text")
+    parser.add_argument("text", help="text to score")
     add_request(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Scores one text."""
+    """Prints the log-probabilities of one text; returns the exit code."""
     options: dict[str, Any] = {"model": args.request_model}
     if args.timeout is not None:
         options["timeout_s"] = args.timeout

@@ -1,4 +1,4 @@
-"""Lines and columns of a text, and a line with a caret under a column."""
+"""Finds lines and columns in a text, and prints a line with a caret under a column."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from bisect import bisect_right
 from rich.cells import cell_len
 
 SHOWN = 100
-"""Maximum characters of a line that are shown."""
+"""Maximum number of characters that are shown of a line."""
 _BEFORE = 60
-"""Number of characters before the caret, if the line is cut."""
+"""Number of characters before the caret if the line is cut."""
 _INDENT = "    "
 
 
@@ -26,7 +26,7 @@ class Lines:
 
     @property
     def count(self) -> int:
-        """The number of lines; text after the last line end is a line too."""
+        """The number of lines. Text after the last line end counts as a line."""
         return len(self._starts) - (self._starts[-1] == len(self._text))
 
     def place(self, offset: int) -> tuple[int, int]:
@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """A line of the text and below it a caret under a column, each after a line end; empty for
-        an empty line. Long lines are cut."""
+        """A line of the text and a caret below its column, with a line end before both. The result
+        is empty for an empty line. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))

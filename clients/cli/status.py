@@ -18,7 +18,9 @@ from .options import add_connection
 
 def add_command(commands: Any) -> None:
     """Adds ``status``."""
-    parser = commands.add_parser("status", allow_abbrev=False, help="workers and their load")
+    parser = commands.add_parser(
+        "status", allow_abbrev=False, help="show the workers and their load"
+    )
     add_connection(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(run=run)
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     )
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("worker", "role", "state", "models", "requests", "tokens/s", "heartbeat"):
-        # Other commands take the name of a worker.
+        # A name is not cut, because other commands need the full name of a worker.
         table.add_column(name, no_wrap=name == "worker")
     for worker in status.workers:
         table.add_row(
@@ -66,5 +68,5 @@ def path_lines(status: Status) -> list[str]:
             if path.attention:
                 graphs = f"{path.graphs} CUDA graphs" if path.graphs else "no CUDA graphs"
                 lines.append(f"{worker.name}, {model}: {path.attention}, {graphs}")
-            lines += [f"  slower than it could be: {why}" for why in path.fallbacks]
+            lines += [f"  slower than possible: {why}" for why in path.fallbacks]
     return lines

@@ -1,4 +1,4 @@
-"""Sequences as text: the output of the model on stdout, logs of controllers on stderr."""
+"""Prints the text of sequences on stdout, and the logs of their controllers on stderr."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LiveText:
         """Whether a token has arrived."""
 
     def show(self, entry: Token, sequence: GeneratedSequence) -> None:
-        """Prints the text of an entry; ``sequence`` is its sequence, this entry included."""
+        """Prints the text of an entry. ``sequence`` already contains the entry."""
         if entry.backtrack and self.begun:
             count = "a token" if entry.backtrack == 1 else f"{entry.backtrack} tokens"
-            print(f"\n--- {count} taken back\n{sequence.text}", end="", flush=True)
+            print(f"\n--- {count} removed\n{sequence.text}", end="", flush=True)
         elif entry.text:
             print(entry.text, end="", flush=True)
         self.begun = self.begun or entry.token is not None
@@ -50,7 +50,7 @@ class Texts:
                 self._live.show(entry, sequences[0])
 
     def end(self) -> None:
-        """Prints the rest, also after an error."""
+        """Prints the remaining sequences and the logs. Called after an error too."""
         if self._live.begun:
             print()
         sequences = self._stream.sequences
@@ -65,7 +65,7 @@ class Texts:
 
 
 def print_completed(stream: Stream, notices: Notices) -> None:
-    """Prints each of several independent sequences when it is complete."""
+    """Prints each of several independent sequences when the sequence has ended."""
     for entry in stream:
         notices.clear()
         if entry.finish_reason is not None:

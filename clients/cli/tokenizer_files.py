@@ -1,6 +1,6 @@
-"""The vocabulary for ``--tokenizer``: of a checkpoint, of a file, or of the embedded model.
+"""Reads the vocabulary that ``--tokenizer`` names: a checkpoint's, a file, or the embedded model's.
 
-It is read from files, with neither torch nor transformers.
+Neither torch nor transformers is needed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .module_files import FileFault
 FILES = ("tokenizer.json", "tekken.json")
 """The tokenizer files of a checkpoint; the first that exists is used."""
 _WANTED = (
-    "wanted is a checkpoint's folder with tokenizer.json or tekken.json in it, or such a file; "
-    "transformers writes one: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
+    "expected a tokenizer.json, a tekken.json, or a folder with one of them; transformers writes "
+    "the folder B: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
 )
 
 
 def read_vocabulary(name: str) -> TokenizerVocabulary:
     """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault.
 
-    The vocabulary size and the end-of-sequence tokens come from the folder's configuration; without
-    one, the size is the tokenizer's own.
+    The vocabulary size and the end-of-sequence tokens come from the folder's configuration. If the
+    folder has no configuration, the size comes from the tokenizer.
     """
     path = embedded.path() if name == embedded.NAME else Path(name)
     if path.is_dir():
@@ -66,7 +66,7 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
 
 
 def tokens_of(vocabulary: TokenizerVocabulary, tokenizer: str, name: str, text: bytes) -> list[int]:
-    """The tokens of an input. Raises FileFault if the tokenizer cannot encode it."""
+    """The tokens of an input. Raises FileFault if the tokenizer cannot encode the input."""
     try:
         return vocabulary.tokenize(text)
     except ControllerError as error:
@@ -88,8 +88,8 @@ def _pieces(spec: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _eos(folder: Path | None, spec: dict[str, Any]) -> list[int]:
-    """The end-of-sequence tokens, with the GPU worker's rule: the first of the generation
-    configuration, the configuration and the tokenizer that has any."""
+    """The end-of-sequence tokens of the generation configuration; if it has none, those of the
+    configuration; otherwise those of the tokenizer. The GPU worker uses the same order."""
     found = _configured(folder, "eos_token_id")
     if found is not None:
         return found if isinstance(found, list) else [found]
@@ -114,7 +114,7 @@ def _setting(folder: Path | None, file: str) -> dict[str, Any]:
 
 
 def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
-    """Mistral's tekken.json: tokens by rank, special ones before them."""
+    """The vocabulary of Mistral's tekken.json: special tokens first, then tokens by rank."""
     config = spec["config"]
     special = config["default_num_special_tokens"]
     size = config["default_vocab_size"]
@@ -129,8 +129,8 @@ def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
 
 
 def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokenizer:
-    """The tokenizer of tokens by rank, as in tiktoken: the neighbours whose joined token has the
-    lowest rank are joined first. ``first`` is the id of rank 0."""
+    """A tokenizer from tokens by rank, as in tiktoken: it merges the two neighbours whose merged
+    token has the lowest rank first. ``first`` is the id of rank 0."""
     rank = {token: number for number, token in enumerate(tokens)}
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []
@@ -153,7 +153,7 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
 
 
 def _letters() -> dict[int, str]:
-    """GPT-2's letters for bytes, for ``str.translate``."""
+    """The letter that GPT-2 writes for each byte, as a table for ``str.translate``."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}

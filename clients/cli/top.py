@@ -1,4 +1,4 @@
-"""``tokenbus top``: workers, streams and rates of a running system, as they change."""
+"""``tokenbus top``: shows the workers, streams and rates of a running system, updated live."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ from .exits import OK
 from .options import add_connection
 
 MAX_STREAMS = 20
-"""Streams in a picture; the number of further ones is printed."""
+"""Maximum number of streams in a picture. The number of further streams is printed below."""
 
 
 def add_command(commands: Any) -> None:
     """Adds ``top``."""
     parser = commands.add_parser(
-        "top", allow_abbrev=False, help="workers, streams and rates, as they change"
+        "top", allow_abbrev=False, help="show workers, streams and rates, updated live"
     )
     add_connection(parser)
-    parser.add_argument("--once", action="store_true", help="print one picture, for scripts")
+    parser.add_argument("--once", action="store_true", help="print once and exit, for scripts")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="between pictures (1)"
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between updates (default: 1)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Shows pictures until Ctrl-C, or one picture. Without a terminal, it prints them one after
-    another."""
+    """Shows pictures until Ctrl-C, or only one with ``--once``. If stdout is not a terminal, the
+    pictures are printed one after another."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     pictures = Pictures()
     with Brokers(settings) as brokers:
@@ -59,13 +63,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 class Pictures:
-    """Makes a picture of each status; rates are relative to the previous picture."""
+    """Makes a picture of each status. Rates count from the previous picture."""
 
     def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None
 
     def after(self, brokers: Brokers, interval_s: float) -> Group:
-        """The picture after a pause; an error message if no broker answers."""
+        """The picture after a pause, or an error message if no broker answers."""
         time.sleep(interval_s)
         try:
             status = brokers.status(streams=True)
@@ -74,7 +78,8 @@ class Pictures:
         return self.of(status, time.monotonic(), brokers.shown)
 
     def of(self, status: Status, now: float, shown: str) -> Group:
-        """The picture of a status at a time, in seconds. ``shown``: the brokers that answered."""
+        """The picture of a status at the time ``now``, in seconds. ``shown``: the brokers, for
+        display."""
         before, self._last = self._last, (status, now)
         counters = before[0].counters if before is not None else None
         requests = rate(status.counters, counters, "requests", before, now)
@@ -115,7 +120,7 @@ class Pictures:
 
 
 def _load(worker: WorkerStatus) -> list[str]:
-    """Running, waiting, deferred, and the used part of the cache."""
+    """Numbers of running, waiting and deferred sequences, and the used part of the KV cache."""
     load = worker.load
     cells = [f"{load[name]:.0f}" if name in load else "" for name in ("running", "waiting")]
     cells.append(f"{load['deferred']:.0f}" if "deferred" in load else "")
@@ -134,8 +139,8 @@ def _streams(status: Status) -> Table:
     table.add_column("priority", justify="right")
     table.add_column("age", justify="right", no_wrap=True)
     for stream in status.live[:MAX_STREAMS]:
-        # Only the lower half of a request's number is a counter; the upper half identifies the run
-        # of the broker.
+        # Shows the lower half of a request number, which is a counter. The upper half identifies
+        # the broker's run.
         table.add_row(
             str(stream.request & 0xFFFF_FFFF),
             stream.type,
@@ -164,7 +169,7 @@ def rate(
     before: tuple[Status, float] | None,
     now: float,
 ) -> str:
-    """The growth of a count in each second; "-" if it is not known yet."""
+    """The growth of a count per second; "-" if an earlier count is unknown."""
     if earlier is None or before is None or now <= before[1]:
         return "-"
     grown = counts.get(name, 0) - earlier.get(name, 0)
@@ -172,7 +177,7 @@ def rate(
 
 
 def duration(seconds: float) -> str:
-    """``59 s``, ``4 min``, ``2 h``, ``3 d``."""
+    """A duration in the largest fitting unit: ``59 s``, ``4 min``, ``2 h``, ``3 d``."""
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

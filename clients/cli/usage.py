@@ -1,4 +1,4 @@
-"""A command line whose errors are one line: the argument and its value, then the remedy."""
+"""A command-line parser that reports each error on one line, with a remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .exits import WRONG_USAGE, one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line, and of each of its commands."""
+    """The parser of the command line and of each command."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register("type", int, _whole_number)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses; an unknown argument of a command is reported by that command, whose flags are
-        known here."""
+        """Parses the arguments. Each command's parser reports its own unknown arguments, because it
+        has the list of valid flags."""
         self._check_order(sys.argv[1:] if args is None else list(args))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line on stderr and exits. ``message`` is argparse's, or one with a remedy."""
+        """Prints ``message``, from argparse or from this class, on one line on stderr and exits."""
         what = one_line(message.removeprefix("argument "))
         print(f"tokenbus: {what} (see: {self.prog} --help)", file=sys.stderr)
         sys.exit(WRONG_USAGE)
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
 
     def _check_order(self, args: Sequence[str]) -> None:
-        """Refuses a flag of a command that stands before the command."""
+        """Exits with an error if a command's flag precedes the command."""
         flag = args[0].split("=")[0] if args else ""
         if not flag.startswith("--") or flag in self._option_string_actions:
             return
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 command = next((text for text in args if text in action.choices), None)
                 if command is not None:
-                    self.error(f"{flag} follows its command: {self.prog} {command} {flag} …")
+                    self.error(f"{flag} must follow the command: {self.prog} {command} {flag} …")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((text for text in unknown if text.startswith("-")), None)
@@ -67,8 +67,8 @@ def _whole_number(text: str) -> int:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the nearest known name, or all names if they are
-    few; empty for flags without a similar one."""
+    """The remedy for an unknown name: the nearest known name, otherwise all known names. The remedy
+    is empty for a flag that does not resemble a known flag."""
     near = difflib.get_close_matches(name, known, 1, 0.7)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -46,7 +46,7 @@ def test_without_a_system_one_is_started_for_the_run_and_ended(
     )  # fmt: skip
     [sequence] = json.loads(run.stdout)["sequences"]
     assert (sequence["logs"], run.returncode) == ("round\n" * 4, 0)
-    assert "starting one with the model embedded" in run.stderr
+    assert "starting a system with the model embedded" in run.stderr
     assert not list(folder.glob("tokenbus-run-*"))
 
 

@@ -161,7 +161,7 @@ def test_a_last_line_end_that_a_regex_does_not_take_is_pointed_out(
     code, output, _ = run(shown, "check", "iso_date", "-")
     assert code == 1
     assert "<stdin>:1:11: '\\n' cannot follow; expected \"T\", the end of the text" in output
-    assert output.endswith("it is accepted without its last line end\n")
+    assert output.endswith("the input is accepted without its last line end\n")
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -366,12 +366,12 @@ def test_an_error_in_a_grammar_is_reported_with_its_place_and_its_line(
         (["check", "json", "none.txt"], "cannot read none.txt: No such file"),
         (["check", "json", "."], "cannot read .: Is a directory"),
         (["check", "json", "IN", "--tokenizer", "none"], "cannot read the tokenizer none: No such"),
-        (["check", "json", "IN", "--tokenizer", "."], ". has no tokenizer: wanted is a checkpoint"),
+        (["check", "json", "IN", "--tokenizer", "."], ". has no tokenizer: expected a tokenizer."),
         (["check", "json", "IN", "--tokenizer", "IN"], "IN is not a tokenizer, as it is"),
         (["check", "json", "IN", "--tokenizer", "EMPTY"], "EMPTY is not a tokenizer ("),
         (["check", "json", "IN", "--tokenizer", "ODD"], "ODD: "),
         (["check", "json", "IN", "--tokenizer", "SMALL"], "SMALL cannot encode IN: "),
-        (["show", "cobol"], "'cobol' is not in the library; there are arithmetic, "),
+        (["show", "cobol"], "unknown grammar 'cobol'; valid: arithmetic, "),
         (["check", "json"], "INPUT"),
         ([], "ACTION"),
     ],

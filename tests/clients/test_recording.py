@@ -210,7 +210,7 @@ def test_a_replay_without_a_controller_says_that_every_token_is_allowed(
     assert re.fullmatch(r"0:0  \d+ '.*'  -\S+  every token is allowed  ends: length", step)
     assert result == "the same: 1 entry"
     assert main(["replay", str(file), *front, "--expect", "success"]) == 0
-    assert capsys.readouterr().out == "1 entry, and none fails, as expected\n"
+    assert capsys.readouterr().out == "1 entry without an error, as expected\n"
 
 
 def test_masks_are_shown_with_what_a_bias_added(

@@ -89,12 +89,12 @@ def test_a_key_has_one_holder_in_one_role(folder: KeyFolder) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["new"], "are in .* already; name a holder"),
+        (["new"], "already has the broker's keys; give the NAME"),
         (["new", "../ann"], "'../ann' is not a valid name of a key"),
         (["new", "local"], "'local' has a key already; revoke it first"),
-        (["new", "w", "--worker", "--streams", "1"], "quotas are of clients"),
-        (["allow", "ann"], "no client 'ann' is allowed; give its public key"),
-        (["allow", "ann", "abc"], "'abc' is not a public key; one has 64 hexadecimal digits"),
+        (["new", "w", "--worker", "--streams", "1"], "a worker's key has no quotas"),
+        (["allow", "ann"], "the client 'ann' is unknown; allow its public key"),
+        (["allow", "ann", "abc"], "'abc' is not a public key; expected 64 hexadecimal digits"),
         (["revoke", "ann"], "no client or worker 'ann' is allowed"),
         (["list", "--keys", "nowhere"], "nowhere has no broker.key; 'tokenbus keys new' makes one"),
     ],

@@ -100,7 +100,7 @@ def status() -> Status:
 def test_status_shows_the_attention_and_each_fallback() -> None:
     assert path_lines(status()) == [
         "gpu-1, m: SDPA over gathered blocks, no CUDA graphs",
-        "  slower than it could be: attention: torch 2.11 has none",
+        "  slower than possible: attention: torch 2.11 has none",
     ]
 
 
