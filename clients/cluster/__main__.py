@@ -1,6 +1,6 @@
-"""``python -m tokenbus.clients.cluster``: keeps as many workers in a Ray cluster as are needed.
+"""``python -m tokenbus.clients.cluster``: adapts the workers in a Ray cluster to the load.
 
-SIGTERM, which supervisord sends before a restart, ends only this process: its successor finds the
+SIGTERM, which supervisord sends before a restart, ends only this process. Its successor finds the
 workers by their names. SIGINT, and SIGTERM after SIGUSR1, drain all workers first.
 """
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 ASK_S = 3.0
-"""How long the broker may take to answer, in seconds."""
+"""Maximum time until the broker answers, in seconds."""
 
 
 class Cluster:
     """The workers of a system in the Ray cluster, whose number follows the load."""
 
     def __init__(self, settings: Settings, run: str) -> None:
-        """``run`` identifies this run of the system: workers of other runs are ended."""
+        """``run`` identifies this run of the system. The workers of other runs are ended."""
         self._settings = settings
         own = KeyFolder(settings.keys_folder).own("worker")
         worker = WorkerSetup(
@@ -68,9 +68,9 @@ class Cluster:
                 continue
             for_good = for_good or number != signal.SIGTERM
         if not for_good:
-            log.info("leaves; its workers go on")
+            log.info("ending without the workers, which continue")
             return
-        log.info("stopping: the workers drain")
+        log.info("stopping: draining the workers")
         for members, _ in self._scaled:
             members.retire_all(time.monotonic())
         while not all(members.empty for members, _ in self._scaled):
@@ -109,7 +109,8 @@ def _bounds(least: int, most: int) -> Bounds:
 
 
 def run_of_parent() -> str:
-    """The name of the run of the system to which this process belongs, from its supervisord."""
+    """The name of this run of the system: the process id and the start time of supervisord, which
+    is the parent of this process."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -128,7 +129,7 @@ def main() -> int:
     except (SettingError, ValueError) as error:
         print(f"tokenbus cluster: {error}", file=sys.stderr)
         return 2
-    # Ray has handlers of its own, which would end the process.
+    # Replaces Ray's signal handlers, which would end the process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.put(n))
     cluster = Cluster(settings, run_of_parent())

@@ -1,4 +1,4 @@
-"""How a system connects to its Ray cluster, and its name there."""
+"""Connects a system to its Ray cluster, and gives the system a name in the cluster."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def connect(settings: Settings) -> None:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise SettingError(
-            f"ray: no cluster at {settings.ray!r} ({error}); 'ray start --head' starts one"
+            f"ray: cannot connect to a Ray cluster at {settings.ray!r} ({error}); start one with "
+            "'ray start --head'"
         ) from None
     here = importlib.import_module("ray.util").get_node_ip_address()
     others = sorted({n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]} - {here})
     if others and not all(map(reachable, separate(settings.back_endpoint))):
         raise SettingError(
-            f"back: {settings.back_endpoint} can be reached on this machine only, and Ray has "
+            f"back: {settings.back_endpoint} is reachable only from this machine, but Ray has "
             f"other nodes ({', '.join(others)}); set it to tcp://{here}:5556, and make keys with "
             "'tokenbus keys new'"
         )
@@ -56,8 +57,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def variables_of_workers(settings: Settings) -> dict[str, str]:
-    """The environment of the workers: these settings, without those that concern only this
-    process."""
+    """The environment of the workers: the settings, except those that only this process uses."""
     own = msgspec.structs.replace(
         settings,
         run_dir=str(settings.run_folder.resolve()),

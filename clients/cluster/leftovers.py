@@ -1,4 +1,4 @@
-"""Ends the workers of a system that does not run any more."""
+"""Ends the workers in a Ray cluster whose system no longer runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOOK_EVERY_S = 0.1
 
 
 def end_in_ray(settings: Settings) -> int:
-    """Ends all workers of the system of these settings, from any run; returns their number.
+    """Drains and ends the workers from all runs of a system; returns their number.
 
-    They drain first. Raises SystemFault if no Ray cluster runs.
+    Raises SystemFault if no Ray cluster runs.
     """
     try:
         connect(settings)
@@ -23,7 +23,7 @@ def end_in_ray(settings: Settings) -> int:
         raise SystemFault(str(error), WRONG_SETTING) from None
     nothing = WorkerSetup({}, None)
     kinds: tuple[Kind, ...] = ("gpu", "controller")
-    # No run has an empty name, so all existing workers belong to other runs and retire.
+    # A run's name is never empty. With an empty name, all existing workers belong to other runs.
     left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
     now = time.monotonic()
     found = sum(members.find(now) for members in left)

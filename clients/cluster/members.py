@@ -1,4 +1,4 @@
-"""The workers of one kind in a Ray cluster: placed, watched, retired, and found again by name."""
+"""Places, watches and retires the workers of one kind in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MODULES: Mapping[Kind, str] = {
     "controller": "tokenbus.workers.controller",
 }
 ENDING_MARGIN_S = 10.0
-"""How long after ``drain_s`` a retiring worker is killed, in seconds."""
+"""Seconds after ``drain_s`` until a retiring worker is killed."""
 
 
 def ray_module() -> Any:
-    """The package ``ray``, from the extra of this name."""
+    """Imports the package ``ray``, which the extra ``ray`` installs."""
     return importlib.import_module("ray")
 
 
 def resources(kind: Kind, settings: Settings) -> dict[str, float]:
-    """A worker's reservation on its node: a GPU for each rank, or a CPU for each thread."""
+    """The resources that a worker reserves on its node: a GPU per rank, or a CPU per thread."""
     if kind == "gpu" and settings.device != "cpu":
         return {"GPU": float(settings.tp), "CPU": float(settings.tp)}
     if kind == "gpu":
@@ -39,16 +39,16 @@ class WorkerSetup(NamedTuple):
     """The environment and arguments of a worker."""
 
     variables: dict[str, str]
-    """Its settings, in its environment."""
+    """The environment variables with the worker's settings."""
     key: str | None
-    """The content of its key file."""
+    """The content of the worker's key file."""
 
 
 class Member:
-    """One worker: its placement group, its actor, and the last report of that."""
+    """One worker: its placement group, its actor, and the actor's last report."""
 
     def __init__(self, name: str, number: int, actor: Any, target: str | None = None) -> None:
-        """``target``: the node for which it was placed, if that has just happened."""
+        """``target``: the planned node, if the worker has just been placed."""
         self.name = name
         self.number = number
         self.actor = actor
@@ -63,7 +63,7 @@ class Member:
         return self.report.node if self.report is not None else self._target
 
     def look(self, now: float) -> None:
-        """Takes the next report if it has arrived, without waiting for it."""
+        """Reads the next report if it has arrived. Does not wait."""
         ray = ray_module()
         if self._asked is None:
             self._asked = self.actor.report.remote()
@@ -74,9 +74,9 @@ class Member:
         try:
             report = Report(*ray.get(asked))
         except ray.exceptions.RayActorError:
-            # Ray starts the actor again, on another node if its node has died.
+            # Ray restarts the actor, on another node if the actor's node has died.
             if self.report is not None:
-                log.warning("%s is lost with its actor; Ray places it elsewhere", self.name)
+                log.warning("%s ended because its actor was lost; Ray restarts it", self.name)
             self.report = self._target = None
             return
         before = self.report
@@ -85,18 +85,18 @@ class Member:
         ):
             log.info("%s is process %d on node %s", self.name, report.pid, report.node[:12])
         if report.retiring and self.retired_at is None:
-            self.retired_at = now  # By a predecessor of this process.
+            self.retired_at = now  # A predecessor of this process retired the worker.
         if report.ended and self.retired_at is None and (before is None or not before.ended):
-            log.error("%s is not started again: its exit code is %s", self.name, report.exit_code)
+            log.error("%s is not restarted: its exit code is %s", self.name, report.exit_code)
         self.report = report
 
     def retire(self, now: float) -> None:
-        """Drains the worker; ``gone`` is true when that is done."""
+        """Drains the worker. ``gone`` returns True when the worker has ended."""
         self.retired_at = now
         self.actor.retire.remote()
 
     def gone(self, now: float, drain_s: float) -> bool:
-        """Whether a retiring worker has ended, or its time is over."""
+        """Whether a retiring worker has ended or its time limit has passed."""
         if self.retired_at is None:
             return False
         ended = self.report is not None and self.report.ended
@@ -106,9 +106,8 @@ class Member:
 class Members:
     """All workers of one kind of one system.
 
-    Placement groups and actors have names ``SYSTEM/RUN/KIND-N``, by which those of an earlier run
-    of the system are recognized. Both are detached, so that workers outlive the process that
-    created them.
+    The names ``SYSTEM/RUN/KIND-N`` of placement groups and actors identify the system's run. Both
+    are detached, so that workers outlive the process that created them.
     """
 
     def __init__(
@@ -132,9 +131,8 @@ class Members:
         return not self._members
 
     def find(self, now: float) -> int:
-        """Takes over existing workers: those of this run continue, those of an earlier run retire.
-        Returns their number.
-        """
+        """Takes over existing workers. Workers of this run continue; workers of an earlier run
+        retire. Returns the number of all found workers."""
         for name in _names(f"{self._system}/"):
             run, _, rest = name.removeprefix(f"{self._system}/").partition("/")
             kind, _, number = rest.rpartition("-")
@@ -143,20 +141,20 @@ class Members:
             try:
                 actor = ray_module().get_actor(name)
             except ValueError:
-                _remove(name)  # A placement group whose actor never existed, or has ended.
+                _remove(name)  # The actor of this placement group never existed, or has ended.
                 continue
             member = self._members[name] = Member(name, int(number), actor)
             if run != self._run:
-                log.info("ends %s, of an earlier run", name)
+                log.info("ending %s, which belongs to an earlier run", name)
                 member.retire(now)
         return len(self._members)
 
     def place(self) -> None:
-        """Adds a worker. If no node has room for it, Ray's autoscaler should add a node."""
+        """Adds a worker. If no node has the resources, Ray's autoscaler should add a node."""
         taken = {member.number for member in self.serving}
         number = next(n for n in range(len(taken) + 1) if n not in taken)
         name = f"{self._system}/{self._run}/{self._kind}-{number}"
-        if name in self._members:  # Its predecessor is still retiring.
+        if name in self._members:  # The worker that had this name is still retiring.
             number = max(member.number for member in self._members.values()) + 1
             name = f"{self._system}/{self._run}/{self._kind}-{number}"
         ray = ray_module()
@@ -186,7 +184,7 @@ class Members:
             .remote(MODULES[self._kind], self._setup.variables, self._setup.key)
         )
         self._members[name] = Member(name, number, actor, target)
-        log.info("places %s: %s", name, bundle)
+        log.info("placing %s: %s", name, bundle)
 
     def retire(self, now: float) -> None:
         """Retires the worker that was added last."""
@@ -198,17 +196,17 @@ class Members:
             member.retire(now)
 
     def look(self, now: float) -> None:
-        """Processes the reports, and removes workers that have left."""
+        """Processes the reports, and removes workers that have ended."""
         for member in list(self._members.values()):
             member.look(now)
             if member.gone(now, self._settings.drain_s):
                 ray_module().kill(member.actor)
                 _remove(member.name)
                 del self._members[member.name]
-                log.info("%s has left", member.name)
+                log.info("%s has ended", member.name)
 
     def _emptiest(self, bundle: Mapping[str, float]) -> str | None:
-        """The node with the fewest of these workers, among those with room for one more."""
+        """The node with the fewest workers of this kind that has the resources for another."""
         nodes = [node for node in ray_module().nodes() if node["Alive"]]
         on = [member.node for member in self.serving]
         room = [

@@ -1,4 +1,4 @@
-"""The actor that owns one worker's process, on whatever node Ray places it."""
+"""The actor that owns the process of one worker. Ray chooses the node."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESTART_S = (0.5, 15.0)
-"""The first and the longest pause before an ended process is started again. Each pause is twice the
-previous one, until a process has run longer than the longest pause."""
+"""The first and the longest pause before an ended process is restarted, in seconds. Each pause is
+twice the previous one, until a process has run longer than the longest pause."""
 WRONG_SETTING = 2
-"""The exit code after which a restart would not help."""
+"""The exit code after which a process is not restarted, because a restart would fail too."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Report(NamedTuple):
-    """An owner's report about its process."""
+    """The report of an owner about its process."""
 
     host: str
     pid: int
     """The process id; 0 if no process runs."""
     node: str
     starts: int
-    """How often the process was started here."""
+    """Number of times that this actor has started the process."""
     exit_code: int | None
     """The exit code of the last process that ended."""
     retiring: bool
-    """It is to end: whoever keeps the workers has said so."""
+    """Whether ``retire`` was called, after which the process ends."""
     ended: bool
-    """None runs, and none will be started."""
+    """Whether the process has ended and will not be restarted."""
 
 
 class Owner:
-    """Runs ``python -m MODULE`` until it is retired, and starts it again when it ends.
+    """Runs ``python -m MODULE`` until it is retired, and restarts it when it ends.
 
-    The process dies with the actor, because Ray kills actors without notice, and a node with all of
-    its actors. ``key`` is the content of the worker's key file, which the node does not have. It is
-    written to a file on the node, which an orderly end removes.
+    The kernel kills the process when the actor dies, because Ray kills actors without notice.
+    ``key`` is the content of the worker's key file. The actor writes it to a file on the node, and
+    removes the file unless the actor is killed.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -64,8 +64,8 @@ class Owner:
         self._exit_code: int | None = None
         self._retiring = threading.Event()
         self._ended = threading.Event()
-        # One thread starts all processes, and it lives as long as the actor: when it ends, the
-        # kernel kills what it has started.
+        # One thread starts all processes and lives as long as the actor, because the kernel kills
+        # the process when the thread that started it ends.
         threading.Thread(target=self._run, name="owner", daemon=True).start()
 
     def report(self) -> Report:
@@ -83,7 +83,7 @@ class Owner:
         )
 
     def retire(self) -> None:
-        """Drains the process: its streams continue elsewhere. It is not started again."""
+        """Drains the process, whose streams continue at other workers. It is not restarted."""
         self._retiring.set()
         process = self._process
         if process is not None and process.poll() is None:
@@ -125,7 +125,8 @@ class Owner:
 
 
 def _die_with_parent() -> None:
-    """In the new process: makes the kernel kill it when the thread that started it ends."""
+    """Makes the kernel kill this process when the thread that started it ends. Called in the new
+    process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
-"""The target number of workers of a kind, from their load and the waiting requests, with
+"""Computes the target number of workers of a kind from their load and the waiting requests, with
 hysteresis.
 
-It needs neither a clock nor a cluster: load and times are passed in, and a number is returned.
+The code uses neither a clock nor a cluster: the caller passes the load and the time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ...protocol.messages import Status
 from ...protocol.settings import Settings
 
 FULL = 0.8
-"""A worker needs another one next to it if this part of its room is in use."""
+"""Utilization of the workers above which another worker is needed."""
 IDLE = 0.5
-"""One worker less is enough if the others would have at most this part of their room in use.
-Between the two values nothing changes."""
+"""A worker can be removed if the utilization of the remaining workers is at most this value. The
+number does not change between the two values."""
 
 
 class Bounds(NamedTuple):
@@ -29,8 +29,8 @@ class Bounds(NamedTuple):
 class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
-    It grows to the needed number when more workers were needed throughout ``up_after_s``. It
-    shrinks by one worker each time fewer were needed throughout ``down_after_s``.
+    The number grows to the needed number after more workers were needed during all of
+    ``up_after_s``. It falls by one each time fewer were needed during all of ``down_after_s``.
     """
 
     def __init__(self, bounds: Bounds, up_after_s: float, down_after_s: float) -> None:
@@ -41,8 +41,8 @@ class Scaling:
         self._less_since: float | None = None
 
     def target(self, current: int, needed: float, now: float) -> int:
-        """The target number, for ``current`` workers. ``needed``: how many workers all present work
-        would fill."""
+        """The target number if ``current`` workers run. ``needed``: the number of workers that the
+        present work would fill."""
         more = self._bounded(math.ceil(needed / FULL))
         less = self._bounded(math.ceil(needed / IDLE))
         self._more_since = _since(self._more_since, more > current, now)
@@ -62,21 +62,21 @@ class Scaling:
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """Since when a condition holds; None if it does not hold."""
+    """The time since which a condition holds; None if it does not hold."""
     if not holds:
         return None
     return now if before is None else before
 
 
 def gpu_workers_needed(status: Status, settings: Settings) -> float:
-    """How many GPU workers the running and the waiting requests would fill."""
+    """The number of GPU workers that the running and the waiting requests would fill."""
     having = sum(worker.requests for worker in status.workers if worker.role == "gpu")
     return (having + status.queued) / min(settings.capacity, settings.max_running)
 
 
 def controller_workers_needed(status: Status, settings: Settings) -> float:
-    """How many controller workers the running and waiting controllers would fill. It is one more
-    than exist if each has a round that waits for a thread."""
+    """The number of controller workers that the running and waiting controllers would fill. If a
+    round waits for a thread at every worker, the result is the number of workers plus one."""
     workers = [worker for worker in status.workers if worker.role == "controller"]
     needed = sum(worker.requests for worker in workers) / settings.controller_capacity
     if workers and all(worker.load.get("waiting", 0.0) > 0 for worker in workers):

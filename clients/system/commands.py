@@ -29,36 +29,36 @@ DEFAULT_PORT = 5555
 
 
 def add_commands(subparsers: Subparsers) -> None:
-    """Adds the three commands. A flag's ``dest`` is the name of the setting that it sets."""
+    """Adds the three commands. The ``dest`` of a flag is the name of its setting."""
     up = subparsers.add_parser(
         "up",
         allow_abbrev=False,
         help="run a broker and its workers in the foreground",
-        description="Runs a whole system under supervisord until Ctrl-C.",
+        description="Runs a broker, workers and gateways under supervisord until Ctrl-C.",
     )
-    up.add_argument("--model", help="a path, a hub id, 'embedded' (default), or 'auto'")
-    up.add_argument("--front", metavar="ADDRESS", help="where clients connect")
-    up.add_argument("--back", metavar="ADDRESS", help="where workers connect")
-    up.add_argument("--brokers", metavar="N", help="broker processes, with an address each (1)")
+    up.add_argument("--model", help="path, hub id, 'embedded' (default), or 'auto'")
+    up.add_argument("--front", metavar="ADDRESS", help="broker's address for clients")
+    up.add_argument("--back", metavar="ADDRESS", help="broker's address for workers")
+    up.add_argument("--brokers", metavar="N", help="number of brokers (default: 1)")
     up.add_argument(
         "--join",
         metavar="HOST[:PORT]",
-        help="run only workers here, for the broker of another machine, with the key of --key",
+        help="run only workers here, and connect them to the broker of another machine with --key",
     )
-    up.add_argument("--key", metavar="FILE", help="the key file with which workers join")
+    up.add_argument("--key", metavar="FILE", help="key file of the workers, for --join")
     up.add_argument(
         "--rolling",
         action="store_true",
-        help="replace every process of the system that runs here, while it serves",
+        help="replace every process of the running system, one after another, while it serves",
     )
     up.add_argument(
         "--ray",
         dest="in_ray",
         action="store_true",
-        help="place GPU and controller workers in a Ray cluster, as many as there is work for: "
+        help="run the workers in a Ray cluster; their number follows the load, for example "
         "--gpu-workers 2..16 --controller-workers 2..8",
     )
-    up.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (auto)")
+    up.add_argument("--address", metavar="HOST:PORT", help="Ray cluster (default: auto)")
     _worker_flags(up)
     up.set_defaults(run=_reporting(_up))
 
@@ -66,33 +66,36 @@ def add_commands(subparsers: Subparsers) -> None:
         "down",
         allow_abbrev=False,
         help="stop a system that runs on this machine",
-        description="Stops the system of a run directory; exit code 3 if none runs.",
+        description="Stops the system of a run directory. The exit code is 3 if no system runs.",
     )
-    down.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="its run directory")
-    down.add_argument("--port", type=_port, help="the port of a serve-model")
+    down.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="run directory")
+    down.add_argument("--port", type=_port, help="port of a system that serve-model started")
     down.add_argument(
         "--ray",
         dest="in_ray",
         action="store_true",
-        help="end its workers in a Ray cluster too, where it was killed",
+        help="also end its workers in a Ray cluster, if the system was killed",
     )
-    down.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (auto)")
+    down.add_argument("--address", metavar="HOST:PORT", help="Ray cluster (default: auto)")
     down.set_defaults(run=_reporting(_down))
 
     serve = subparsers.add_parser(
         "serve-model",
         allow_abbrev=False,
-        help="serve one model: broker and workers",
-        description="LMTP's command: a whole system for one model in the foreground, until Ctrl-C.",
+        help="run a system that serves one model",
+        description="Runs a broker, workers and gateways for one model until Ctrl-C, as LMTP's "
+        "command of this name does.",
     )
     serve.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a path, a hub id, 'embedded' (default), or 'auto': load on demand what --allow names",
+        help="path, hub id, 'embedded' (default), or 'auto' (load the models of --allow on demand)",
     )
-    serve.add_argument("--cuda", action="store_true", help="on a GPU: --device cuda")
-    serve.add_argument("--port", type=_port, help=f"of 127.0.0.1, for clients ({DEFAULT_PORT})")
+    serve.add_argument("--cuda", action="store_true", help="short for --device cuda")
+    serve.add_argument(
+        "--port", type=_port, help=f"port for clients on 127.0.0.1 (default: {DEFAULT_PORT})"
+    )
     _worker_flags(serve)
     serve.set_defaults(run=_reporting(_serve_model))
 
@@ -104,32 +107,32 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         dest="gpu_workers",
         action=_Range,
         metavar="N",
-        help="GPU worker processes (1); with --ray also as N..M, the least and the most",
+        help="number of GPU workers (default: 1); with --ray also a range N..M",
     )
     add(
         "--controller-workers",
         dest="controller_workers",
         action=_Range,
         metavar="M",
-        help="controller worker processes (1); with any, a state worker too",
+        help="number of controller workers (default: 1); a state worker runs unless it is 0",
     )
-    add("--http", metavar="HOST:PORT", help="HTTP and WebSocket (127.0.0.1:8080), or none")
-    add("--gateways", metavar="N", help="gateway processes, on one port (1)")
-    add("--api-keys", dest="api_keys", metavar="FILE", help="hashed API keys for HTTP")
-    add("--tls-cert", dest="tls_cert", metavar="FILE", help="certificate of the gateways: HTTPS")
+    add("--http", metavar="HOST:PORT", help="gateways' address, or none (127.0.0.1:8080)")
+    add("--gateways", metavar="N", help="number of gateways on that address (default: 1)")
+    add("--api-keys", dest="api_keys", metavar="FILE", help="hashes of the gateways' API keys")
+    add("--tls-cert", dest="tls_cert", metavar="FILE", help="gateways' certificate, for HTTPS")
     add("--tls-key", dest="tls_key", metavar="FILE", help="private key of the certificate")
     add(
         "--cors",
         action="append",
         metavar="ORIGIN",
-        help="an origin whose pages may use the gateways; may be given again",
+        help="web origin whose pages may send requests to the gateways; repeatable",
     )
     add(
         "--trust-request-chat-template",
         dest="trust_request_chat_template",
         action="store_const",
         const=True,
-        help="render the chat templates that requests over HTTP bring",
+        help="render chat templates that HTTP requests contain",
     )
     add("--device", help="auto (default), cpu, cuda, cuda:1")
     add("--dtype", help="auto (default), float32, bfloat16")
@@ -137,18 +140,18 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         metavar="PATTERN",
-        help="a model that may be loaded on demand, with * and ?; may be given again",
+        help="models that may be loaded on demand; may contain * and ?; repeatable",
     )
     add(
         "--draft-model",
         dest="draft_model",
         metavar="MODEL",
-        help="a small model with the same tokenizer that drafts for the workers' model (none)",
+        help="small model with the same tokenizer, for speculative decoding (default: none)",
     )
-    add("--max-models", dest="max_models", metavar="N", help="most loaded models of a worker (2)")
-    add("--tp", metavar="N", help="devices over which each worker spreads its model (1)")
-    add("--threads", metavar="N", help="CPU threads of a worker (torch's choice)")
-    add("--run-dir", dest="run_dir", metavar="DIR", help="sockets and logs")
+    add("--max-models", dest="max_models", metavar="N", help="maximum loaded models per worker (2)")
+    add("--tp", metavar="N", help="devices per worker, for tensor parallelism (default: 1)")
+    add("--threads", metavar="N", help="CPU threads per worker (default: torch's)")
+    add("--run-dir", dest="run_dir", metavar="DIR", help="folder of sockets and logs")
     add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")
     add("--log-format", dest="log_format", metavar="F", help="human (default), json")
     add(
@@ -162,12 +165,12 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         dest="trust_remote_code",
         action="store_const",
         const=True,
-        help="let a checkpoint bring its own Python code",
+        help="allow checkpoints to run their own Python code",
     )
 
 
 class _Range(argparse.Action):
-    """``N`` sets the setting of that name; ``N..M`` also sets the setting of the maximum."""
+    """``N`` sets the setting with the name of the flag; ``N..M`` also sets its maximum."""
 
     def __call__(
         self,
@@ -176,8 +179,7 @@ class _Range(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Splits the value; a value that is not a number is refused together with the other
-        settings."""
+        """Splits the value. The settings refuse a value that is not a number."""
         least, dots, most = str(values).partition("..")
         setattr(namespace, self.dest, least)
         if dots:
@@ -185,7 +187,7 @@ class _Range(argparse.Action):
 
 
 def _reporting(command: Command) -> Command:
-    """``command``, which reports a SystemFault as one line on stderr and returns its exit code."""
+    """Wraps ``command``: a SystemFault becomes one line on stderr and its exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -291,14 +293,14 @@ def _with_what_is_installed(settings: Settings) -> Settings:
     if Starlette is not."""
     if settings.http != "none" and find_spec("starlette") is None:
         print(
-            "tokenbus: starlette is not installed, so that no gateway starts; "
+            "tokenbus: no gateway starts, because starlette is not installed; "
             "pip install 'tokenbus[gateway]' installs it",
             file=sys.stderr,
         )
         settings = msgspec.structs.replace(settings, http="none")
     if settings.controller_workers and find_spec("wasmtime") is None:
         print(
-            "tokenbus: wasmtime is not installed, so that no controller workers start; "
+            "tokenbus: no controller worker starts, because wasmtime is not installed; "
             "pip install 'tokenbus[controller]' installs it",
             file=sys.stderr,
         )
@@ -310,20 +312,20 @@ def _check_ray(settings: Settings) -> None:
     """Raises SystemFault if the settings of a Ray cluster contradict each other."""
     if settings.ray and settings.join:
         raise SystemFault(
-            f"join: {settings.join} has a broker of its own, and --ray places the workers of the "
-            "broker here; leave out one of the two",
+            f"join: --join {settings.join} and --ray exclude each other, because --ray needs a "
+            "broker on this machine; leave out one of them",
             WRONG_SETTING,
         )
     for kind in ("gpu_workers", "controller_workers"):
         least, most = getattr(settings, kind), getattr(settings, f"max_{kind}")
         if most and not settings.ray:
             raise SystemFault(
-                f"{kind}: {least}..{most} is for a Ray cluster; add --ray, or give one number",
+                f"{kind}: {least}..{most} needs a Ray cluster; add --ray, or give one number",
                 WRONG_SETTING,
             )
         if most and most < least:
             raise SystemFault(
-                f"{kind}: {least}..{most} has its most below its least; turn them round",
+                f"{kind}: the minimum of {least}..{most} exceeds the maximum; use {most}..{least}",
                 WRONG_SETTING,
             )
     if settings.ray and find_spec("ray") is None:
@@ -334,10 +336,10 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if no worker could load the model; called before any worker is started."""
+    """Raises SystemFault if a worker could not load the model. Called before workers start."""
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
-            "model: 'auto' needs at least one --allow; for example --allow 'my-org/*'",
+            "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",
             WRONG_SETTING,
         )
     looks_like_a_path = settings.model.startswith(("/", "./", "../", "~"))
@@ -346,8 +348,8 @@ def _check_model(settings: Settings) -> None:
 
 
 def _port_dir(port: int) -> str:
-    """The run directory of a serve-model: one for each port, the default one for the default
-    port."""
+    """The run directory of a system that serve-model starts: the default one for the default port,
+    otherwise one for each port."""
     name = f"tokenbus-{os.getuid()}" + (f"-{port}" if port != DEFAULT_PORT else "")
     return str(Path(tempfile.gettempdir()) / name)
 

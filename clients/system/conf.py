@@ -1,4 +1,4 @@
-"""The ``supervisord.conf`` of ``tokenbus up``: the packaged file with a system's settings."""
+"""Writes the ``supervisord.conf`` of a system, from the packaged file and the settings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import msgspec
 from ...protocol.settings import Settings
 
 CONF = Path(__file__).parent.parent / "supervisord.conf"
-"""The packaged file. In a checkout it is a link to the one at the top level."""
+"""The packaged file. In a checkout it is a link to ``supervisord.conf`` at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in that file. The resulting file is in the run directory itself."""
+"""The run directory in the packaged file. The written file is in the system's run directory."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
-"""The modules of two programs."""
+"""The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
 """Seconds after ``drain_s`` until a worker is killed."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
-    """The file's content with these settings; ``python`` is the interpreter that runs Tokenbus."""
+    """The packaged file with these settings. ``python`` is the interpreter that runs Tokenbus."""
     conf = RawConfigParser()
     conf.read_string(CONF.read_text(encoding="utf-8"))
-    # The processes inherit all settings, including this one.
+    # All processes inherit the settings from the environment, including the one set here.
     conf.remove_option("supervisord", "environment")
     for section in conf.values():
         for key, value in section.items():
@@ -44,7 +44,7 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     conf["program:gpu-worker"]["numprocs"] = str(settings.gpu_workers)
     conf["program:controller-worker"]["numprocs"] = str(settings.controller_workers)
     if settings.join:
-        # The machine with the broker runs these programs.
+        # Only the machine with the broker runs these programs.
         for name in ("program:broker", "program:state-worker", "program:gateway"):
             conf.remove_section(name)
     elif settings.http == "none":
@@ -55,14 +55,14 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
 
 
 def _place_workers_in_ray(conf: RawConfigParser) -> None:
-    """Runs the process that keeps workers in a Ray cluster, instead of workers on this machine."""
+    """Replaces the workers of this machine by the process that manages workers in a Ray cluster."""
     program = conf["program:gpu-worker"]
     drains = int(program["stopwaitsecs"])
     conf["program:cluster"] = {
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # Each of its workers has the same time to end as a local worker.
+        # A worker in the cluster has the same time to end as a local worker.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

@@ -14,16 +14,16 @@ from .started import started_settings
 from .supervisor import Control, end_leftovers
 
 BROKER = "tokenbus.broker"
-"""The module of the program."""
+"""The module of the process that manages workers in a Ray cluster."""
 
 
 def end_system(settings: Settings) -> int:
     """Stops the system in the run directory of these settings, in the stop order; returns the exit
     code.
 
-    A supervisord whose socket was deleted is ended by its process id, and so are processes whose
-    supervisord was killed. Raises SystemFault if no system runs, or if it does not stop in the time
-    that the system was started with (``drain_s``).
+    If the socket of supervisord was deleted, supervisord is ended by its process id. If supervisord
+    was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if it
+    does not stop within the ``drain_s`` with which it was started.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -35,7 +35,7 @@ def end_system(settings: Settings) -> int:
         left = end_leftovers(run_dir, settings.drain_s + STOP_MARGIN_S)
         if not left:
             raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
-        print(f"ended {_count(len(left))} whose supervisord was gone, in {run_dir.path}")
+        print(f"ended {_count(len(left))} in {run_dir.path}, whose supervisord had ended before")
         return 0
     names = [_count(len(started))]
     if answering is not None:
@@ -47,12 +47,11 @@ def end_system(settings: Settings) -> int:
     while alive(pid) or started_by(run_dir):
         if time.monotonic() > deadline:
             raise SystemFault(
-                f"supervisord (process {pid}) does not stop; see its log, {run_dir.supervisor_log}",
+                f"supervisord (process {pid}) does not stop; see its log {run_dir.supervisor_log}",
                 FAILED,
             )
         if not alive(pid):
-            # Gateways that have handed over their place: all their streams have ended with the
-            # broker.
+            # Gateways that have been replaced: their streams have ended together with the broker.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -60,8 +59,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Ends a supervisord that does not accept commands in the same way as ``Control.shutdown``: it
-    stops all processes in the stop order."""
+    """Ends a supervisord that does not accept commands. It stops all processes in the stop order,
+    as after ``Control.shutdown``."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

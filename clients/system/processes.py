@@ -1,4 +1,4 @@
-"""The running processes of a system, from ``/proc``, including those without their supervisord."""
+"""Finds the running processes of a system in ``/proc``, even if their supervisord has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .run_dir import RunDir
 
 
 def alive(pid: int) -> bool:
-    """Whether a process with this id runs; a zombie does not."""
+    """Whether a process with this id runs. A zombie does not count."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -23,8 +23,8 @@ def alive(pid: int) -> bool:
 def started_by(run_dir: RunDir) -> list[int]:
     """Ids of the running processes that the supervisord of this run directory started.
 
-    They are found by the address of supervisord in their environment. Needs ``/proc`` (Linux);
-    without it the list is empty.
+    Each has supervisord's address in its environment. On a system without ``/proc``, the list is
+    empty.
     """
     mark = b"SUPERVISOR_SERVER_URL=unix://" + os.fsencode(run_dir.supervisor_socket)
     found = []
@@ -40,11 +40,11 @@ def started_by(run_dir: RunDir) -> list[int]:
 
 
 def supervisor_of(run_dir: RunDir) -> int | None:
-    """The id of the supervisord of this run directory, also if its socket was deleted; None if it
-    does not run. Needs ``/proc``.
+    """The id of the supervisord of this run directory, even if its socket was deleted; None if
+    supervisord does not run. Needs ``/proc``.
 
-    It is the parent of the processes that it started, or its arguments have the file of the run
-    directory.
+    supervisord is the parent of the processes that it started, or the configuration file of the run
+    directory is among its arguments.
     """
     started = started_by(run_dir)
     candidates = {parent for pid in started if (parent := _parent(pid)) not in (0, *started)}
@@ -99,7 +99,7 @@ def in_session(leader: int) -> list[int]:
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """Sends a signal to each of these processes that still exists."""
+    """Sends a signal to the processes that still exist."""
     for pid in pids:
         try:
             os.kill(pid, number)

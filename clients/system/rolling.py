@@ -15,26 +15,26 @@ from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""How long a replaced worker may take until it is ready, in seconds: it may load a model."""
+"""Maximum time until a worker's successor is ready, in seconds. The successor may load a model."""
 OTHERS_READY_S = 120.0
-"""How long a replaced broker or gateway may take until it is ready, in seconds."""
+"""Maximum time until the successor of a broker or a gateway is ready, in seconds."""
 ANSWER_S = 10.0
-"""How long the broker may take to answer before anything is replaced, in seconds."""
+"""Maximum time until the broker answers, in seconds. Checked before processes are replaced."""
 LOOK_EVERY_S = 0.1
 LINGERS = "--lingers"
-"""The flag of a gateway that hands its place over on SIGUSR2."""
+"""The flag of a gateway that lets its successor take over after SIGUSR2."""
 
 
 def roll(settings: Settings) -> int:
     """Replaces the processes of the system in the run directory of these settings; returns the exit
     code.
 
-    A worker hands its streams over to another of its kind; if it is the only one, its successor
-    continues them. The broker's successor adopts the streams that workers report. A gateway hands
-    its place over, and finishes its streams while its successor runs.
+    Another worker of the same kind continues the streams of a worker; if there is only one worker,
+    its successor continues them. The broker's successor adopts the streams that workers report. A
+    gateway finishes its streams while its successor accepts new requests.
 
-    All other settings are those with which the system was started. Raises SystemFault if no system
-    runs, if its broker does not answer, or if a process does not start again.
+    The settings with which the system was started stay valid. Raises SystemFault if no system runs,
+    if its broker does not answer, or if a process does not start again.
     """
     control = Control(RunDir.of(settings))
     processes = control.processes()
@@ -64,8 +64,8 @@ def _unreachable(run_dir: RunDir) -> SystemFault:
     if pid is None:
         return SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
     return SystemFault(
-        f"supervisord (process {pid}) does not answer at {run_dir.supervisor_socket}, which may "
-        "have been deleted; stop the system with 'tokenbus down' and start it again"
+        f"supervisord (process {pid}) does not answer at its socket {run_dir.supervisor_socket}; "
+        "stop the system with 'tokenbus down' and start it again"
     )
 
 
@@ -77,8 +77,8 @@ def _check_broker(watcher: Watcher, processes: list[ProcessState], settings: Set
     while not watcher.answers():
         if time.monotonic() > deadline:
             raise SystemFault(
-                f"no broker answers at {settings.front_endpoint}, so that nothing was replaced; "
-                f"see the logs in {watcher.run_dir.logs}"
+                f"the broker at {settings.front_endpoint} does not answer, so no process was "
+                f"replaced; see the logs in {watcher.run_dir.logs}"
             )
         time.sleep(LOOK_EVERY_S)
 
@@ -96,7 +96,7 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
             return
         if shown is None or shown.process.failed or time.monotonic() > ready_by:
             raise SystemFault(
-                f"{process.name} was ended and is not ready again; see the logs in "
+                f"{process.name} was ended, and its successor is not ready; see the logs in "
                 f"{control.run_dir.logs}",
                 FAILED,
             )
@@ -106,6 +106,6 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
 
 
 def _lingers(pid: int) -> bool:
-    """Whether a process hands its place over on SIGUSR2; a process of an older release would be
-    killed."""
+    """Whether a gateway lets its successor take over after SIGUSR2. The signal would kill a process
+    of an older release."""
     return LINGERS.encode() in arguments(pid)

@@ -17,13 +17,13 @@ from .faults import WRONG_SETTING, SystemFault
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
-"""The prefix of a line of log."""
+"""The time and the level at the beginning of a log line."""
 LONGEST_NAME = "supervisor.sock.4194304"
-"""supervisord first binds to a name that has its process id."""
+"""The longest name of a socket in the folder: supervisord appends its process id at first."""
 
 
 class _JsonLine(msgspec.Struct):
-    """A line of log in the format ``json``."""
+    """A log line in the format ``json``."""
 
     message: str
 
@@ -36,7 +36,7 @@ class RunDir:
 
     @classmethod
     def of(cls, settings: Settings) -> RunDir:
-        """The run directory of these settings, as an absolute path; it is not created yet."""
+        """The run directory of these settings, as an absolute path. ``make`` creates it."""
         return cls(Path(os.path.abspath(settings.run_folder)))
 
     @property
@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """The folder of the logs, one file per process."""
+        """The folder of the log files. Each process has one log file."""
         return self.path / "log"
 
     @property
@@ -67,15 +67,15 @@ class RunDir:
     def make(self) -> None:
         """Creates the folder and its ``log/`` with access for this user only.
 
-        Raises SystemFault if the path of a socket would be too long. Also raises it if the folder
-        belongs to another user or is open to others, who could then take the system over.
+        Raises SystemFault if the path of a socket would be too long. Also raises SystemFault if the
+        folder belongs to another user or if others have access, who could then control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))
         if length > room:
             raise SystemFault(
-                f"run_dir: {self.path} has {length} bytes; choose a path of at most {room} with "
-                "--run-dir, as the paths of sockets are limited",
+                f"run_dir: {self.path} has {length} bytes, too long for the path of a socket; "
+                f"choose a path of at most {room} bytes with --run-dir",
                 WRONG_SETTING,
             )
         if "%" in str(self.path):
@@ -106,7 +106,7 @@ class RunDir:
             ) from None
 
     def last_line(self, process: str) -> str:
-        """The message of the last line of the log of a process, or ``""``."""
+        """The message in the last log line of a process, or ``""``."""
         line = "".join(_tail(self.logs / f"{process}.log")[-1:])
         if line.startswith("{"):
             with suppress(msgspec.MsgspecError):
@@ -114,7 +114,7 @@ class RunDir:
         return _STAMP.sub("", line)
 
     def last_error(self) -> str:
-        """The error with which supervisord did not start, or ``""``."""
+        """The error message of a supervisord that did not start, or ``""``."""
         lines = _tail(self.supervisor_errors)
         return next((line for line in lines if line.startswith("Error: ")), "".join(lines[-1:]))
 

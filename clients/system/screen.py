@@ -1,4 +1,4 @@
-"""The display of a running system: a live table on a terminal, otherwise lines."""
+"""Displays a running system as a live table on a terminal, otherwise as lines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Screen(Protocol):
         """Shows the current state."""
 
     def say(self, line: str) -> None:
-        """Prints a line that stays."""
+        """Prints a line that later pictures do not remove."""
 
     def close(self) -> None:
-        """Ends the display; printed lines stay."""
+        """Ends the display. The printed lines are not removed."""
 
 
 def screen_for(address: str) -> Screen:
@@ -67,7 +67,7 @@ class LiveScreen:
         foot = Text.assemble(
             (f" {self._address}", "bold cyan"),
             f"   {picture.load}   ",
-            (f"{up}   Ctrl-C ends it", "dim"),
+            (f"{up}   Ctrl-C stops the system", "dim"),
             overflow="ellipsis",
             no_wrap=True,
         )
@@ -75,13 +75,13 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line for each change of a process, for logs and pipes. The load is not printed."""
+    """Prints a line for each change of a process, for logs and pipes. Does not print the load."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
 
     def show(self, picture: Picture) -> None:
-        """Prints what has changed since the last call."""
+        """Prints a line for each process whose state has changed since the last call."""
         for shown in picture.shown:
             name, pid = shown.process.name, shown.process.pid
             line = f"{name}: {shown.doing}" + (f" (process {pid})" if pid else "")
@@ -94,7 +94,7 @@ class PlainScreen:
         print(line, flush=True)
 
     def close(self) -> None:
-        """Nothing to remove."""
+        """Does nothing."""
 
 
 _COLOURS = {"FATAL": "red", "EXITED": "red", "BACKOFF": "red", "STOPPED": "dim"}

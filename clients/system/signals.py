@@ -14,7 +14,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopSignals:
     """Counts Ctrl-C, SIGTERM and SIGHUP in its ``with`` block, without raising.
 
-    The handler only writes to a pipe, so that it may interrupt any code. For the main thread.
+    The handler only writes to a pipe, so that it may interrupt any code. Only the main thread may
+    use this class.
     """
 
     def __enter__(self) -> StopSignals:
@@ -37,7 +38,7 @@ class StopSignals:
         os.close(self._writer)
 
     def count(self, wait_s: float = 0.0) -> int:
-        """How many were received; waits up to ``wait_s`` seconds for another one."""
+        """The number of signals so far. Waits up to ``wait_s`` seconds for another signal."""
         if select.select([self._reader], [], [], wait_s)[0]:
             self._count += len(os.read(self._reader, 64))
         return self._count

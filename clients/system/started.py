@@ -1,4 +1,4 @@
-"""The settings with which a running system was started, for commands that are called elsewhere."""
+"""Finds the settings of a running system, for commands that are called in another folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ IPC = "ipc://"
 
 
 def started_settings(pid: int) -> Settings | None:
-    """The settings of a process of a system, from its environment and its file, with full paths.
+    """The settings of a process, from its environment and its ``tokenbus.toml``, with full paths.
 
-    None if they cannot be read: the process has ended, it belongs to another user, or there is no
-    ``/proc``.
+    The result is None if the process has ended, if it belongs to another user, or if ``/proc`` does
+    not exist.
     """
     process = Path("/proc") / str(pid)
     try:

@@ -1,4 +1,4 @@
-"""A supervisord and its processes: start, state, stop."""
+"""Starts, watches and stops a supervisord and its processes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .run_dir import RunDir
 T = TypeVar("T")
 
 START_S = 20.0
-"""How long supervisord may take to answer, in seconds."""
+"""Maximum time until a new supervisord answers, in seconds."""
 ANSWER_S = 10.0
-"""How long a running supervisord may take to answer a command, in seconds."""
+"""Maximum time until a running supervisord answers a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
-"""Only the log of supervisord has the exit codes of processes that end early."""
+"""A line in supervisord's log. Only this log has the exit codes of processes that end early."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class ProcessState:
     """supervisord's name of the state: STARTING, RUNNING, BACKOFF, STOPPING, STOPPED, EXITED,
     FATAL."""
     pid: int
-    """The process id; 0 if it does not run."""
+    """The process id; 0 if the process does not run."""
     group: str = ""
-    """The name of its group."""
+    """The name of the process's group in supervisord."""
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord has given up restarting it.
+        """Whether supervisord no longer restarts the process.
 
-        EXITED does not count, because it is the state before each restart.
+        The state EXITED does not count, because it precedes each restart.
         """
         return self.state == "FATAL"
 
@@ -92,23 +92,23 @@ class Control:
         return self._ask(lambda api: int(api.getPID()))
 
     def processes(self) -> list[ProcessState] | None:
-        """Every process in the order in which they start; None if supervisord does not answer."""
+        """All processes in their start order; None if supervisord does not answer."""
         infos = self._ask(lambda api: list(api.getAllProcessInfo()))
         if infos is None:
             return None
         return [ProcessState(i["name"], i["statename"], int(i["pid"]), i["group"]) for i in infos]
 
     def signal(self, process: ProcessState, name: str) -> None:
-        """Sends a process a signal; supervisord starts it again when it has exited."""
+        """Sends a signal to a process. supervisord restarts a process that exits."""
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies processes that would hand over to successors that no successor will come."""
+        """Notifies the processes that they will not have successors, so that none waits for one."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
     def shutdown(self) -> None:
-        """Makes supervisord stop everything in the stop order, and exit."""
+        """Makes supervisord stop all processes in the stop order, and exit."""
         self.announce_end()
         self._ask(lambda api: bool(api.shutdown()))
 
@@ -131,8 +131,8 @@ def _announce(group: str, api: Any) -> bool:
 class Supervisor:
     """A supervisord that this process started, and its children.
 
-    It has a session of its own, so that a Ctrl-C on the terminal reaches only this process, which
-    then ends the others in their order.
+    supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process,
+    which then ends the others in the stop order.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -143,7 +143,7 @@ class Supervisor:
         self._read = 0
 
     def check_run_dir(self) -> None:
-        """Makes the run directory; raises SystemFault if processes of a system run in it."""
+        """Creates the run directory. Raises SystemFault if processes of a system use it."""
         self.run_dir.make()
         other = self.control.pid()
         if other is not None:
@@ -191,7 +191,7 @@ class Supervisor:
 
     def restore_folders(self) -> None:
         """Creates the run directory and its ``log/`` again if they were deleted, because a
-        restarted process needs them. A failure is not a fault of the running processes."""
+        restarted process needs them. Errors are ignored, because running processes do not."""
         if not self.run_dir.logs.is_dir():
             with suppress(SystemFault):
                 self.run_dir.make()
@@ -201,8 +201,8 @@ class Supervisor:
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
-        """The processes that have exited since the last call, without those that were killed, which
-        are restarted."""
+        """The processes that have exited since the last call. Killed processes do not count,
+        because they are restarted."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
                 log.seek(self._read)
@@ -213,7 +213,8 @@ class Supervisor:
         return [Exit(m[1], int(m[2])) for m in EXITED.finditer(news.decode(errors="replace"))]
 
     def stop(self) -> None:
-        """Begins to stop all processes in the stop order; ``exit_code`` is not None when done."""
+        """Begins to stop all processes in the stop order. When they have ended, ``exit_code`` is
+        not None."""
         if self._child is not None and self._child.poll() is None:
             self.control.announce_end()
             self._child.send_signal(signal.SIGTERM)
@@ -223,16 +224,14 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # Processes that it has just forked do not have the environment of a program yet.
+            # Just forked processes do not have the environment of their program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
 
 def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
-    """Ends processes that run without their supervisord, by SIGTERM and then by SIGKILL.
-
-    Returns their ids.
-    """
+    """Ends processes whose supervisord has ended, by SIGTERM, and by SIGKILL after ``grace_s``.
+    Returns their ids."""
     pids = started_by(run_dir)
     if pids and grace_s:
         send(pids, signal.SIGTERM)
@@ -247,6 +246,6 @@ def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the limit of open files, because the broker has a connection for each client."""
+    """Raises the limit of open files, because the broker needs one for each client's connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

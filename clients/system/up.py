@@ -1,4 +1,4 @@
-"""Runs a system in the foreground, from its start to the end of its last process."""
+"""Runs a system in the foreground until its last process has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .watch import Picture, Watcher
 
 LOOK_EVERY_S = 0.3
 JOIN_PORT = 5556
-"""The port of the workers' address, if ``join`` names none."""
+"""The port for ``join`` if the setting does not contain a port."""
 
 Lines = Sequence[str]
 
@@ -31,8 +31,9 @@ Lines = Sequence[str]
 def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
     """Runs a system with these settings until it is stopped; returns the exit code.
 
-    ``first`` is printed at the start, the result of ``when_ready`` when all processes are ready.
-    Raises SystemFault if the system cannot start or a process fails; all processes have ended then.
+    ``first`` is printed at the start, and the result of ``when_ready`` when all processes are
+    ready. Raises SystemFault, after all processes have ended, if the system cannot start or if a
+    process fails.
     """
     supervisor = Supervisor(settings)
     supervisor.check_run_dir()
@@ -72,8 +73,8 @@ def joining(settings: Settings) -> Settings:
     if key is None or key.role != "worker":
         raise SystemFault(
             f"join: workers that connect to {text} need a worker's key; make one there with "
-            "'tokenbus keys new NAME --worker', copy NAME.key here, and give it as the setting "
-            "'key' (TOKENBUS_KEY)",
+            "'tokenbus keys new NAME --worker', copy NAME.key here, and give its path as the "
+            "setting 'key' (TOKENBUS_KEY)",
             WRONG_SETTING,
         )
     return msgspec.structs.replace(settings, back=f"tcp://{host}:{port}", http="none")
@@ -131,8 +132,8 @@ def check_http(settings: Settings) -> None:
         raise SystemFault(f"http: {error}, or none", WRONG_SETTING) from None
     if not is_loopback(host) and not settings.api_keys:
         raise SystemFault(
-            f"http: {settings.http} is not a loopback address, and there are no API keys; give "
-            "--api-keys FILE ('tokenbus api-key NAME' makes a key), or use 127.0.0.1:8080",
+            f"http: {settings.http} is not a loopback address, so the gateways need API keys; make "
+            "one with 'tokenbus api-key NAME' and add --api-keys FILE, or use 127.0.0.1:8080",
             WRONG_SETTING,
         )
     for name in ("api_keys", "tls_cert", "tls_key"):
@@ -144,7 +145,8 @@ def check_http(settings: Settings) -> None:
 
 
 def _check_port(setting: str, host: str, port: int, other: str) -> None:
-    """Raises SystemFault if nothing can listen there; ``other`` is the flag of another address."""
+    """Raises SystemFault if the port is in use. The message suggests ``other``, the flag with a
+    different address."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -155,7 +157,7 @@ def _check_port(setting: str, host: str, port: int, other: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SystemFault(
-                f"port {port} of {host} is in use; choose another one with {other}, or stop the "
+                f"port {port} of {host} is in use; choose another port with {other}, or stop the "
                 "process that listens on it"
             ) from None
         raise SystemFault(
@@ -168,14 +170,15 @@ def _check_loopback(setting: str, address: str, host: str) -> None:
     if is_loopback(host):
         return
     raise SystemFault(
-        f"{setting}: {address} is not a loopback address, and the broker has no keys; make them "
-        "with 'tokenbus keys new', or use an address such as tcp://127.0.0.1:5555",
+        f"{setting}: {address} is not a loopback address, so the broker needs keys; make them with "
+        "'tokenbus keys new', or use an address such as tcp://127.0.0.1:5555",
         WRONG_SETTING,
     )
 
 
 def _check_path(path: str) -> None:
-    """Raises SystemFault if a process listens on ``path``, whose file ZeroMQ would replace."""
+    """Raises SystemFault if a process listens on the Unix socket ``path``. ZeroMQ would replace the
+    socket without an error."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
@@ -183,7 +186,7 @@ def _check_path(path: str) -> None:
         return
     except OSError as error:
         raise SystemFault(f"front: cannot listen on ipc://{path}: {error}", WRONG_SETTING) from None
-    raise SystemFault(f"ipc://{path} is in use; choose another --front, or stop the process there")
+    raise SystemFault(f"ipc://{path} is in use; choose another --front, or stop its process")
 
 
 def _watch(
@@ -193,7 +196,7 @@ def _watch(
     signals: StopSignals,
     when_ready: Callable[[Client], Lines],
 ) -> SystemFault | None:
-    """Displays the system until it is to stop; returns the fault if it has failed."""
+    """Displays the system until a stop signal arrives or a process fails; returns the fault."""
     announced = False
     while not signals.count(wait_s=LOOK_EVERY_S):
         code = supervisor.exit_code()
@@ -213,10 +216,10 @@ def _watch(
 
 
 def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemFault | None:
-    """Why the system cannot continue, or None.
+    """The fault because of which the system cannot continue, or None.
 
-    A process that exits before all were ready is a fault; later it is restarted, unless its exit
-    code says that this would not help.
+    An exit is a fault until all processes have been ready once. Later, the process is restarted,
+    unless its exit code shows that a restart would fail too.
     """
     for name, code in supervisor.exits():
         if code == WRONG_SETTING or not was_ready:
@@ -229,15 +232,15 @@ def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemF
 
 
 def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
-    """Stops all processes in the stop order; a further signal kills them. Returns a message."""
+    """Stops all processes in the stop order. A further signal kills them. Returns a message."""
     watcher.ending = True
     if supervisor.exit_code() is None:
-        screen.say("stopping: workers finish their requests; Ctrl-C again to kill them")
+        screen.say("stopping: workers finish their requests; press Ctrl-C again to kill them")
     supervisor.stop()
     asked = signals.count()
     while supervisor.exit_code() is None:
         screen.show(watcher.look())
         if signals.count(wait_s=LOOK_EVERY_S) > asked:
             supervisor.kill()
-            return "killed; nothing is left running"
-    return "ended; nothing is left running"
+            return "killed: all processes have ended"
+    return "stopped: all processes have ended"

@@ -1,4 +1,4 @@
-"""The state of a running system: processes, workers, load."""
+"""Observes a running system: its processes, its workers and its load."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .. import Client
 from .supervisor import Control, ProcessState
 
 ASK_S = 1.0
-"""How long the broker may take to answer, in seconds."""
+"""Maximum time until the broker answers, in seconds."""
 LOADING = re.compile(r"\((\d+)%\)$")
-"""The progress of a model that is loading, at the end of a worker's log line."""
+"""The progress of a model's loading, at the end of a worker's log line."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A process at one moment."""
+    """The state of a process at one moment."""
 
     process: ProcessState
     serves: bool
-    """Whether it is ready."""
+    """Whether the process is ready."""
     doing: str
-    """A short description of its state."""
+    """A short description of the process's state."""
     progress: float | None = None
-    """The loaded part of a model that is loading, 0 to 1."""
+    """The loaded part of a model, 0 to 1, while the model is loading."""
     load: str = ""
 
 
@@ -50,12 +50,12 @@ class Picture:
 
     @property
     def failed(self) -> str | None:
-        """A process that supervisord has given up restarting, or None."""
+        """A process that supervisord no longer restarts, or None."""
         return next((s.process.name for s in self.shown if s.process.failed), None)
 
 
 class Watcher:
-    """Takes pictures of a system. Close it at the end."""
+    """Takes pictures of a system. ``close`` must be called at the end."""
 
     def __init__(self, control: Control, settings: Settings) -> None:
         self._control = control
@@ -68,11 +68,11 @@ class Watcher:
         self._joins = bool(settings.join)
         self._client: Client | None = None
         self._each: dict[str, Client] = {}
-        """The clients of each broker, by number."""
+        """The client of each broker, by the broker's number."""
         self._has_answered = False
-        """Whether the broker has answered since the start. ``look`` sets it."""
+        """Whether the broker has answered since the start. ``look`` sets this flag."""
         self.ending = False
-        """Whether the system is stopping, so that a broker without an answer is not a fault."""
+        """Whether the system is stopping. A broker that does not answer is then not a fault."""
 
     def look(self) -> Picture:
         """The current picture; takes at most about a second."""
@@ -84,8 +84,8 @@ class Watcher:
         return Picture([self._shown(p, status) for p in processes], load)
 
     def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
-        """The load of the system, or its phase."""
-        # A supervisord that another process stops does not answer any more.
+        """The load of the system, or its phase, such as ``starting``."""
+        # If another process stops supervisord, supervisord does not answer.
         if self.ending or not processes:
             return "ending"
         if self._joins:
@@ -117,8 +117,8 @@ class Watcher:
             return False
 
     def _of_cluster(self, process: ProcessState, workers: list[WorkerStatus]) -> Shown:
-        """The process that keeps workers in a Ray cluster: it is ready when the minimum number of
-        workers is."""
+        """The state of the process that manages workers in a Ray cluster. The process is ready when
+        the minimum number of workers is ready."""
         ready = {
             role: sum(w.role == role and _serves(w, self._on_demand) for w in workers)
             for role in self._least
@@ -128,8 +128,8 @@ class Watcher:
         return Shown(process, serves, doing)
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
-        """Whether a broker answers, and all workers have registered with it. If there are several
-        brokers, ``status`` is the answer of any of them."""
+        """Whether a broker answers and all workers have registered with it. If the system has
+        several brokers, ``status`` is the answer of any broker."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -152,7 +152,8 @@ class Watcher:
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if self._joins:
-            # A worker's key does not open the broker's socket for clients, which would report more.
+            # A worker's key does not open the broker's socket for clients, so that the worker's
+            # state is not available.
             return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.group == "broker":
             serves = status is not None and self._answers(process, status)
@@ -184,7 +185,7 @@ class Watcher:
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
-    """Whether a process is a standby state worker, while another one has the variables."""
+    """Whether a process is a standby state worker, while another state worker is active."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
 

@@ -35,9 +35,9 @@ def test_a_range_is_the_least_and_the_most() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--gpu-workers", "2..4"), "gpu_workers: 2..4 is for a Ray cluster; add --ray"),
-        (("--ray", "--gpu-workers", "4..2"), "gpu_workers: 4..2 has its most below its least"),
-        (("--ray", "--join", "there"), "join: there has a broker of its own"),
+        (("--gpu-workers", "2..4"), "gpu_workers: 2..4 needs a Ray cluster; add --ray"),
+        (("--ray", "--gpu-workers", "4..2"), "gpu_workers: the minimum of 4..2 exceeds the"),
+        (("--ray", "--join", "there"), "join: --join there and --ray exclude each other"),
         (("--gpu-workers", "two"), "--gpu-workers: 'two' is not valid"),
         (("--ray", "--gpu-workers", "2..many"), "--max-gpu-workers: 'many' is not valid"),
     ],
