@@ -1,4 +1,5 @@
-"""Counts sentences that must be read twice, and fails if a folder has more than its ceiling.
+"""Counts sentences that must be read twice, and fails if a folder has more than its ceiling, or if
+``docs/`` has too many words.
 
 ``python -m tests.lint.sentences`` is part of ``make lint``. ``--show FOLDER`` prints the sentences
 of a folder, and ``--lower`` writes smaller counts as the new ceilings; nothing raises a ceiling.
@@ -21,6 +22,8 @@ CEILINGS = Path(__file__).with_name("ceilings.json")
 GOALS = {"openings": 20, "dialect": 10, "long": 100}
 """The most of each kind that all folders together are to have."""
 MAX_WORDS = 32
+MAX_DOCS_WORDS = 40_000
+"""Words in all pages of ``docs/``, in tables and examples too."""
 
 OPENING = re.compile(r"^[\"'*(]*(What|Of|So (many|few|much|long))\b")
 DIALECT = re.compile(
@@ -43,9 +46,14 @@ def kinds(sentence: str) -> list[str]:
         found.append("openings")
     if DIALECT.search(sentence):
         found.append("dialect")
-    if sum(any(c.isalnum() for c in word) for word in sentence.split()) > MAX_WORDS:
+    if num_words(sentence) > MAX_WORDS:
         found.append("long")
     return found
+
+
+def num_words(text: str) -> int:
+    """The number of words: bars of tables and signs count as none."""
+    return sum(any(c.isalnum() for c in word) for word in text.split())
 
 
 def folder_of(name: str) -> str:
@@ -97,7 +105,9 @@ def main() -> int:
               f"python -m tests.lint.sentences --show {folder} prints them")  # fmt: skip
     totals = Counter(kind for _, _, kind, _ in found)
     print(", ".join(f"{kind} {totals[kind]} (goal {goal})" for kind, goal in GOALS.items()))
-    return 1 if above else 0
+    words = sum(num_words(page.read_text()) for page in ROOT.glob("docs/*.md"))
+    print(f"docs: {words:,} words (at most {MAX_DOCS_WORDS:,})")
+    return 1 if above or words > MAX_DOCS_WORDS else 0
 
 
 if __name__ == "__main__":
