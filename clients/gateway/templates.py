@@ -23,8 +23,9 @@ from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH
 from .turns import Turns, current_user
 
-WALL_S = 30.0
-"""How long a rendering may take on an overloaded machine, in seconds."""
+WALL_S = 120.0
+"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds what a template can spend; an
+overloaded machine may need much longer for that, and for the start of the process."""
 MAX_WAITING = 256
 """Maximum renderings that wait for one process."""
 MAX_OF_ONE = 32
