@@ -6,7 +6,7 @@
         for token in client.generate("def add(a, b):", max_tokens=20):
             print(token.text, end="")
 
-Importing it needs neither torch nor transformers.
+The package imports neither torch nor transformers.
 """
 
 from ..protocol.errors import (

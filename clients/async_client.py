@@ -1,4 +1,4 @@
-"""``AsyncClient``: the same client for asyncio."""
+"""``AsyncClient``: the client for asyncio, with the methods of ``Client``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .streams import AsyncStream
 
 
 class AsyncClient(BaseClient):
-    """A connection to a Tokenbus broker, for one event loop; as ``Client`` in everything else.
+    """A connection to a Tokenbus broker, for one event loop. Its methods are those of ``Client``.
 
     async with AsyncClient() as client:
         async for token in client.generate("def add(a, b):", max_tokens=20):
@@ -60,18 +60,21 @@ class AsyncClient(BaseClient):
         key: OwnKey | None = None,
         session: str | None = None,
     ) -> None:
-        """As ``Client``. ``max_unread``: how many entries of a stream may wait to be read; beyond
-        it the stream is cancelled, and ends with SlowClientError. None: any number.
-        ``wait_for_room``: whether a request that finds the queue full is sent again, for
-        ``retry_s``, as after other refusals; a server leaves that to its own clients. ``session``:
-        the token of a named session, which is begun or taken over."""
+        """``front``, ``patience_s`` and ``key`` are as in ``Client``.
+
+        ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds it is
+        cancelled and ends with SlowClientError. None: no maximum.
+        ``wait_for_room``: whether a request is sent again for ``retry_s`` if the broker's queue is
+        full. A server sets this to False, so that its own clients decide.
+        ``session``: the token of a named session, which the client begins or takes over.
+        """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
 
         def deliver(ready: Delivery) -> None:
-            """On the connection's thread: passes a batch of events to the event loop."""
+            """Passes a batch of events to the event loop. Runs on the connection's thread."""
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
@@ -124,13 +127,13 @@ class AsyncClient(BaseClient):
         return answer.status
 
     async def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Makes the worker of this name leave, and waits until it has left; returns how many
-        requests it had. It hands its streams over to other workers, or finishes them if there are
-        none."""
+        """Drains the worker of this name; returns its number of requests when it has ended. Other
+        workers continue the streams; if no other worker can, this worker finishes them."""
         return drained_requests(await self._ask(drain_call(name, timeout_s)))
 
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
+        """Stores a part of prompts at the broker, for ``buffers=[name]``. None deletes the
+        buffer."""
         await self._ask(buffer_call(name, content, timeout_s))
         note_buffer(self._sent_buffers, name, content)
 
@@ -148,7 +151,7 @@ class AsyncClient(BaseClient):
     async def tag_controller(
         self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
     ) -> StoredModule:
-        """Assigns ``tags`` to the module with this id or tag, and removes them from any other.
+        """Assigns ``tags`` to the module with this id or tag, and removes them from other modules.
 
         ``by``: as in ``upload_controller``.
         """
@@ -159,7 +162,7 @@ class AsyncClient(BaseClient):
         return stored_modules(await self._ask(tags_call(timeout_s)))
 
     async def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
-        """Deletes a tag, or the module with this id and all its tags; returns what was deleted."""
+        """Deletes a tag, or a module and all its tags. ``name`` is the tag or the module id."""
         return stored_module(await self._ask(delete_call(name, timeout_s)))
 
     async def close(self) -> None:
@@ -182,7 +185,7 @@ class AsyncClient(BaseClient):
         loop = asyncio.get_running_loop()
         if self._loops and self._loops[-1] is not loop and not self._loops[-1].is_closed():
             raise RuntimeError(
-                "this AsyncClient belongs to another event loop; make one for each loop"
+                "this AsyncClient is used by another event loop; create one client for each loop"
             )
         self._loops[:] = [loop]
 

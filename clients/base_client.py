@@ -1,4 +1,4 @@
-"""``BaseClient``: the part that the blocking client and the asyncio client have in common."""
+"""``BaseClient``: the common base of the blocking client and the asyncio client."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BaseClient:
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
-        """For recordings."""
+        """The sent buffers by name, for recordings."""
 
     @property
     def broker(self) -> str:
-        """The address of the broker that the client connects to at the moment, one of ``front``."""
+        """The address in ``front`` that the client currently uses."""
         return self._connection.broker

@@ -1,4 +1,4 @@
-"""A call: a request of this client, and its state."""
+"""A call: one request of this client, and the state of the request."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ Request = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a call: why it failed, or None."""
+    """The last event of a call, with the error if the call failed."""
 
     error: TokenbusError | None
 
 
 Event = Token | Row | Msg | System | Ended
-"""The events of a call. A ``Row`` is a Token from columns, and becomes a Token when it is read."""
+"""An event of a call. A ``Row`` comes from columns, and becomes a Token when it is read."""
 
 
 def _discard(events: Sequence[Event]) -> None:
@@ -69,46 +69,49 @@ class Unread(deque[Event]):
     def __init__(self) -> None:
         super().__init__()
         self.watched = False
-        """Whether ``wake`` has to be called when a row was added."""
+        """Whether ``wake`` is called when a row is added. The reader sets and clears this flag."""
         self.wake: Callable[[], None] = _sleep_on
-        """It must not refer to the stream, which cancels its request when it is dropped."""
+        """Wakes the reader. The function must not refer to the stream, because the stream cancels
+        its request when its last reference is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request, over all of its connections and attempts. Times in seconds."""
+    """One request across all of its connections and attempts. Times are in seconds."""
 
     type: bytes
     message: Request
     attachments: tuple[bytes, ...] = ()
     timeout_s: float | None = None
-    """End the call, with a ``timeout`` error, this long after it began."""
+    """Time after the beginning of the call at which it ends with a ``timeout`` error."""
     stall_s: float | None = None
-    """Send the request again if nothing has arrived for this long."""
+    """Time without a message after which the request is sent again."""
     retry_s: float = 0.0
-    """How long to send the request again after its first retryable failure."""
+    """Time after the first retryable failure during which the request is sent again."""
     waits_for_room: bool = True
     """Whether ``queue_full`` and ``client_limit`` count as retryable."""
     span: ClientSpan | None = None
     """The span of the call, if the program uses tracing."""
     take: Callable[[Sequence[Event]], None] = _discard
-    """Receives the events, except for rows. It must not refer to the stream either."""
+    """Receives the events, except rows. Like ``Unread.wake``, the function must not refer to the
+    stream."""
     unread: Unread = field(default_factory=Unread)
     """The entries and rows that the reader has not read."""
 
     base: int | None = None
-    """The first ``stream_id`` of a call of a named session, whose streams another client may have
-    begun. The last 8 bits count the attempts."""
+    """The first ``stream_id`` of a call in a named session, in which another client may have begun
+    the stream. The last 8 bits count the attempts."""
     repeated: bool = False
-    """Whether the stream was begun before, so that a worker may still report it to a restarted
-    broker. The creator of the call sets it."""
+    """Whether an earlier client began the stream, so that a worker may still report it to a
+    restarted broker. The creator of the call sets this flag."""
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
     began: float = 0.0
     received_at: float = 0.0
     sent: bool = False
     attaching: bool = False
-    """Between ATTACH and its answer: entries that arrive are discarded, as they are sent again."""
+    """Whether an ATTACH is unanswered. Until its answer, entries are discarded, because the broker
+    sends them again."""
     ended: bool = False
     failed_at: float | None = None
     tries: int = 0
@@ -116,23 +119,23 @@ class Call:
     received: int = 0
     """Number of TOKEN entries of this attempt."""
     repeats: int = 0
-    """How many of the next entries were received before, according to the answer to ATTACH."""
+    """Number of next entries that were received before, according to the answer to ATTACH."""
     moves: int = 0
-    """How often the stream of this attempt has moved, as far as is known."""
+    """Last known number of times that the stream of this attempt has moved to another worker."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Number of entries delivered, by sequence, over all attempts."""
+    """Number of delivered entries of all attempts, by sequence."""
     came: dict[int, int] = field(default_factory=dict)
-    """Number of entries of this attempt, by sequence; the first ``seen`` of each are duplicates."""
+    """Number of entries of this attempt, by sequence. The first ``seen`` of them are duplicates."""
 
     @property
     def may_be_live(self) -> bool:
-        """Whether to wait for a worker that may still have the stream, after a broker was
-        restarted. A request without any received entry is sent again instead, if it may be."""
+        """Whether a worker may still have the stream after a restart of the broker, so that the
+        client waits for it. A request without a received entry is sent again if it may be."""
         streams = isinstance(self.message, Generate | Score)
         return streams and (self.received > 0 or self.retry_s == 0)
 
     def begin_try(self) -> None:
-        """Resets the state of the failed attempt; delivered entries stay delivered."""
+        """Resets the state of the failed attempt. The counts of delivered entries are kept."""
         self.sent = False
         self.attaching = False
         self.resend_at = None
@@ -140,7 +143,7 @@ class Call:
         self.came.clear()
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry; returns whether no earlier attempt has delivered it."""
+        """Counts an entry. Returns False if an earlier attempt has already delivered the entry."""
         self.received += 1
         number = self.came.get(entry.seq, 0) + 1
         self.came[entry.seq] = number
@@ -150,8 +153,8 @@ class Call:
         return True
 
     def all_new(self, seq: int) -> bool:
-        """Whether all further entries of a sequence are new: this attempt has passed the entries
-        that earlier ones delivered."""
+        """Whether all further entries of a sequence are new, because this attempt has repeated all
+        entries that earlier attempts delivered."""
         return self.came.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:

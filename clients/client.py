@@ -43,13 +43,13 @@ from .streams import Stream
 class Client(BaseClient):
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
-    ``front`` is the broker's address; without it, the setting of that name (``TOKENBUS_FRONT``,
-    ``tokenbus.toml``, else ``tcp://127.0.0.1:5555``). With several addresses, separated by commas,
-    the client uses one, and the next if that one fails.
+    ``front`` is the broker's address. The default is the setting ``front`` (``TOKENBUS_FRONT`` or
+    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If there are several addresses,
+    separated by commas, the client uses one, and the next one if the broker fails.
 
-    ``patience_s``: how long calls wait for a broker that does not answer, in seconds. ``key``: its
-    key, as ``OwnKey.read`` returns it; without it, the key of the setting ``key``, or this
-    machine's key if it exists. Raises KeyFault if that key cannot be read.
+    ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
+    client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
+    otherwise this machine's key if it exists. Raises KeyFault if the key cannot be read.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
@@ -72,7 +72,7 @@ class Client(BaseClient):
         record: str | Path | Recorder | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Begins a stream of tokens that continue ``prompt``: text, or token ids.
+        """Begins a stream of tokens that continue ``prompt``, which is text or token ids.
 
         The options are those of ``GenerateOptions``: ``model``, ``temperature`` (0, greedy),
         ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised when the stream
@@ -105,7 +105,7 @@ class Client(BaseClient):
         return answer.model_info
 
     def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
-        """The tokenizer of a model, up to some 20 MB, with its chat template and special tokens.
+        """The tokenizer of a model with its chat template and special tokens, up to about 20 MB.
 
         Raises RequestError if the tokenizers library cannot read the model's tokenizer.
         """
@@ -123,13 +123,13 @@ class Client(BaseClient):
         return answer.status
 
     def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Makes the worker of this name leave, and waits until it has left; returns how many
-        requests it had. It hands its streams over to other workers, or finishes them if there are
-        none."""
+        """Drains the worker of this name; returns its number of requests when it has ended. Other
+        workers continue the streams; if no other worker can, this worker finishes them."""
         return drained_requests(self._ask(drain_call(name, timeout_s)))
 
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``; None deletes it."""
+        """Stores a part of prompts at the broker, for ``buffers=[name]``. None deletes the
+        buffer."""
         self._ask(buffer_call(name, content, timeout_s))
         note_buffer(self._sent_buffers, name, content)
 
@@ -141,18 +141,18 @@ class Client(BaseClient):
         by: str = "",
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
-        """Stores a controller's Wasm module, given as bytes or as a file, for ``controller=``.
+        """Stores a controller's Wasm module, from bytes or from a file, for ``controller=``.
 
-        ``tag`` names it from then on, in addition to its id. Uploading a module again only adds the
-        tag. ``by`` is shown with the tag: the user, for a program that serves several. Raises
-        RequestError if it is not a valid module.
+        ``tag`` is a second name of the module, in addition to its id. If the module is already
+        stored, only the tag is added. ``by`` is shown with the tag; a program that serves several
+        users passes the user's name. Raises RequestError if the module is not valid.
         """
         return stored_module(self._ask(upload_call(wasm, tag, timeout_s, by)))
 
     def tag_controller(
         self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
     ) -> StoredModule:
-        """Assigns ``tags`` to the module with this id or tag, and removes them from any other.
+        """Assigns ``tags`` to the module with this id or tag, and removes them from other modules.
 
         ``by``: as in ``upload_controller``.
         """
@@ -163,7 +163,7 @@ class Client(BaseClient):
         return stored_modules(self._ask(tags_call(timeout_s)))
 
     def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
-        """Deletes a tag, or the module with this id and all its tags; returns what was deleted."""
+        """Deletes a tag, or a module and all its tags. ``name`` is the tag or the module id."""
         return stored_module(self._ask(delete_call(name, timeout_s)))
 
     def close(self) -> None:

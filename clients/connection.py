@@ -1,6 +1,6 @@
-"""The connection of a client: its session on a socket with a thread of its own.
+"""Runs the session of a client on a thread with its own socket.
 
-The thread keeps the session alive and receives tokens, independently of the caller.
+The thread keeps the session alive and receives tokens, even while the caller is busy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .lanes import Delivery
 from .session import ClientSession
 
 LINGER_MS = 500
-"""How long a closed client continues to send submitted messages, in milliseconds."""
+"""Maximum time for sending the submitted messages of a closed client, in milliseconds."""
 
 
 class Connection:
-    """Carries the calls of one client to the broker at ``front``.
+    """Sends the calls of one client to the broker at ``front``.
 
-    ``deliver`` receives their events, on the connection's thread, and must not block. The thread
+    ``deliver`` receives their events on the connection's thread, and must not block. The thread
     starts with the first call. ``key``: the client's key, if the broker has keys. Raises
     AddressError if ``front`` is not a ZeroMQ address.
     """
@@ -39,47 +39,48 @@ class Connection:
         key: OwnKey | None = None,
         session: str | None = None,
     ) -> None:
-        """``session``: the token of a named session; None: a new one."""
+        """``session``: the token of a named session; None: a new session."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
-        """Reentrant, because a client may be finalized, and so closed, within any allocation."""
+        """Reentrant, because the garbage collector may close a client during any allocation."""
         self._closed: str | None = None
-        """Why no more calls are accepted."""
+        """The reason why further calls are refused; None while calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
         peer = _ClientPeer(own, self._commands, deliver, self._end)
         self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
 
     def carry_users(self) -> None:
-        """Declares, before the first call, that calls come from other users: none of them has the
-        operator's rights."""
+        """Declares to the broker that the calls come from users without the operator's rights. Must
+        be called before the first call."""
         self._session.capabilities = (*self._session.capabilities, CARRIES_USERS)
 
     def submit(self, call: Call) -> None:
-        """Begins a call; raises RuntimeError if calls cannot be carried any more."""
+        """Begins a call; raises RuntimeError if the connection no longer accepts calls."""
         if self._carrier.forked:
             raise RuntimeError(
-                "this client was made before the process forked, and serves only the parent; make "
-                "a new client in the child"
+                "this client was created before the process forked, so only the parent can use it; "
+                "create a new client in the child"
             )
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # This is the first step, as it may fail: a refused call must not be sent together with
-            # a later one.
+            # The thread starts first, because its start may fail. A refused call must not remain in
+            # the commands, or it would be sent together with a later call.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
         self._carrier.wake()
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose events are not needed any more. Safe in a finalizer: takes no lock."""
+        """Ends a call whose events are no longer needed. A finalizer may call this method, because
+        it does not take the lock."""
         if self._closed is None:
             self._commands.append(lambda session, now: session.cancel(call))
             self._carrier.wake()
 
     @property
     def broker(self) -> str:
-        """The address of the broker to which it connects at the moment."""
+        """The address of the broker that the connection currently uses."""
         return self._carrier.address
 
     def close(self, keep: bool = False) -> None:
@@ -95,14 +96,14 @@ class Connection:
         self._carrier.close()
 
     def _end(self, reason: str) -> None:
-        """The last action on the connection's thread: no call is accepted afterwards."""
+        """Refuses all further calls. This is the last action of the connection's thread."""
         with self._lock:
             if self._closed is None:
                 self._closed = f"this client's connection has ended: {reason}"
 
 
 class _ClientPeer:
-    """The session and the requests of the client's threads, as the connection's peer."""
+    """Connects the session, and the commands of the client's threads, to the socket's thread."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class _ClientPeer:
         self._hand_on()
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """The messages of submitted calls and due timers."""
+        """The messages that submitted calls and expired timers cause."""
         session = self._session
         while self._commands:
             self._commands.popleft()(session, now)
@@ -137,7 +138,7 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call: another attempt would fail for the same reason."""
+        """Ends every call, because another attempt would fail for the same reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)
@@ -145,7 +146,7 @@ class _ClientPeer:
         self._hand_on()
 
     def ended(self, reason: str) -> None:
-        """Ends every call with an error; otherwise their readers would wait forever."""
+        """Ends every call with an error, because the readers would otherwise wait forever."""
         self._ended(reason)
         session, now = self._session, time.monotonic()
         while self._commands:

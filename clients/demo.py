@@ -1,7 +1,6 @@
-"""``make demo``: starts a whole system on this machine, shows it in under a minute, and ends it.
+"""``make demo``: starts a system on this machine, shows it in under a minute, and stops it.
 
-It starts ``tokenbus up`` on a port and in a folder of its own, so that it does not disturb other
-systems.
+The demo runs ``tokenbus up`` with its own port and folder, so that other systems are not affected.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ..protocol.errors import TokenbusError
 from . import AsyncClient, AsyncStream, Client
 
 START_S = 300.0
-"""How long the system may take to start, in seconds."""
+"""Maximum time of the system's start, in seconds."""
 END_S = 40.0
-"""How long it may take to end, in seconds."""
+"""Maximum time of the system's stop, in seconds."""
 
 PROMPT = 'def read_lines(path):\n    """'
 EIGHT = [
@@ -55,14 +54,14 @@ STEERED = {
 }
 
 NEXT = """\
-Go on:
+Next steps:
   source .venv/bin/activate
-  tokenbus up                             the same system, until Ctrl-C
-  tokenbus generate 'def add(a, b):'      in another terminal: stream
-  tokenbus client                         type prompts
-  tokenbus serve-model PATH               your own model
+  tokenbus up                             run the same system until Ctrl-C
+  tokenbus generate 'def add(a, b):'      stream from it, in another terminal
+  tokenbus client                         read prompts from the terminal
+  tokenbus serve-model PATH               serve your own model
   tokenbus controller run choice --arg '["yes", "no"]'
-                                          steer it: docs/controllers.md
+                                          generate under a controller: docs/controllers.md
   README.md, docs/                        the Python client, the protocol"""
 
 
@@ -83,7 +82,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     seconds = time.monotonic() - started
-    console.print(f"nothing is left running; that took {seconds:.0f} s\n", style="dim")
+    console.print(f"all processes have ended; the demo took {seconds:.0f} s\n", style="dim")
     console.print(NEXT, markup=False)
     return 0
 
@@ -94,7 +93,7 @@ class DemoError(Exception):
 
 @contextlib.contextmanager
 def _system(console: Console) -> Iterator[str]:
-    """A system under supervisord, with the address of its broker."""
+    """Runs a system under supervisord; yields the address of its broker."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
     front = f"tcp://127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "tokenbus.clients.cli", "up"]
@@ -110,10 +109,10 @@ def _system(console: Console) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches only the demo, which then ends the system.
+            start_new_session=True,  # Ctrl-C reaches only the demo, which then stops the system.
         )
     try:
-        with console.status("starting: torch and the model are being loaded"):
+        with console.status("starting: loading torch and the model"):
             _wait_until_ready(process, output)
         console.print(output.read_text().strip(), style="dim", markup=False, soft_wrap=True)
         yield front
@@ -159,7 +158,7 @@ def _one(front: str, console: Console) -> None:
 
 
 async def _eight(front: str, console: Console) -> None:
-    console.rule("[bold]eight at once, on one connection", align="left")
+    console.rule("[bold]eight streams at the same time, on one connection", align="left")
     order: list[int] = []
     async with AsyncClient(front) as client:
         streams = [
@@ -176,7 +175,7 @@ async def _eight(front: str, console: Console) -> None:
             await asyncio.gather(*itertools.starmap(read, enumerate(streams)))
         seconds = time.monotonic() - started
     console.print(_lines(streams))
-    shown = Text("as they came: ", style="dim")
+    shown = Text("arrival order: ", style="dim")
     for number in order[: max(16, console.width - 16)]:
         shown.append("█", style=COLOURS[number])
     console.print(shown, no_wrap=True, overflow="crop")
@@ -196,7 +195,7 @@ def _lines(streams: list[AsyncStream]) -> Table:
 
 def _score(front: str, console: Console) -> None:
     prompt, candidates = SCORED
-    console.rule("[bold]a score: how probable is what comes next?", align="left")
+    console.rule("[bold]scores: the log-probabilities of given texts", align="left")
     with Client(front) as client:
         for text in candidates:
             total = client.score(prompt, text).total
@@ -204,7 +203,7 @@ def _score(front: str, console: Console) -> None:
 
 
 def _steered(front: str, console: Console) -> None:
-    what = "steered: a controller in a sandbox allows one of three texts"
+    what = "control: a controller in a sandbox allows one of three texts"
     console.rule(f"[bold]{what}", align="left")
     with Client(front) as client:
         for prompt, choices in STEERED.items():
@@ -214,7 +213,7 @@ def _steered(front: str, console: Console) -> None:
 
 
 def _free_port() -> int:
-    """A port below the range of outgoing connections, which could take it otherwise."""
+    """A free port below the range of outgoing connections, which could otherwise take the port."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

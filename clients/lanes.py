@@ -1,4 +1,7 @@
-"""Delivers the rows of columns, as long as consecutive messages have the same streams."""
+"""Delivers the rows of TOKEN messages in columns to the calls of their streams.
+
+The calls are looked up again only when a message has different streams.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from .calls import Call, Event, Unread
 
 
 class Step(NamedTuple):
-    """The rows of a message, and the call of each."""
+    """The rows of a message, and the reader's queue of each row."""
 
     unread: list[Unread]
     rows: Iterable[Row]
 
     def deliver(self) -> None:
-        """Adds each row to the queue of its reader; may call ``Unread.wake``."""
+        """Adds each row to its reader's queue, and calls ``Unread.wake`` if it is watched."""
         for unread, row in zip(self.unread, self.rows, strict=True):
             unread.append(row)
             if unread.watched:
@@ -38,10 +41,10 @@ def hand_out(delivery: Delivery) -> None:
 
 
 class Lanes:
-    """The calls of the rows of columns.
+    """The calls of the rows in consecutive messages with the same streams.
 
-    Counts that would be updated for each entry of a call are kept here for all of them. ``settle``
-    adds them to the calls before they are read.
+    A message adds one row to each call, so one count is kept for all calls. ``settle`` adds the
+    count to the calls before their counts are read.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
@@ -50,14 +53,14 @@ class Lanes:
         self._calls = calls
         self._unread = [call.unread for call in calls]
         self._uncounted = 0
-        """Rows of each lane that were not passed on yet."""
+        """Number of rows of each call that ``settle`` has not yet added."""
         self._received_at = 0.0
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
-        """The lanes of a message; None if a row needs special treatment. That is so if its call has
-        ended or attaches, or if this attempt repeats delivered entries. Raises RequestError if the
-        columns differ in length."""
+        """The lanes of a message. The result is None if the call of a row has ended, waits for the
+        answer to an ATTACH, or repeats delivered entries. Raises RequestError if the columns differ
+        in length."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):
@@ -68,8 +71,8 @@ class Lanes:
         return cls(body, rows, found)
 
     def step(self, body: TokenColumns, now: float) -> Step | None:
-        """Counts the rows of a message; None if they belong to other streams. Raises RequestError
-        like ``of``."""
+        """Counts the rows of a message; returns None if the message has different streams. Raises
+        RequestError if the columns differ in length."""
         if body.streams != self._streams or body.seqs != self._seqs:
             return None
         rows = unpack_columns(body, self._rows)

@@ -1,11 +1,12 @@
-"""Recordings: a stream in a file, to be run again and compared token by token.
+"""Records a stream in a file, runs it again, and compares the entries.
 
     client.generate("def add(a, b):", record="add.json").wait()
     recording = read_recording("add.json")
     difference = first_difference(recording.entries, again(client, recording))
 
-A recording has every entry of a stream and everything that the stream depends on: the request with
-its buffers, its seed, the model's fingerprint, the controller's module. Another machine can run it.
+A recording contains every entry of a stream and everything on which the stream depends: the request
+with its buffers and seed, the model's fingerprint, and the controller's module. Another machine can
+run a recording.
 """
 
 from __future__ import annotations
@@ -55,22 +56,22 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
     format: int
     tokenbus: str
-    """The version of Tokenbus that recorded it."""
+    """The version of Tokenbus that made the recording."""
     protocol: int
     machine: str
-    """Processor and system of the client that recorded it."""
+    """Processor and operating system of the client that made the recording."""
     request: Generate
     """The request with its seed; ``prompt`` is the text or the token ids."""
     buffers: list[RecordedBuffer] = []
     model: ModelInfo | None = None
-    """The model that served it; None if the request did not reach a model."""
+    """The model of the stream; None if the request did not reach a model."""
     module: bytes | None = None
-    """The Wasm of its controller, if it was given as a file."""
+    """The Wasm module of the controller, if the controller was given as a file."""
     complete: bool = False
     """Whether the stream was read to its end."""
     error: str = ""
     code: str = ""
-    """Why it failed, if it did."""
+    """The error of the stream, or None."""
     entries: list[Token] = []
 
     @property
@@ -82,8 +83,8 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 class Recorder(Sequences):
     """Writes a stream to a file when it finishes, fails or is closed.
 
-    It is for ``generate(record=…)``, if the recording should contain the controller's module, or if
-    only failures should be recorded.
+    Pass a Recorder as ``generate(record=…)`` to add the controller's module to the recording, or to
+    record only failures.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Recorder(Sequences):
         self._came: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """Returns the model, for clients that do not know it before the request is sent."""
+        """Returns the model, for AsyncClient, which asks for it after the request is sent."""
         rows, came = self.add_row, self._came
 
         def add_row(row: Row) -> None:
@@ -108,8 +109,8 @@ class Recorder(Sequences):
         self.add_row = add_row
 
     def begin(self, call: Call, model: ModelInfo | None, buffers: Mapping[str, Prompt]) -> None:
-        """Called before the request is sent; raises RequestError if one of its buffers is
-        unknown."""
+        """Stores the request. Called before the request is sent. Raises RequestError if a buffer of
+        the request is unknown."""
         message = call.message
         assert isinstance(message, Generate)
         if message.seed is None:
@@ -159,7 +160,7 @@ class Difference:
     at: int
     """The index of the entry in the sequence, from 0."""
     recorded: Token | None
-    """None: the recorded sequence has no such entry."""
+    """The recorded entry; None if the recorded sequence has fewer entries."""
     replayed: Token | None
 
     def __str__(self) -> str:
@@ -170,17 +171,17 @@ class Difference:
 
 
 def read_recording(file: str | Path) -> Recording:
-    """The recording in a file; raises RequestError if it is not valid, OSError if it cannot be
-    read."""
+    """Reads the recording in a file. Raises RequestError if the recording is not valid, and OSError
+    if the file cannot be read."""
     try:
         recording = msgspec.json.decode(Path(file).read_bytes(), type=Recording)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(Code.INVALID_FIELD, f"{file} is no recording: {error}") from None
+        raise RequestError(Code.INVALID_FIELD, f"{file} is not a recording: {error}") from None
     if recording.format != FORMAT:
         raise RequestError(
             Code.INVALID_FIELD,
-            f"{file} has the format {recording.format}, of Tokenbus {recording.tokenbus}; this "
-            f"version reads the format {FORMAT}",
+            f"{file} has the format {recording.format} of Tokenbus {recording.tokenbus}; this "
+            f"version of Tokenbus reads the format {FORMAT}",
         )
     return recording
 
@@ -194,14 +195,14 @@ def again(
     inspect: bool = False,
     model: str | None = None,
 ) -> Iterator[Token]:
-    """The entries of the same request, run again; at most ``until`` of them.
+    """Runs the recorded request again; yields at most ``until`` entries.
 
-    ``module``: another controller instead of the recorded one. ``inspect``: entries report the
+    ``module``: a controller to run instead of the recorded one. ``inspect``: entries report the
     effect of their masks, with the maximum number of likeliest tokens. ``model``: the name of the
-    model here.
+    model, if it is not the recorded name.
 
-    Raises the errors of the stream, and RequestError if the model here has another tokenizer, or
-    gives other tokens for the same seed.
+    Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
+    samples different tokens for the same seed.
     """
     request = recording.request
     named = request.model if model is None else model
@@ -210,16 +211,16 @@ def again(
         if here.fingerprint != recording.model.fingerprint:
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"the model {here.name} here has the tokenizer {here.fingerprint[:12]}; the "
-                f"recording is of {recording.model.name} with {recording.model.fingerprint[:12]}",
+                f"the model {here.name} has the tokenizer {here.fingerprint[:12]}; the recording "
+                f"needs the tokenizer {recording.model.fingerprint[:12]} of {recording.model.name}",
                 path="$.model",
             )
         if request.temperature > 0 and here.sampling != recording.model.sampling:
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"the tokens of the recording were sampled by version {recording.model.sampling}; "
-                f"the worker here samples by version {here.sampling}, which gives other tokens for "
-                "the same seed: record the stream again",
+                f"the recorded tokens were sampled by version {recording.model.sampling}; the "
+                f"worker samples by version {here.sampling}, which gives other tokens for the same "
+                "seed: record the stream again",
                 path="$.temperature",
             )
     fields = msgspec.structs.asdict(request)
@@ -251,8 +252,8 @@ def again(
 
 
 def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> None:
-    """Records that a client has sent or deleted a buffer; ``sent`` has the buffers that it can
-    record."""
+    """Stores in ``sent`` the content of a buffer that a client has sent, or removes a deleted
+    buffer. Recordings of the client take their buffers from ``sent``."""
     if content is None:
         sent.pop(name, None)
     else:
@@ -262,8 +263,8 @@ def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> N
 def first_difference(
     recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
 ) -> Difference | None:
-    """The first difference between the sequences of two streams, in the recorded order; None if
-    they are equal. ``prefix``: one may be longer than the other.
+    """The first difference between two streams, in the recorded order; None if they are equal.
+    ``prefix``: a sequence may be longer in one of the streams.
 
     Log-probabilities and times are not compared.
     """
@@ -288,7 +289,7 @@ def first_difference(
     return None
 
 
-# --- inside ---------------------------------------------------------------------------------------
+# --- private --------------------------------------------------------------------------------------
 
 
 def _compared(entry: Token) -> tuple[object, ...]:
@@ -324,8 +325,8 @@ def _buffer(name: str, buffers: Mapping[str, Prompt]) -> RecordedBuffer:
     if name not in buffers:
         raise RequestError(
             Code.INVALID_FIELD,
-            f"the buffer {name!r} cannot be recorded, as this client has not sent it; send it with "
-            "buffer() of the same client",
+            f"the buffer {name!r} cannot be recorded, because this client has not sent it; send it "
+            "with the buffer() method of this client",
             path="$.buffers",
         )
     content = buffers[name]
@@ -335,7 +336,7 @@ def _buffer(name: str, buffers: Mapping[str, Prompt]) -> RecordedBuffer:
 
 
 def _write(file: Path, recording: Recording) -> None:
-    """Replaces the file as a whole."""
+    """Replaces the file atomically."""
     data = msgspec.json.format(msgspec.json.encode(recording), indent=1)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:

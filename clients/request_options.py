@@ -38,37 +38,40 @@ OnSystem = Callable[[System], None]
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
 DRAIN_S = 600.0
-"""How long a client waits for a drained worker, which may have to finish its streams, in
-seconds."""
+"""Time that ``drain_worker`` waits, in seconds. The worker may have to finish its streams."""
 ASK_S = 30.0
-"""How long ``model_info``, ``tokenizer`` and ``status`` wait for their answer, in seconds."""
+"""Time that ``model_info``, ``tokenizer`` and ``status`` wait for an answer, in seconds."""
 UPLOAD_S = 120.0
-"""How long ``upload_controller`` waits, in seconds; compiling a large module takes long."""
+"""Time that ``upload_controller`` waits for an answer, in seconds. A large module takes long to
+compile."""
 STORE_RETRY_S = 10.0
-"""How long requests to the module store are sent again if no worker is available, in seconds."""
+"""Time during which requests to the module store are sent again if no worker is available, in
+seconds."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of every request for tokens. Times in seconds."""
+    """Options of all requests for tokens. Times are in seconds."""
 
     model: str
-    """The name of the model; default: the only model that is served, or else the embedded one."""
+    """The name of the model. Default: the served model if there is only one, otherwise the embedded
+    model."""
     buffers: Sequence[str]
     """Names of buffers that precede the prompt."""
     priority: int
     """Higher priorities are served first; default: 0."""
     timeout_s: float
-    """End the request, with RequestTimeoutError, this long after it began."""
+    """Time after which the request ends with RequestTimeoutError."""
     stall_s: float
-    """Send the request again if nothing has arrived for this long."""
+    """Time without a message after which the request is sent again."""
     retry_s: float
-    """How long to send the request again after a full queue or a lost worker; default: 30."""
+    """Time during which the request is sent again if the queue is full or a worker is lost.
+    Default: 30."""
     on_system: OnSystem
     """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
     trace: str
     """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
     by: str
-    """The user whose request it is, if one client serves several: they take turns in the queue."""
+    """The user of the request, if one client serves several users, who take turns in the queue."""
     request_id: str
     """The name of the request in log lines of all processes, at most 128 characters."""
 
@@ -77,15 +80,15 @@ class ScoreOptions(RequestOptions, total=False):
     """The options of ``score``."""
 
     top_logprobs: int
-    """How many of the most likely tokens to report at each position, in addition to the scored
+    """Number of most likely tokens that are reported at each position, in addition to the scored
     token."""
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """The options of ``generate``; ``protocol.sampling`` describes the sampling ones."""
+    """The options of ``generate``. ``protocol.sampling`` describes the sampling parameters."""
 
     text: bool
-    """Entries have text; default: if the prompt is text."""
+    """Whether entries have text. Default: True if the prompt is text."""
     temperature: float
     max_tokens: int
     logit_bias: dict[int, float]
@@ -101,30 +104,32 @@ class GenerateOptions(RequestOptions, total=False):
     ignore_eos: bool
     n: int
     save: str
-    """Store the prompt and the output as a buffer of this name."""
+    """Name of a buffer in which the broker stores the prompt and the output."""
     controller: str
     """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
-    """Its argument: a text unchanged, a list or a dict as JSON. Only with ``controller``."""
+    """The argument of the controller: text unchanged, a list or a dict as JSON. Requires
+    ``controller``."""
     heal_prompt: bool
-    """Remove the prompt's last token and force its text, so that a prompt may end in the middle of
-    a word. With ``text``, the generated text begins after the prompt; the first token has the rest
-    of its word."""
+    """Removes the prompt's last token and forces its text, so that a prompt may end in the middle
+    of a word. With ``text``, the generated text begins after the prompt, and the first token has
+    the rest of the word."""
     inspect: bool
-    """Entries also report the effect of their masks: ``allowed``, ``cut`` and ``round_us``."""
+    """Whether entries report the effect of their masks: ``allowed``, ``cut`` and ``round_us``."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
-    """The call of a GENERATE; raises RequestError if it is not valid, as far as the client checks.
+    """The call of a GENERATE. Raises RequestError if the client finds that an option is not valid.
 
-    A request with sampling receives its seed here, so that a retry generates the same tokens.
+    A sampled request without a seed receives a seed here, so that a retry generates the same
+    tokens.
     """
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
     if given.get("controller_arg") is not None and not given.get("controller"):
         raise RequestError(
             Code.INVALID_FIELD,
-            "controller_arg is given without a controller; add controller=",
+            "controller_arg is given without a controller; add the option controller",
             path="$.controller_arg",
         )
     given.setdefault("text", isinstance(prompt, str))
@@ -152,13 +157,13 @@ def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
 
 
 def model_info_call(model: str, timeout_s: float) -> Call:
-    """The call of a MODEL_INFO; it waits for a model that is being loaded."""
+    """The call of a MODEL_INFO. The answer arrives after the model is loaded."""
     message = ModelInfoRequest(stream_id=0, model=model)
     return Call(b"MODEL_INFO", message, timeout_s=timeout_s, retry_s=timeout_s)
 
 
 def tokenizer_call(model: str, timeout_s: float) -> Call:
-    """The call of a TOKENIZER; it waits for a model that is being loaded."""
+    """The call of a TOKENIZER. The answer arrives after the model is loaded."""
     message = ModelTokenizerRequest(stream_id=0, model=model)
     return Call(b"TOKENIZER", message, timeout_s=timeout_s, retry_s=timeout_s)
 
@@ -175,7 +180,7 @@ def drain_call(worker: str, timeout_s: float) -> Call:
 
 
 def drained_requests(answer: Msg) -> int:
-    """How many requests a drained worker had."""
+    """The number of requests that a drained worker had."""
     return int(answer.result["requests"])
 
 
@@ -229,7 +234,7 @@ def _store_call(
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
-    """A call to the module store; all of them are idempotent."""
+    """A call to the module store. The calls are idempotent, so each may be sent again."""
     return Call(message_type, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
@@ -244,20 +249,21 @@ def _timing(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
-    """A prompt as the field of that name, or as an attachment: 4 bytes for each token."""
+    """A prompt as the field ``prompt`` (text), or as an attachment with 4 bytes per token."""
     if not isinstance(prompt, str):
         return None, (_packed(prompt),)
     return _checked(prompt, "$.prompt"), ()
 
 
 def _checked(text: str, path: str) -> str:
-    """``text``, if it can be encoded; text decoded with ``surrogateescape`` cannot."""
+    """Returns ``text``. Raises RequestError if it cannot be encoded, such as text that was decoded
+    with ``surrogateescape``."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         what = (
             f"the text is not valid UTF-8 at character {error.start} ({text[error.start]!r}); "
-            "decode its bytes with the encoding that they have"
+            "decode the bytes with their real encoding"
         )
         raise RequestError(Code.INVALID_FIELD, what, path=path) from None
     return text

@@ -1,4 +1,4 @@
-"""The results of a stream so far: its sequences, and the scores of a SCORE."""
+"""The results of streams: sequences, and the scores of a SCORE."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .calls import Call
 
 @dataclass(slots=True)
 class GeneratedSequence:
-    """One sequence of a stream: ``n`` of them, or the forks of a controller.
+    """One sequence of a stream: one of ``n``, or a fork that a controller made.
 
-    A fork begins with the tokens of its parent; both may remove some of these again. Logs and
-    storage belong to each sequence, and are never removed.
+    A fork begins with the tokens of its parent. Both sequences may later remove some of these
+    tokens. Each sequence has its own logs and storage, which are never removed.
     """
 
     seq: int
     parent: int | None = None
-    """The sequence from which it was forked; None for the first one."""
+    """The number of the sequence from which this one was forked; None if it is not a fork."""
     tokens: list[int] = field(default_factory=list)
-    """All tokens after the prompt, including those that the controller appended."""
+    """All tokens after the prompt, including tokens that the controller appended."""
     logprobs: list[float] = field(default_factory=list)
-    """One per token; NaN for a token that was appended, not sampled."""
+    """The log-probability of each token; NaN for an appended token, which was not sampled."""
     logs: str = ""
     """The output of the controller."""
     storage: list[Any] = field(default_factory=list)
@@ -38,17 +38,17 @@ class GeneratedSequence:
     """For each token, the most likely tokens and the token itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
-    """Why it failed, if it did."""
+    """The reason of a failure, or None."""
     code: str | None = None
     """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
     stop: str | int | None = None
-    """The element of the request's ``stop`` that ended it, if one did."""
+    """The element of the request's ``stop`` that ended the sequence, or None."""
     constraint: ConstraintEnd | None = None
     """How the text ended under a built-in constraint: ``complete``, ``closed`` or ``cut``."""
     prompt_tokens: int = 0
     """The number of tokens of the stream's prompt, including its buffers."""
     cached_tokens: int = 0
-    """How many of them were in the worker's cache already."""
+    """Number of prompt tokens that were in the worker's prefix cache."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -58,12 +58,12 @@ class GeneratedSequence:
 
     @property
     def text(self) -> str:
-        """The text so far, in text mode; without it, ``""``."""
+        """The text so far; ``""`` if the request did not ask for text."""
         return "".join(self._pieces)
 
     @property
     def cumulative_logprob(self) -> float:
-        """The log-probability of all tokens together."""
+        """The sum of the log-probabilities of all tokens."""
         return sum(self.logprobs)
 
     def _fork(self, number: int, at: int) -> GeneratedSequence:
@@ -96,7 +96,7 @@ class GeneratedSequence:
             self.top_logprobs.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self._pieces.append(text)
         elif text and self._pieces:
-            # Text that was held back until the end belongs to the last token.
+            # The last token receives the text that the worker sent only at the end.
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage
@@ -109,7 +109,7 @@ class GeneratedSequence:
 class Sequences:
     """Collects the entries of one stream.
 
-    Rows are stored unchanged, and are added to their sequences when these are read.
+    Rows are stored unchanged, and are added to the sequences when the sequences are read.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Sequences:
         self._add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Called when the stream was read to its end (``complete``), or was closed."""
+        """Called when the stream has been read to its end (``complete``) or was closed."""
 
     def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:
@@ -157,7 +157,7 @@ class Sequences:
         sequence._add(entry)
 
     def _add_rows(self) -> None:
-        # Another thread may read the sequences of a stream at the same time.
+        # The lock is needed because another thread may read the sequences at the same time.
         with self._adding:
             rows = self._rows[:]
             del self._rows[: len(rows)]
@@ -176,7 +176,7 @@ class Sequences:
         return [by_seq[number] for number in sorted(by_seq)]
 
     def failure(self) -> TokenbusError | None:
-        """The error of a stream whose only sequence failed, or that timed out."""
+        """The error of a stream that timed out, or whose only sequence failed."""
         ended = list(self.by_seq.values())
         if any(s.finish_reason == "timeout" for s in ended):
             return RequestTimeoutError(Code.TIMEOUT, "the timeout of the request has expired")
@@ -193,16 +193,17 @@ class Scores:
     tokens: list[int]
     logprobs: list[float]
     texts: list[str]
-    """Each token's text, if text was scored."""
+    """The text of each token, if text was scored."""
     top_logprobs: list[dict[int, float]]
-    """As in ``GeneratedSequence``; empty dicts if they were not requested."""
+    """The most likely tokens at each position, as in ``GeneratedSequence``; empty dicts if they
+    were not requested."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """As in ``GeneratedSequence``."""
 
     @classmethod
     def of(cls, scored: GeneratedSequence) -> Scores:
-        """The answer in the only sequence of a SCORE."""
+        """Makes the answer from the only sequence of a SCORE."""
         return cls(
             scored.tokens,
             scored.logprobs,
@@ -214,14 +215,14 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """The log-probability of the whole scored part, given the prompt."""
+        """The log-probability of the whole scored text, given the prompt."""
         return sum(self.logprobs)
 
 
 def check_text(call: Call) -> None:
     """Raises ValueError if a stream has no text."""
     if not getattr(call.message, "text", False):
-        raise ValueError("this stream has no text, as its prompt was token ids; pass text=True")
+        raise ValueError("this stream has no text, because its prompt was token ids; use text=True")
 
 
 def describe(ended: bool, sequences: list[GeneratedSequence]) -> str:

@@ -1,9 +1,9 @@
-"""The client's side of the protocol: messages in, messages and events out.
+"""The client's side of the protocol, without sockets and clocks, like the broker's core.
 
-Like the broker's core, it has neither sockets nor clocks: frames and times are passed in,
-``outgoing`` has the messages to send and ``ready`` the events for the callers. The session outlives
-its connection (HELLO with its token, ATTACH for each stream). Lost requests are sent again without
-delivering an entry twice, and every call has a time limit.
+The caller passes received frames and the time. ``outgoing`` has the messages to send, and ``ready``
+the events for the callers of requests. A session outlives its connection: it sends HELLO with its
+token and ATTACH for each stream. Lost requests are sent again, each entry is delivered once, and
+every call has a time limit.
 """
 
 from __future__ import annotations
@@ -53,65 +53,69 @@ log = logging.getLogger(__name__)
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer to HELLO after which a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The first and the longest pause before another attempt, in seconds; each is twice the previous
-one."""
+"""The first and the longest pause before another attempt, in seconds. Each pause is twice the
+previous pause."""
 LOOK_S = 0.25
-"""How often deadlines are checked, in seconds."""
+"""Interval between checks of the deadlines, in seconds."""
 HINT_S = 3.0
-"""Seconds without a broker after which calls that still wait log a warning."""
+"""Seconds without a broker after which a warning is logged if calls wait."""
 GRACE_S = 1.0
-"""How much later than the broker the client itself ends a request that times out, in seconds."""
+"""Seconds after the timeout of a request until the client ends the request itself. The broker
+should end it before."""
 
 STREAM_BITS, TRY_BITS = 20, 8
-"""Stream ids of a named session: the last bits count its streams and their attempts."""
+"""Number of low bits of a named session's stream ids that count its streams and their attempts."""
 MAX_TRY = (1 << TRY_BITS) - 1
 
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
-"""The broker's messages: type to body."""
+"""The body of each message type of the broker."""
 
 
 class ClientSession:
-    """The session of one client with the broker at ``front``, or with one of several, whose
-    addresses are separated by commas. A new connection may be to another broker.
+    """The session of one client with the broker at ``front``. If ``front`` has several addresses,
+    separated by commas, a new connection may be to another broker.
 
-    ``patience_s``: how long calls wait for a broker that does not answer.
+    ``patience_s``: seconds that calls wait for a broker that does not answer.
     """
 
     encodings: tuple[str, ...] = ("msgpack", "json")
     capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
-    """The capabilities that its HELLO offers."""
+    """The capabilities in the HELLO of the session."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
-        """``token``: of a named session, which this client opens, or takes over from another client
-        with its streams."""
+        """``token``: the token of a named session. This client opens the session, or takes it over
+        with its streams from another client."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """The lanes of the last columns, while their calls do not change."""
+        """The lanes of the last TOKEN message in columns; None after a change of their calls."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
-        """Calls that are not sent yet: they wait for WELCOME, or for their ``resend_at``."""
+        """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""
         self._barriers: dict[int, Call] = {}
-        """BUFFER calls by the number of the PING that follows them."""
+        """Unanswered BUFFER calls, by the number of the PING that follows each. The PONG confirms
+        the BUFFER."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
         self._token = token
         self._named = token is not None
-        """Whether the session is named. Cleared when another client has taken it over."""
+        """Whether the session is named. Cleared when another client takes the session over."""
         self._found: frozenset[int] = frozenset()
-        """Streams that a named session had before this client."""
+        """Streams that the named session had when this client took it over."""
         self._may_have_more = False
         """Whether workers may still report streams of a named session."""
         self._foreign = False
-        """Whether the streams of a named session belong to another request, and are left alone."""
+        """Whether the streams of the named session belong to a different request, so that this
+        client must not use them."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
         self._hinted = False
-        """Whether a warning says that no broker answers. ``_look`` sets it, a WELCOME clears it."""
+        """Whether the warning about a missing broker was logged. ``_look`` sets this flag, and a
+        WELCOME clears it."""
         self._hello_at = now
         self._received_at = now
         self._ping_s = 2.0
@@ -124,21 +128,21 @@ class ClientSession:
     # --- the connection -------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
-        """Handles a new connection: sends HELLO; discards messages that were not sent on the old
-        one."""
+        """Handles a new connection: discards unsent messages of the old connection, and sends
+        HELLO."""
         if self._welcomed:
             self._offline_since = now
         self._hello(now)
 
     def disconnected(self, now: float) -> None:
-        """Handles the loss of the connection: calls wait for the next WELCOME, for at most
-        ``patience_s``."""
+        """Handles the loss of the connection. Calls wait at most ``patience_s`` for the next
+        WELCOME."""
         if self._welcomed:
             self._welcomed = False
             self._offline_since = now
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for so long that a new connection is needed."""
+        """Whether the broker has been silent for so long that a new connection is needed."""
         if not self._welcomed:
             return now - self._hello_at > HELLO_AGAIN_S
         return now - self._received_at > self._silence_s
@@ -168,14 +172,14 @@ class ClientSession:
     # --- calls ----------------------------------------------------------------------------------
 
     def submit(self, call: Call, now: float) -> None:
-        """Begins a call; its events are added to ``ready``, the last of them an Ended."""
+        """Begins a call. Its events are added to ``ready``; the last event is an Ended."""
         call.began = call.received_at = now
         self._queue(call)
         if self._welcomed:
             self._begin(call, now)
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose events are not needed any more."""
+        """Ends a call whose events are no longer needed."""
         if not call.ended:
             call.ended = True
             self._forget(call, "cancelled")
@@ -186,15 +190,16 @@ class ClientSession:
             self._end(call, error)
 
     def bye(self, keep: bool = False) -> None:
-        """Ends the session; the broker then ends its streams. With ``keep``, only the connection
-        ends."""
+        """Ends the session; the broker then ends its streams. With ``keep``, only the connection is
+        closed."""
         keep = keep or self._foreign
         self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
         if self._welcomed:
             self._send(b"BYE", Bye(keep=keep))
 
     def _queue(self, call: Call) -> None:
-        """Assigns a new number to the next attempt, so that entries of earlier ones are dropped."""
+        """Assigns a new number to the next attempt, so that entries of earlier attempts are
+        dropped."""
         call.number = next(self._ids)
         if call.base is not None:
             call.number = call.base + min(call.tries, MAX_TRY)
@@ -210,7 +215,7 @@ class ClientSession:
         first = call.base >> STREAM_BITS
         if any(stream >> STREAM_BITS != first for stream in self._found):
             self._foreign = True
-            what = "its key was used for another request, whose path or body is not the same"
+            what = "the key was already used for a request with another path or body"
             self._end(call, RequestError(Code.CONFLICT, what))
             return
         same = [n for n in self._found if n >> TRY_BITS == call.base >> TRY_BITS]
@@ -229,7 +234,7 @@ class ClientSession:
         self._send(b"ATTACH", Attach(stream_id=call.number, received=0, moves=0))
 
     def _send_call(self, call: Call, now: float) -> None:
-        """Sends a call; ends it if it cannot be encoded."""
+        """Sends a call, or ends it with an error if it cannot be encoded."""
         try:
             self._send_parts(call)
         except (UnicodeError, TypeError, ValueError, OverflowError) as error:
@@ -271,7 +276,7 @@ class ClientSession:
             self.ready.append((call, [*events, Ended(error)]))
 
     def _failed(self, call: Call, error: TokenbusError, now: float, tell_broker: bool) -> None:
-        """Handles a failed attempt: schedules another one, or ends the call."""
+        """Handles a failed attempt: schedules another attempt, or ends the call."""
         if call.failed_at is None:
             call.failed_at = now
         retryable = error.code in RETRYABLE
@@ -329,8 +334,8 @@ class ClientSession:
                     self.ready.append((call, [notice]))
 
     def _columns(self, body: TokenColumns, now: float) -> None:
-        """Handles a step in columns: each row goes to its call. While consecutive steps have the
-        same streams, counts are updated once for all rows."""
+        """Handles a TOKEN message in columns: delivers each row to its call. While consecutive
+        messages have the same streams, the lanes count for all rows at once."""
         step = self._lanes.step(body, now) if self._lanes is not None else None
         if step is None:
             self._settle()
@@ -344,7 +349,7 @@ class ClientSession:
             self._tokens(entries, now)
 
     def _settle(self) -> None:
-        """Adds the counts of rows to the calls, before they are read."""
+        """Adds the lanes' counts to the calls. Must be called before the counts are read."""
         if self._lanes is not None:
             self._lanes.settle()
 
@@ -397,7 +402,7 @@ class ClientSession:
             else:
                 self._failed(call, lost, now, tell_broker=True)
         for number in ended:
-            # Its CANCEL was lost with the connection.
+            # The CANCEL of this stream was lost with the connection.
             self._send(b"CANCEL", Cancel(stream_id=number))
         for call in list(self._waiting.values()):
             if call.resend_at is None:
@@ -431,7 +436,8 @@ class ClientSession:
                 error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
         elif body.code == Code.SESSION_TAKEN and self._named:
-            # Another client serves the request now; with the token this one would take it back.
+            # Another client serves the request now. With its token, this client would take the
+            # session back.
             self._named, self._token = False, None
             self.end_all(error)
         elif body.type == "BUFFER" and self._barriers:
@@ -439,7 +445,7 @@ class ClientSession:
             self._buffers.pop(_buffer_name(refused), None)
             self._end(refused, error)
         elif body.type == "HELLO" or (body.type == "PING" and body.code == Code.NOT_ALLOWED):
-            # In the second case, the key of this client was revoked.
+            # A refused PING means that the key of this client was revoked.
             self.end_all(error)
         elif body.code == Code.TOO_LARGE and (sent := self._oldest(body.type)) is not None:
             self._end(sent, error)
@@ -447,7 +453,7 @@ class ClientSession:
             log.warning("the broker reported: %s", error)
 
     def _oldest(self, message_type: str | None) -> Call | None:
-        """The first call of a type that was sent and is not answered yet."""
+        """The first unanswered call of a message type."""
         for call in self._calls.values():
             if call.sent and not call.received and call.type.decode() == message_type:
                 return call
@@ -459,8 +465,7 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # The answer to an ATTACH of an earlier connection may arrive on this one, before its
-            # own.
+            # The answer to an ATTACH of an earlier connection may arrive first on this connection.
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
@@ -470,7 +475,7 @@ class ClientSession:
     # --- time -----------------------------------------------------------------------------------
 
     def on_time(self, now: float) -> None:
-        """Sends due messages, and ends calls that have waited for too long."""
+        """Sends due messages, and ends calls whose time limit has passed."""
         if self._welcomed and now >= self._ping_at:
             self._ping_at = now + self._ping_s
             self._send(b"PING", Ping(ack=self._position))
@@ -488,7 +493,7 @@ class ClientSession:
             self._forget(call, "timeout")
             what = f"the timeout of the request, {timeout_s:g} s, has expired"
             if not self._welcomed:
-                what += f", and no broker answers at {self._front} now"
+                what += f"; the broker at {self._front} does not answer"
             self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
         elif not self._welcomed:
             waited = now - max(self._offline_since, call.began)
@@ -505,7 +510,7 @@ class ClientSession:
             else:
                 self._look_at = min(self._look_at, call.resend_at)
         elif call.stall_s is not None and call.sent and now - call.received_at > call.stall_s:
-            what = f"nothing arrived for {call.stall_s:g} s"
+            what = f"no message arrived for {call.stall_s:g} s"
             self._failed(call, UnavailableError(Code.WORKER_LOST, what), now, tell_broker=True)
 
     def _send(self, message_type: bytes, body: Any, attachments: tuple[bytes, ...] = ()) -> None:

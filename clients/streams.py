@@ -1,4 +1,4 @@
-"""The streams of both clients: ``Stream`` blocks its thread, ``AsyncStream`` its task."""
+"""The streams of the clients: ``Stream`` for threads, ``AsyncStream`` for asyncio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .results import GeneratedSequence, Sequences, check_text, describe
 
 
 class _Reader:
-    """The common base of both streams: it processes the events of a call, and ends it."""
+    """The common base of both streams. It processes the events of a call."""
 
     def __init__(
         self,
@@ -30,31 +30,31 @@ class _Reader:
         on_system: OnSystem | None,
         collected: Sequences | None = None,
     ) -> None:
-        self._client = client  # Streams keep their client alive.
+        self._client = client  # The reference keeps the client alive.
         self._connection = connection
         self._call = call
         self._on_system = on_system
         self._unread = call.unread
         self._to_end = False
-        """Whether the reader waits for the end, and is not woken for each token."""
+        """Whether the reader waits for the end of the stream, and is not woken for each token."""
         self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
         self.answer: Msg | None = None
         self._finished = False
-        """Read to the end, or closed."""
+        """Whether the stream has been read to its end or was closed."""
         self._closed = False
         self._error: TokenbusError | None = None
 
     @property
     def sequences(self) -> list[GeneratedSequence]:
-        """The sequences as far as they were read: up to the entry of the loop."""
+        """The sequences up to the last entry that was read."""
         if self._to_end and not self._closed:
             self._collect()
         return self._collected.listed()
 
     def close(self) -> None:
-        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
         if not self._finished:
             self._finished = self._closed = True
             self._connection.cancel(self._call)
@@ -70,7 +70,7 @@ class _Reader:
         return f"<{kind} {self._call.number}: {describe(self._finished, self.sequences)}>"
 
     def _next_entry(self) -> Token | None:
-        """The next entry that has arrived; None before it arrives and after the last entry."""
+        """The next entry that has arrived; None if no entry has arrived or the stream has ended."""
         unread = self._unread
         while unread and not self._finished:
             event = unread.popleft()
@@ -84,14 +84,14 @@ class _Reader:
         return None
 
     def read_arrived(self) -> None:
-        """Reads all that has arrived, and makes no entries of rows."""
+        """Reads all events that have arrived, without converting rows to entries."""
         while not self._finished and (event := self._collect(pop_other=True)) is not None:
             self._read(event)
 
     def _collect(self, pop_other: bool = False) -> Event | None:
-        """Reads the tokens that have arrived up to the first event of another kind; with
-        ``pop_other``, also removes and returns that event. Safe on several threads while the stream
-        is read to its end."""
+        """Reads the arrived tokens before the first event of another kind. With ``pop_other``,
+        removes and returns that event. Several threads may call this while the stream is read to
+        its end."""
         unread, add_row = self._unread, self._add_row
         with self._collecting:
             while unread:
@@ -126,10 +126,12 @@ class _Reader:
             self._call.span.end(self.sequences, error)
 
     def _raise_failure(self) -> None:
-        """Called after the last entry: raises the stream's error, or that it was closed, if so."""
+        """Raises the error of the stream, or RuntimeError if the stream was closed. Called after
+        the last entry."""
         if self._closed:
             raise RuntimeError(
-                "this stream was closed before its end; stream.sequences has what was read of it"
+                "this stream was closed before its end; stream.sequences has the entries that were "
+                "read"
             )
         error = self._error or self._collected.failure()
         if error is not None:
@@ -139,13 +141,13 @@ class _Reader:
 class Stream(_Reader):
     """The tokens of one request, as they arrive.
 
-    Iterate it for the ``Token`` entries. Each is read once: a second loop continues after the first
-    one. ``text``, ``tokens`` and ``wait`` read the rest of the stream. ``sequences`` has the
-    entries that were read so far.
+    Iterate over the stream to read its ``Token`` entries. Each entry is read once: a second loop
+    continues after the first. ``text``, ``tokens`` and ``wait`` read the rest of the stream.
+    ``sequences`` contains the entries that have been read.
 
-    Closing the stream before its end, leaving its ``with`` block or dropping the last reference to
-    it cancels the request. Reading a failed stream to the end raises TokenbusError; reading after
-    ``close`` raises RuntimeError.
+    The request is cancelled if the stream is closed before its end, if its ``with`` block ends, or
+    if the last reference to it is dropped. A failed stream raises TokenbusError at its end; reading
+    after ``close`` raises RuntimeError.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Stream(_Reader):
         on_system: OnSystem | None,
         collected: Sequences | None = None,
     ) -> None:
-        """``collected`` receives the entries that are read."""
+        """``collected`` receives every entry that is read."""
         super().__init__(client, connection, call, on_system, collected)
         unread = call.unread
         wakes = self._wakes = queue.SimpleQueue[None]()
@@ -187,15 +189,15 @@ class Stream(_Reader):
         return next((s.tokens for s in self.wait()), [])
 
     def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; returns all sequences. If it is interrupted, for example by Ctrl-C, it
-        closes the stream."""
+        """Reads to the end; returns all sequences. An interrupt, such as Ctrl-C, closes the
+        stream."""
         self._to_end, self._unread.watched = True, False
         try:
             self.read_arrived()
             while not self._finished:
                 self._wakes.get()
                 self.read_arrived()
-            self._wakes.put(None)  # Wakes another thread that waits for an entry.
+            self._wakes.put(None)  # Wakes a thread that waits for an entry.
             self._raise_failure()
         except BaseException:
             self.close()
@@ -203,7 +205,7 @@ class Stream(_Reader):
         return self.sequences
 
     def close(self) -> None:
-        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
         super().close()
         self._wakes.put(None)  # Wakes a thread that waits for an entry.
 
@@ -213,7 +215,7 @@ class Stream(_Reader):
     def __next__(self) -> Token:
         while (entry := self._next_entry()) is None:
             if self._finished:
-                self._wakes.put(None)  # For another thread that waits for an entry.
+                self._wakes.put(None)  # Wakes the next thread that waits for an entry.
                 self._raise_failure()
                 raise StopIteration
             self._wakes.get()
@@ -232,10 +234,11 @@ class Stream(_Reader):
 
 
 class AsyncStream(_Reader):
-    """The tokens of one request, as they arrive; otherwise like ``Stream``.
+    """The tokens of one request, as they arrive. Its methods are those of ``Stream``.
 
-    A task that is cancelled while it waits for an entry, for example by ``asyncio.timeout``, does
-    not affect the stream. A task that waits for the end (``wait``, ``text``, ``tokens``) closes it.
+    The stream continues if a task is cancelled while it waits for an entry, for example by
+    ``asyncio.timeout``. The stream is closed if a task is cancelled while it waits for the end
+    (``wait``, ``text``, ``tokens``).
     """
 
     def __init__(
@@ -270,8 +273,8 @@ class AsyncStream(_Reader):
         connection.submit(call)
 
     def _take(self, arrived: Sequence[Event]) -> None:
-        """Called on the event loop: stores events that have arrived, up to a number of unread
-        entries."""
+        """Stores arrived events, up to the maximum number of unread entries. Called on the event
+        loop."""
         if self._fits(len(arrived)):
             self._unread.extend(arrived)
             if self._to_end and isinstance(arrived[-1], Token):
@@ -280,7 +283,7 @@ class AsyncStream(_Reader):
                 self._wake()
 
     def _row_arrived(self) -> None:
-        """Called on the event loop: a row was added to the unread entries."""
+        """Handles a row that was added to the unread entries. Called on the event loop."""
         row = self._unread.pop()
         if self._fits(1):
             self._unread.append(row)
@@ -288,8 +291,8 @@ class AsyncStream(_Reader):
                 self._wake()
 
     def _fits(self, count: int) -> bool:
-        """Whether this number of further events may wait to be read. If not, the first that exceeds
-        the bound ends the stream."""
+        """Whether ``count`` further events fit into the maximum number of unread entries. The first
+        event that does not fit ends the stream."""
         most, unread = self._max_unread, self._unread
         if self._overflowed:
             return False
@@ -301,7 +304,7 @@ class AsyncStream(_Reader):
                 return True
         self._overflowed = True
         self._connection.cancel(self._call)
-        what = f"more than {most} entries of the stream were not read; it was cancelled"
+        what = f"the stream was cancelled, because its reader left more than {most} entries unread"
         unread.append(Ended(SlowClientError(Code.SLOW_CLIENT, what)))
         self._wake()
         return False
@@ -342,9 +345,9 @@ class AsyncStream(_Reader):
         return self._tokens()
 
     async def arrived(self) -> list[Token]:
-        """The next entries: all that have arrived, and at least one; ``[]`` after the last one.
+        """All entries that have arrived; waits for at least one. Returns ``[]`` after the last.
 
-        It is for programs that pass several entries on with one write.
+        Programs use this method to write several entries at once.
         """
         while not (entries := list(iter(self._next_entry, None))):
             if self._finished:
@@ -354,7 +357,7 @@ class AsyncStream(_Reader):
         return entries
 
     async def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; returns all sequences. If it is cancelled, it closes the stream."""
+        """Reads to the end; returns all sequences. A cancellation closes the stream."""
         self._to_end = True
         self._unread.watched = self._max_unread is not None
         try:
@@ -369,7 +372,7 @@ class AsyncStream(_Reader):
         return self.sequences
 
     def close(self) -> None:
-        """Cancels the request, unless it was read to its end; nothing can be read afterwards."""
+        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
         super().close()
         self._wake()
 

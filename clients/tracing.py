@@ -1,7 +1,7 @@
-"""The trace and the id of a client's requests, and the client's own spans.
+"""Adds ids and traces to a client's requests, and creates the client's spans.
 
-A span is created if the program has set up OpenTelemetry: this module never imports the package,
-but uses the program's. Names follow its semantic conventions for generative AI.
+A span is created if the program has set up OpenTelemetry. This module never imports the package
+itself. Names follow OpenTelemetry's semantic conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Origin(NamedTuple):
 
 
 origin: ContextVar[Origin | None] = ContextVar("tokenbus_origin", default=None)
-"""The origin of the current task's requests; the clients pass it on with each request."""
+"""The origin of the current task's requests. The clients add it to each request."""
 
 
 class ClientSpan:
@@ -39,7 +39,7 @@ class ClientSpan:
         self._span = span
 
     def end(self, sequences: list[GeneratedSequence], error: TokenbusError | None) -> None:
-        """Ends the span of a stream that has ended, or will not be read any further."""
+        """Ends the span of a stream that has ended or will no longer be read."""
         span = self._span
         reasons = [s.finish_reason for s in sequences if s.finish_reason is not None]
         if reasons:
@@ -57,8 +57,8 @@ class ClientSpan:
 
 
 def identify(message: Generate | Score) -> ClientSpan | None:
-    """Gives a request the id and the trace of its origin; returns the span that begins with it, if
-    any."""
+    """Adds the id and the trace of the current origin to a request. Returns the new span, or None
+    if the program does not use OpenTelemetry."""
     given = origin.get()
     if given is not None and not message.request_id:
         message.request_id = given.request_id

@@ -139,7 +139,7 @@ def test_another_tokenizer_is_refused(client: Client, file: Path) -> None:
     recording = read_recording(file)
     assert recording.model is not None
     recording.model.fingerprint = "another"
-    with pytest.raises(RequestError, match="here has the tokenizer"):
+    with pytest.raises(RequestError, match="embedded has the tokenizer"):
         list(again(client, recording))
 
 
@@ -148,7 +148,7 @@ def test_tokens_of_another_version_of_sampling_are_refused(client: Client, file:
     recording = read_recording(file)
     assert recording.model is not None
     recording.model.sampling -= 1
-    with pytest.raises(RequestError, match="sampled by version 1; the worker here samples by"):
+    with pytest.raises(RequestError, match="sampled by version 1; the worker samples by"):
         list(again(client, recording))
     recording.request.temperature = 0.0
     assert list(again(client, recording))
@@ -166,7 +166,7 @@ def test_only_failures_are_recorded_where_that_is_asked_for(client: Client, file
 
 def test_what_is_no_recording_is_refused(file: Path) -> None:
     file.write_text("{}")
-    with pytest.raises(RequestError, match="is no recording"):
+    with pytest.raises(RequestError, match="is not a recording"):
         read_recording(file)
 
 

@@ -42,11 +42,11 @@ def test_the_demo_shows_everything_and_leaves_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for shown in (
         "one stream",
-        "eight at once",
+        "eight streams at the same time",
         "log-probability",
-        "steered",
-        "Go on:",
-        "nothing is left",
+        "a controller in a sandbox",
+        "Next steps:",
+        "all processes have ended",
     ):
         assert shown in done.stdout
     assert _started_with(mark) == []
