@@ -41,13 +41,7 @@ class ForwardBackend(ABC):
 
         ``drawn``: the tokens of the sampling before this step, for the ids that ``packed`` lacks.
         """
-        return self.of_ids(packed, self.tensors.ids(packed, drawn))
-
-    def of_ids(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
-        """``forward`` of a step whose ids are on the device."""
-        tensors = self.tensors
-        rows, positions = tensors.tensor(packed.rows), tensors.tensor(packed.positions)
-        return self.compute(ids, positions, rows, tensors.context(packed)).float()
+        return self.compute(*self.tensors.inputs(packed, drawn)).float()
 
     def reads_blocks(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether a step of this size reads keys and values from their blocks, not from mirrors."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
+ALIGNMENT = 16
+"""Bytes to whose multiples arrays in one buffer are aligned: the widest load of a kernel."""
 
 
 class Work(Generic[T]):
@@ -148,6 +150,25 @@ def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device, copied without waiting for the device."""
     tensor = pinned(values, device)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+def together_on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays on a device by one copy: views of one buffer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+    # Views of an empty tensor cannot have another dtype.
+    buffer = np.zeros(max(ends[-1], ALIGNMENT), dtype=np.uint8)
+    starts = [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
+        buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    moved = on_device(buffer, device)
+    return [
+        moved[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 def device_queue(device: torch.device, overlap: bool) -> DeviceQueue:

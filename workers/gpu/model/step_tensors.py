@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 
 from ..engine.packing import Packed, PackedGroup
 from .cuda import varlen
-from .device_queue import on_device
+from .device_queue import on_device, together_on_device
 from .kv_cache import KVCache, Mirror
 from .transformers.attention import Group, PackedBatch
 
@@ -20,29 +22,59 @@ class StepTensors:
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self.cache = cache
-        self._device = device
+        self.device = device
         self._mirror: dict[int, Mirror] = {}
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """An array on the device."""
-        return on_device(values, self._device)
+        return on_device(values, self.device)
 
     def ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
         """The ids of a forward, with the tokens that the device has just drawn."""
         if drawn is None or packed.fed is None:
             return self.tensor(packed.ids)
-        tokens = drawn if packed.drawn is None else drawn[self.tensor(packed.drawn)]
         if len(packed.fed) == len(packed.ids):
-            return tokens
-        ids = self.tensor(packed.ids)
-        ids[self.tensor(packed.fed)] = tokens
-        return ids
+            return _drawn(packed, drawn, self.tensor)
+        # A copy: on a CPU, the tensor is the memory of the array.
+        return self._fed(packed, drawn, *self._together([packed.ids.copy(), packed.fed]))
+
+    def inputs(
+        self, packed: Packed, drawn: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Context]:
+        """The ids, the positions, the rows and the metadata of a forward, by one copy from the
+        host if a kernel reads blocks in place."""
+        spans = packed.spans
+        fed = packed.fed if drawn is not None and packed.fed is not None else packed.ids[:0]
+        arrays = [packed.ids.copy(), fed, packed.positions, packed.rows, packed.slot_mapping]
+        if spans is not None:
+            arrays += varlen.arrays_of(spans)
+        ids, at, positions, rows, slot_mapping, *rest = self._together(arrays)
+        if drawn is not None and len(fed):
+            ids = self._fed(packed, drawn, ids, at)
+        if spans is not None:
+            return ids, positions, rows, varlen.batch_from(spans, self.cache, slot_mapping, rest)
+        return ids, positions, rows, self._gathered(packed, slot_mapping)
 
     def context(self, packed: Packed) -> Context:
         """The metadata of a forward for the attention function."""
         slot_mapping = self.tensor(packed.slot_mapping)
         if packed.spans is not None:
             return varlen.batch_of(packed.spans, self.cache, slot_mapping)
+        return self._gathered(packed, slot_mapping)
+
+    def _together(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return together_on_device(arrays, self.device)
+
+    def _fed(
+        self, packed: Packed, drawn: torch.Tensor, ids: torch.Tensor, at: torch.Tensor
+    ) -> torch.Tensor:
+        """``ids`` with the drawn tokens, written in place at the places ``at``."""
+        tokens = _drawn(packed, drawn, self.tensor)
+        if len(tokens) == len(ids):
+            return tokens
+        return ids.index_copy_(0, at, tokens)
+
+    def _gathered(self, packed: Packed, slot_mapping: torch.Tensor) -> PackedBatch:
         kept = {g.mirror for g in packed.groups}
         self._mirror = {n: mirror for n, mirror in self._mirror.items() if n in kept}
         return PackedBatch(self.cache, slot_mapping, [self._group(g) for g in packed.groups])
@@ -66,3 +98,15 @@ class StepTensors:
             mirror=mirror,
             continues=group.continues,
         )
+
+
+def _drawn(
+    packed: Packed, drawn: torch.Tensor, tensor: Callable[[np.ndarray], torch.Tensor]
+) -> torch.Tensor:
+    """The drawn tokens of a forward in the order of ``packed.fed``."""
+    order = packed.drawn
+    if order is None:
+        return drawn
+    if order[0] == 0 and order[-1] == len(order) - 1 and (np.diff(order) == 1).all():
+        return drawn[: len(order)]
+    return drawn[tensor(order)]

@@ -27,10 +27,11 @@ class CudaBackend(ForwardBackend):
         """The logits at ``rows``, without a graph."""
         return self.base.compute(ids, positions, rows, context)
 
-    def of_ids(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode()
+    def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of a step, by a graph if one fits."""
-        logits = self._graphs.run(packed, ids)
-        if logits is None:
-            return super().of_ids(packed, ids)
+        if not self._graphs.fit(packed):
+            return super().forward(packed, drawn)
+        logits = self._graphs.run(packed, self.tensors.ids(packed, drawn))
         # The next replay overwrites the logits, and a deferred sequence keeps its row.
         return logits.to(torch.float32, copy=True)

@@ -165,15 +165,18 @@ class DecodeGraphs:
                 return
             self.why = ""
 
-    def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor | None:
-        """The logits ``[rows, vocab]`` of a step that only decodes the tokens ``ids``; None if no
-        graph fits the step. The next replay overwrites them."""
+    def fit(self, packed: Packed) -> bool:
+        """Whether a graph can compute a step: it only decodes, and is not too large."""
         spans, count = packed.spans, len(packed.ids)
         if not self._graphs or spans is None or spans.queries.max() > 1:
-            return None
+            return False
         # A one-token chunk in the middle of a prompt has no row of logits.
-        if len(packed.rows) != count or count > self._sizes[-1]:
-            return None
+        return len(packed.rows) == count <= self._sizes[-1]
+
+    def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+        """The logits ``[rows, vocab]`` of a step that fits, with the tokens ``ids``. The next
+        replay overwrites them."""
+        count = len(packed.ids)
         size = min(size for size in self._graphs if size >= count)
         self._fill(size, packed, ids)
         self._graphs[size].replay()

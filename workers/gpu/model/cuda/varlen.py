@@ -8,6 +8,7 @@ it is used.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from ...engine.packing import PackedSpans
-from ..device_queue import on_device
+from ..device_queue import together_on_device
 from ..kv_cache import FLASH_BLOCK_SIZE, KVCache
 from ..loader import LoadedModel
 from ..transformers.attention import register
@@ -57,17 +58,29 @@ class VarlenBatch:
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
     """The metadata of a forward's chunks, on the device."""
+    tensors = together_on_device(arrays_of(spans), slot_mapping.device)
+    return batch_from(spans, cache, slot_mapping, tensors)
 
-    def ints(values: np.ndarray) -> torch.Tensor:
-        return on_device(values.astype(np.int32), slot_mapping.device)
 
+def arrays_of(spans: PackedSpans) -> list[np.ndarray]:
+    """The arrays that ``batch_from`` needs on the device, all int32."""
+    table = spans.blocks.reshape(-1, spans.width)
+    arrays = starts_of(spans.queries), starts_of(spans.keys), spans.keys, table
+    return [array.astype(np.int32) for array in arrays]
+
+
+def batch_from(
+    spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> VarlenBatch:
+    """The metadata of a forward's chunks. ``tensors``: ``arrays_of(spans)`` on the device."""
+    starts, key_starts, lengths, block_table = tensors
     return VarlenBatch(
         cache=cache,
         slot_mapping=slot_mapping,
-        starts=ints(starts_of(spans.queries)),
-        key_starts=ints(starts_of(spans.keys)),
-        lengths=ints(spans.keys),
-        block_table=ints(spans.blocks).view(-1, spans.width),
+        starts=starts,
+        key_starts=key_starts,
+        lengths=lengths,
+        block_table=block_table,
         max_chunk=int(spans.queries.max()),
         longest=int(spans.keys.max()),
         spans=spans,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..cuda.varlen import VarlenBatch
-from ..device_queue import on_device
+from ..device_queue import together_on_device
 from ..kv_cache import KVCache
 from ..transformers.attention import register
 from .ops import (
@@ -100,15 +100,18 @@ def tiles_of(
     part_rows = group if queries.max(initial=1) == 1 else tile_rows(group, long=False)
     partial = MAX_SPLITS * part_rows * (dim + 2) * 4 * kv_heads
     most = max(1, min(MAX_PARTIAL_BYTES // partial, COUNTERS // kv_heads))
-    launches = []
+    parts, places = [], []
     for at in range(0, len(rows), most):
         part = rows[at : at + most].copy()
         is_split = ends[at : at + most] > MIN_SPLIT
         part[:, 2] = np.where(is_split, np.cumsum(is_split) - 1, 0)
-        launches.append(Launch(on_device(part, device), int(is_split.sum()), part_rows))
+        parts.append(part)
+        places.append(int(is_split.sum()))
     long = _split(queries, ~short, tile_rows(group, long=True) // group)
     # The last tiles of a chunk have the most keys, so they begin first.
-    return Tiles(launches, on_device(long[::-1].copy(), device))
+    *moved, last = together_on_device([*parts, long[::-1].copy()], device)
+    launches = [Launch(tiles, n, part_rows) for tiles, n in zip(moved, places, strict=True)]
+    return Tiles(launches, last)
 
 
 def paged_attention(
