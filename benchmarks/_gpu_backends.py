@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenbus.workers.gpu.engine.packing import Packed, PackedGroup
 from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.cuda.kernels import writing
 from tokenbus.workers.gpu.model.device_queue import on_device
 from tokenbus.workers.gpu.model.fused.decoder import Attend
 from tokenbus.workers.gpu.model.kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache
@@ -49,7 +50,7 @@ def backends(device: torch.device) -> list[Backend]:
         Backend(
             "varlen",
             varlen.why_no_kernel() or on_cpu,
-            varlen.attend,
+            writing(varlen.attend_stored),
             _spans,
             True,
             (FLASH_BLOCK_SIZE,),
@@ -68,7 +69,7 @@ def _triton(device: torch.device) -> Backend:
         why = f"the device is {device.type}, and TRITON_INTERPRET is not 1"
     else:
         try:
-            attend = importlib.import_module(TRITON).attend
+            attend = writing(importlib.import_module(TRITON).attend_stored)
         except ModuleNotFoundError as error:
             why = str(error)
     return Backend("triton", why, attend, _spans, True, (16, 64, 256), True, True)

@@ -37,7 +37,7 @@ def loaded() -> Iterator[LoadedModel]:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """Engines read blocks in place and capture graphs, as on a GPU."""
-    layout = Layout(FLASH_BLOCK_SIZE, True, "")
+    layout = Layout(FLASH_BLOCK_SIZE, "varlen")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
     found = Cuda()

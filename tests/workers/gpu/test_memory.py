@@ -20,8 +20,8 @@ from . import flash, shapes
 from .cuda import Cuda
 from .meter import Meter
 
-LAYOUT = Layout(FLASH_BLOCK_SIZE, True, "")
-GATHERED = Layout(16, False, "for a test")
+LAYOUT = Layout(FLASH_BLOCK_SIZE, "varlen")
+GATHERED = Layout(16, "gather", "for a test")
 ROWS, TOKENS = 8, 256
 CACHE = 2**24
 

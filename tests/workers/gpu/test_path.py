@@ -61,7 +61,7 @@ def test_the_properties_of_a_model_say_how_it_is_computed() -> None:
 
 
 def test_a_layout_names_its_attention() -> None:
-    assert Layout(256, True, "").attention == "FlashAttention over blocks"
+    assert Layout(256, "varlen").attention == "FlashAttention over blocks"
 
 
 def test_a_model_is_refused_if_fast_attention_is_required_and_missing() -> None:

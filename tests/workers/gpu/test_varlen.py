@@ -15,7 +15,7 @@ import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import engine as engine_module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.cuda import choice, varlen
 from tokenbus.workers.gpu.model.cuda.choice import choose_layout
 from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout
 from tokenbus.workers.gpu.model.loader import load_model, wrap_model
@@ -28,7 +28,7 @@ from .test_architectures import make
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines read blocks in place, as on a GPU."""
-    layout = Layout(FLASH_BLOCK_SIZE, True, "")
+    layout = Layout(FLASH_BLOCK_SIZE, "varlen")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
     Cuda().patch(monkeypatch)
@@ -74,7 +74,19 @@ def test_forks_and_splices_work_on_its_blocks_too(in_place: None) -> None:
 
 def test_the_trial_calls_the_kernel_as_it_demands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
-    varlen._try_it(2, 64, torch.float32, torch.device("cpu"))
+    loaded = load_model("embedded")
+    assert choice.why_not(loaded, "varlen") == "the weights are torch.float32"
+    monkeypatch.setattr(varlen, "why_not", lambda loaded: "")
+    assert choice.why_not(loaded, "varlen") == ""
+
+
+def test_a_kernel_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(*args: Any, **options: Any) -> torch.Tensor:
+        return flash.varlen_attn(*args, **{**options, "window_size": (-1, 0)})
+
+    monkeypatch.setattr(varlen, "varlen_attn", without_window)
+    monkeypatch.setattr(varlen, "why_not", lambda loaded: "")
+    assert "differs by" in choice.why_not(load_model("embedded"), "varlen")
 
 
 def test_the_stand_in_has_the_parameters_of_torch() -> None:

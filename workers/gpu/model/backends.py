@@ -70,6 +70,6 @@ def _of_torch(
     if loaded.decoder is None:
         return TransformersBackend(tensors, model, packed_head(model))
     loaded.decoder.pack(packing_budget())
-    if layout.triton:
+    if layout.kernel == "triton" or (layout.in_place and loaded.device.type == "cuda"):
         return triton_backend(tensors, loaded.decoder, layout, model.dtype)
     return FusedBackend(tensors, loaded.decoder, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import psutil
@@ -23,24 +23,33 @@ CPU_PART = 0.25
 """On a CPU the cache takes at most this many bytes, and this part of the free memory."""
 
 
+Kernel = Literal["gather", "varlen", "triton"]
+"""An attention: SDPA over gathered blocks, or the kernel that reads blocks in place."""
+_ATTENTIONS: dict[Kernel, str] = {
+    "gather": "SDPA over gathered blocks",
+    "varlen": "FlashAttention over blocks",
+    "triton": "Triton over blocks",
+}
+
+
 class Layout(NamedTuple):
     """The block size of the KV cache, and the attention that reads it."""
 
     block_size: int
     """Tokens of a block."""
-    in_place: bool
-    """Whether a kernel reads the blocks in place; else they are gathered for SDPA."""
-    why: str
-    """The reason why no kernel reads the blocks; empty if one does."""
-    triton: bool = False
-    """Whether the kernel is Triton's; else it is FlashAttention."""
+    kernel: Kernel
+    why: str = ""
+    """The reason why no kernel reads the blocks in place; empty if one does."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a kernel reads the blocks in place; else they are gathered for SDPA."""
+        return self.kernel != "gather"
 
     @property
     def attention(self) -> str:
         """The name of the attention, for logs and users."""
-        if not self.in_place:
-            return "SDPA over gathered blocks"
-        return "Triton over blocks" if self.triton else "FlashAttention over blocks"
+        return _ATTENTIONS[self.kernel]
 
 
 class LayerShape(NamedTuple):

@@ -109,7 +109,7 @@ class Runner:
         if self._layout.in_place or not self._traits.host_memory:
             reasons = {
                 "attention": self._layout.why,
-                "layers": self.backend.why_no_kernels if self._layout.triton else "",
+                "layers": self.backend.why_no_kernels if self._layout.in_place else "",
                 "CUDA graphs": self._why_no_graphs,
             }
             found.fallbacks = [f"{name}: {why}" for name, why in reasons.items() if why]

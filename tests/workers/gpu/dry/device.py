@@ -19,9 +19,11 @@ import pytest
 import torch
 import transformers
 from tokenbus.workers.gpu.model import device_queue, loader
+from tokenbus.workers.gpu.model.cuda import choice
 from tokenbus.workers.gpu.model.fused import from_transformers as fused_model
 from tokenbus.workers.gpu.model.fused.decoder import AttentionOptions
 from tokenbus.workers.gpu.model.kv_cache import LayerShape
+from tokenbus.workers.gpu.model.triton import ops
 from tokenbus.workers.gpu.sampling import sampler
 from tokenbus.workers.gpu.speculation import draft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,10 +145,14 @@ class Device(TorchDispatchMode):
             for module in list(sys.modules.values()):
                 if getattr(module, name, None) is function:
                     patches.setattr(module, name, stand_in)
+        # Kernels cannot be timed here.
+        patches.setattr(choice, "_fastest", lambda loaded, kernels: kernels[0])
         patches.setattr(sampler.Drawn, "fetch", _fetch)
         patches.setattr(draft_model.Guessed, "fetch", _fetch_guessed)
         patches.setattr(loader, "_probe", _shapes)
         patches.setattr(loader, "_fused", lambda name, *model: fused_model.fused_model(*model))
+        # torch for CUDA comes with Triton.
+        patches.setattr(ops, "why_missing", lambda device: "")
         # These two are read from the values of a forward.
         patches.setattr(fused_model, "_embedding_scale", lambda *args: 1.0)
         patches.setattr(fused_model, "type", _type, raising=False)

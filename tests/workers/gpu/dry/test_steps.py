@@ -6,6 +6,7 @@ A budget is the launches of a step: kernels and copies outside of its graph, and
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.model.triton import ops
 from tokenbus.workers.gpu.sampling.races import MAX_AHEAD
 
 from ..meter import Meter
@@ -23,8 +25,11 @@ from .device import PERIOD, Device, fake_device, llama_8b
 LAYERS = 2
 STEPS = 4
 BATCH = 64
-LAYER_BUDGET = 18
-"""Launches of a decoder layer within the graph."""
+LAYER_BUDGET = 9
+"""Launches of a decoder layer, within a graph or not."""
+LAYER_BUDGET_WITHOUT_TRITON = 16
+AROUND_MIXED = 24
+"""Launches of a step with a chunk of a prompt in addition to its layers: 312 for 32 layers."""
 DRAW_BUDGET = 18
 """Launches that compute random numbers, of one step or of ``MAX_AHEAD``."""
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
@@ -81,6 +86,20 @@ def fill(engine: Engine, sampling: dict[str, Any], count: int = BATCH) -> None:
         engine.step()
 
 
+def mixed_step(device: Device, engine: Engine, decodes: int, prompts: int) -> Counter[str]:
+    """The launches of a step that decodes some sequences and computes chunks of some prompts."""
+    fill(engine, {"temperature": 0.0}, decodes)
+    for number in range(decodes, decodes + prompts):
+        sampling = Sampling(max_tokens=3, ignore_eos=True, temperature=0.0)
+        engine.add(number, [number] * (8000 // prompts), sampling)
+    engine.step()
+    with device.counting():
+        engine.step()
+    assert not device.faults
+    assert device.replays == 0
+    return device.launches
+
+
 def per_step(device: Device) -> float:
     return (sum(device.launches.values()) + device.replays) / STEPS
 
@@ -94,7 +113,7 @@ def test_the_model_runs_on_the_device_by_the_fast_path(loaded: LoadedModel, engi
 
 
 def test_a_layer_of_a_graph_stays_within_its_budget(device: Device, shared: Engine) -> None:
-    around = 13
+    around = 15
     assert 0 < sum(device.captured.values()) <= around + LAYERS * LAYER_BUDGET
     assert not [fault for fault in device.faults if "capture" in fault]
 
@@ -160,17 +179,24 @@ def test_forks_splices_and_prompts_in_chunks_wait_for_nothing(
     assert not device.faults
 
 
-def test_a_step_with_a_chunk_of_a_prompt_stays_within_its_budget(
-    device: Device, engine: Engine
+@pytest.mark.parametrize(("decodes", "prompts"), [(BATCH - 1, 1), (3, 5)])
+def test_a_step_with_chunks_of_prompts_stays_within_its_budget(
+    device: Device, engine: Engine, decodes: int, prompts: int
 ) -> None:
-    fill(engine, {"temperature": 0.0}, BATCH - 1)
-    engine.add(BATCH - 1, [1] * 8000, Sampling(max_tokens=3, ignore_eos=True, temperature=0.0))
-    engine.step()
-    with device.counting():
-        engine.step()
-    assert not device.faults
-    assert device.replays == 0
-    assert sum(device.launches.values()) <= 36 + LAYERS * LAYER_BUDGET
+    launches = mixed_step(device, engine, decodes, prompts)
+    assert sum(launches.values()) <= AROUND_MIXED + LAYERS * LAYER_BUDGET, launches
+    # All arrays of the step in one copy.
+    assert launches["upload"] == 1
+
+
+def test_a_layer_without_triton_has_a_budget_too(
+    device: Device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "why_missing", lambda device: "triton is not installed")
+    engine = make(loaded)
+    assert engine.path.fallbacks == ["layers: triton is not installed"]
+    launches = mixed_step(device, engine, BATCH - 1, 1)
+    assert sum(launches.values()) <= AROUND_MIXED + LAYERS * LAYER_BUDGET_WITHOUT_TRITON, launches
 
 
 def test_drafts_and_their_verification_wait_for_nothing(

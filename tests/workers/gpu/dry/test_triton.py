@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine
-from tokenbus.workers.gpu.model.cuda import choice
+from tokenbus.workers.gpu.model.cuda import varlen
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 
 from .device import Device, fake_device, llama_8b
-from .test_steps import BATCH, LAYERS, STEPS, fill, make, per_step
+from .test_steps import (
+    AROUND_MIXED,
+    BATCH,
+    LAYER_BUDGET,
+    LAYERS,
+    STEPS,
+    fill,
+    make,
+    mixed_step,
+    per_step,
+)
 
-LAYER_BUDGET = 9
 AROUND = 15
 """Launches of a forward around its layers."""
 KERNELS = ("split_attention", "prefill_attention", "norm", "gated", "rotary_store")
@@ -26,10 +35,9 @@ KERNELS = ("split_attention", "prefill_attention", "norm", "gated", "rotary_stor
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    """The device, with Triton and without FlashAttention over blocks."""
+    """The device, without FlashAttention over blocks."""
     with fake_device() as device, pytest.MonkeyPatch.context() as patches:
-        patches.setattr(choice, "missing_triton", lambda device: "")
-        patches.setattr(choice.varlen, "why_not", lambda loaded: "torch 2.11")
+        patches.setattr(varlen, "why_not", lambda loaded: "torch 2.11")
         yield device
 
 
@@ -92,17 +100,14 @@ def test_a_decode_step_is_a_replay_and_waits_for_nothing(
     assert per_step(device) <= 80
 
 
-def test_a_mixed_step_has_one_launch_more_a_layer(device: Device, engine: Engine) -> None:
-    fill(engine, {"temperature": 0.0}, BATCH - 1)
-    engine.add(BATCH - 1, [1] * 8000, Sampling(max_tokens=3, ignore_eos=True, temperature=0.0))
-    engine.step()
-    with device.counting():
-        engine.step()
-    assert not device.faults
-    assert device.replays == 0
-    found = kernels(device.launches)
+@pytest.mark.parametrize(("decodes", "prompts"), [(BATCH - 1, 1), (3, 5)])
+def test_a_mixed_step_has_one_launch_more_a_layer(
+    device: Device, engine: Engine, decodes: int, prompts: int
+) -> None:
+    launches = mixed_step(device, engine, decodes, prompts)
+    found = kernels(launches)
     assert found["split_attention"] == found["prefill_attention"] == LAYERS
-    assert sum(device.launches.values()) <= 40 + LAYERS * (LAYER_BUDGET + 1), device.launches
+    assert sum(launches.values()) <= AROUND_MIXED + 1 + LAYERS * (LAYER_BUDGET + 1), launches
 
 
 def test_masks_forks_splices_and_prompts_wait_for_nothing(device: Device, engine: Engine) -> None:

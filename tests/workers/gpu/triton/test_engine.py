@@ -22,7 +22,7 @@ pytestmark = interpreted
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """Graphs on a CPU, and engines whose blocks Triton reads."""
-    layout = Layout(16, True, "", True)
+    layout = Layout(16, "triton")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr("tokenbus.workers.gpu.model.cuda.graphs.SIZES", (1,))
     # The interpreter is slow.

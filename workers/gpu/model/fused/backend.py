@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..backend import ForwardBackend
-from ..cuda import varlen
+from ..cuda.kernels import KERNELS, writing
 from ..kv_cache import Layout
 from ..step_tensors import Context, StepTensors
 from ..transformers.attention import attend
-from ..triton import attention as triton_attention
 from .decoder import Attend, FusedDecoder
 
 
@@ -30,6 +29,4 @@ class FusedBackend(ForwardBackend):
 
 def attend_of(layout: Layout) -> Attend:
     """The attention of a decoder."""
-    if layout.triton:
-        return triton_attention.attend
-    return varlen.attend if layout.in_place else attend
+    return writing(KERNELS[layout.kernel].attend_stored) if layout.in_place else attend

@@ -11,12 +11,11 @@ import torch
 
 from ..backend import ForwardBackend
 from ..cpu_native.head import PackedHead
-from ..cuda import varlen
+from ..cuda.kernels import function_name
 from ..kv_cache import Layout
 from ..loader import FUSED_TOLERANCE, PROBE_TOLERANCE, difference
 from ..probes import Probes
 from ..step_tensors import Context, StepTensors
-from ..triton import attention as triton_attention
 from .attention import NAME, NAME_COMPILED
 
 log = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ def keeps_logits(model: Any) -> bool:
 
 def attention_name(layout: Layout) -> str:
     """The name under which transformers knows the attention of a layout."""
-    if layout.triton:
-        return triton_attention.NAME
-    return varlen.NAME if layout.in_place else NAME
+    return function_name(layout.kernel) if layout.in_place else NAME
 
 
 @torch.inference_mode()

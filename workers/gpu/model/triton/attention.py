@@ -7,7 +7,6 @@ several programs. The kernel of a chunk depends on nothing but the chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,8 +14,9 @@ import torch
 
 from ..cuda.varlen import VarlenBatch
 from ..device_queue import together_on_device
-from ..kv_cache import KVCache
-from ..transformers.attention import register
+from ..kv_cache import TRITON_BLOCK_SIZE, KVCache
+from ..loader import LoadedModel
+from . import ops
 from .ops import (
     MAX_SPLITS,
     MIN_SPLIT,
@@ -25,7 +25,9 @@ from .ops import (
     tile_rows,
 )
 
-NAME = "tokenbus_triton"
+TITLE = "Triton"
+BLOCK_SIZE = TRITON_BLOCK_SIZE
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_SHORT = 32
 """Tokens of a chunk whose keys are split: a draft and its last token fit."""
 TARGET_PROGRAMS = 528
@@ -181,62 +183,16 @@ def attend_stored(
     )
 
 
-def attend(
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: VarlenBatch,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """``attend_stored`` after the keys and values are written to the cache."""
-    context.cache.write(layer, context.slot_mapping, key, value)
-    return attend_stored(
-        layer,
-        query,
-        key,
-        value,
-        context,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
-
-
-def triton_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packed_batch: VarlenBatch,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """One layer's attention for transformers: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads,
-    dim]``."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    found = attend(
-        layer,
-        q,
-        k,
-        v,
-        packed_batch,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
-    return found.unsqueeze(0), None
-
-
-register(NAME, triton_attention)
+def why_not(loaded: LoadedModel) -> str:
+    """Why the kernels cannot attend for a model; empty if they can."""
+    if missing := ops.why_missing(loaded.device):
+        return missing
+    if loaded.dtype not in DTYPES:
+        return f"the weights are {loaded.dtype}"
+    shapes = set(loaded.layers.values())
+    if any(s.key_dim != s.value_dim or not 16 <= s.key_dim <= 256 for s in shapes):
+        return "its heads have a size that the kernels do not support"
+    return ""
 
 
 def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Workspace) -> Tiles:

@@ -5,28 +5,31 @@ from __future__ import annotations
 import torch
 
 from ..backend import ForwardBackend
+from ..cuda.kernels import KERNELS
 from ..fused.backend import FusedBackend
 from ..fused.decoder import FusedDecoder
 from ..kv_cache import Layout
 from ..loader import FUSED_TOLERANCE, PROBE_TOLERANCE, difference
 from ..probes import Probes
 from ..step_tensors import Context, StepTensors
-from . import attention
+from . import ops
 from .decoder import NotFusible, TritonDecoder
 
 
 class TritonBackend(ForwardBackend):
-    """Runs the layers of a decoder in few kernels. Raises NotFusible if a layer has no kernel."""
+    """Runs the layers of a decoder in few kernels, with any attention that reads blocks in place.
+    Raises NotFusible if a layer has no kernel."""
 
-    def __init__(self, tensors: StepTensors, decoder: FusedDecoder) -> None:
+    def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
         self._decoder = TritonDecoder(decoder)
+        self._attend = KERNELS[layout.kernel].attend_stored
 
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:
         """The logits at ``rows``."""
-        return self._decoder.forward(ids, positions, rows, context, attention.attend_stored)
+        return self._decoder.forward(ids, positions, rows, context, self._attend)
 
 
 def triton_backend(
@@ -35,9 +38,13 @@ def triton_backend(
     """The decoder in few kernels; with plain layers, and the reason, if these have no kernels or if
     the logits would differ."""
     probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
+    device = tensors.device
+    if device.type == "cuda" and (missing := ops.why_missing(device)):
+        plain.why_no_kernels = missing
+        return plain
     limit = FUSED_TOLERANCE if dtype == torch.float32 else PROBE_TOLERANCE
     try:
-        found = TritonBackend(tensors, decoder)
+        found = TritonBackend(tensors, decoder, layout)
         for packed in (probes.prompt(), probes.decode()):
             wanted = probes.logits(plain, packed).clone()
             away = difference(probes.logits(found, packed), wanted)

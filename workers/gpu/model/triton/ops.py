@@ -6,11 +6,14 @@ that import, the operations run on a CPU. Fake tensors need no Triton.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from typing import Any
 
 import torch
 
+MIN_CAPABILITY = (8, 0)
+"""GPUs before Ampere have no bfloat16 products."""
 MAX_SPLITS = 16
 """Most parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
@@ -28,6 +31,16 @@ ROTARY_HEADS = 8
 """Heads of a program of the rotary kernel."""
 
 _LIBRARY: Any = torch.library.Library("tokenbus_triton", "DEF")  # type: ignore[no-untyped-call]
+
+
+def why_missing(device: torch.device) -> str:
+    """Why a CUDA device cannot run the kernels; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the GPU has the compute capability {capability}; {MIN_CAPABILITY} is required"
+    return ""
 
 
 def tile_rows(group: int, long: bool) -> int:
