@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ..protocol.errors import RequestError
 from .tables import Request
 
-MAX_DEATHS = 2
-"""A request that had no new token at this number of consecutive workers that died is a suspect."""
+SUSPECT_DEATHS = 2
+"""A request is a suspect if it had no new token at this number of consecutive workers that died."""
 TRIAL_S = 10.0
 """Seconds after which a suspect is cleared if its worker is alive."""
 
@@ -16,9 +16,9 @@ TRIAL_S = 10.0
 class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
-    A request that was alone in this at ``MAX_DEATHS`` workers is guilty. If there are several
-    suspects, only some are tried at a time. Each further death halves their number, until the
-    guilty request is alone.
+    Two deaths may be chance: they make a request a suspect. A suspect that is the only one on trial
+    is guilty if its worker dies too. If there are several suspects, only some are tried at a
+    time. Each further death halves their number, until the guilty request is alone.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class Quarantine:
         """Suspects that run at a worker, and since when."""
         self._counted: dict[str, tuple[list[Request], float]] = {}
         """By worker: the requests against which its loss was counted, and when."""
-        self._most = 1
+        self._max_tried = 1
+        """Maximum suspects on trial at a time."""
 
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
@@ -40,15 +41,12 @@ class Quarantine:
             return []
         for request in idle:
             request.deaths += 1
-            request.lone_deaths = request.lone_deaths + 1 if len(idle) == 1 else 0
         if idle:
             self._counted[worker] = idle, now
-        guilty = [request for request in idle if request.lone_deaths >= MAX_DEATHS]
-        if len(tried) == 1 and self._most == 1:
-            guilty = tried
-        suspects = sum(request.deaths >= MAX_DEATHS for request in idle)
+        guilty = tried if len(tried) == 1 and self._max_tried == 1 else []
+        suspects = sum(request.deaths >= SUSPECT_DEATHS for request in idle)
         if suspects:
-            self._most = max(1, suspects // 2)
+            self._max_tried = max(1, suspects // 2)
         return guilty
 
     def lives(self, worker: str) -> None:
@@ -57,15 +55,14 @@ class Quarantine:
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
             request.deaths = max(0, request.deaths - 1)
-            request.lone_deaths = max(0, request.lone_deaths - 1)
 
     def may_start(self, request: Request) -> bool:
         """Whether a request that has lost its worker may go to another now."""
-        return request.deaths < MAX_DEATHS or len(self._tried) < self._most
+        return request.deaths < SUSPECT_DEATHS or len(self._tried) < self._max_tried
 
     def on_start(self, request: Request, now: float) -> None:
         """Handles the start of a request at a worker."""
-        if request.deaths >= MAX_DEATHS:
+        if request.deaths >= SUSPECT_DEATHS:
             self._tried[request.id] = (request, now)
 
     def forget(self, request: Request) -> None:
@@ -83,7 +80,7 @@ class Quarantine:
 
     def _clear(self, request: Request) -> None:
         self._tried.pop(request.id, None)
-        request.deaths = request.lone_deaths = 0
+        request.deaths = 0
 
 
 def _has_new(request: Request) -> bool:

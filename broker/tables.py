@@ -403,8 +403,6 @@ class Request:
     """How often it has continued at another worker, including earlier runs of the broker."""
     deaths: int = 0
     """Consecutive workers that died when it had no new token there."""
-    lone_deaths: int = 0
-    """Consecutive workers that died when it was their only stream without a new token."""
     resumed: bool = False
     """Whether its client has resumed its session on another connection, and has not attached."""
     returning: bool = False

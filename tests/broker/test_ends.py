@@ -106,7 +106,7 @@ def test_an_error_of_the_brokers_waits_for_its_client(bench: Bench) -> None:
     token = opened(bench)
     begun(bench)
     gone(bench, "c")
-    for left, other in ("ab", "be"):
+    for left, other in ("ab", "be", "ef"):
         bench.worker(other, capacity=9)
         gone(bench, left, Side.BACK)
     assert bench.broker.dispatcher.requests == {}

@@ -379,24 +379,42 @@ def test_what_has_ended_is_not_kept(bench: Bench) -> None:
 # --- quarantine -----------------------------------------------------------------------------------
 
 
-def test_a_request_that_kills_its_workers_is_quarantined_after_two_deaths(bench: Bench) -> None:
+def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(bench: Bench) -> None:
     bench.worker("a", capacity=8)
     good = begun(bench, "a", 1)
     bench.tokens("a", good, FIRST)
-    begun(bench, "a", 2)
+    killer = begun(bench, "a", 2)
     bench.to_client("c")
-    bench.worker("b", capacity=8)
-    gone(bench, "a")
-    moved = {h.request: h for h, _ in got(bench, "b")}
-    bench.tokens("b", moved[good.request], entry(8, 1))
-    bench.worker("d", capacity=8)
-    bench.to_client("c")
-    gone(bench, "b")
+    for position, (lost, following) in enumerate(["ab", "bd"], 1):
+        bench.worker(following, capacity=8)
+        gone(bench, lost)
+        moved = {header.request: header for header, _ in got(bench, following)}
+        assert killer.request in moved
+        bench.tokens(following, moved[good.request], entry(8, position))
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
+    bench.worker("e", capacity=8)
+    gone(bench, "d")
     [(_, error)] = bench.to_client("c")
     assert (error["stream_id"], error["code"]) == (2, "quarantined")
-    assert "2 workers in a row" in error["message"]
-    [(header, _)] = got(bench, "d")
+    assert "3 workers in a row" in error["message"]
+    [(header, _)] = got(bench, "e")
     assert header.request == good.request
+
+
+def test_two_deaths_by_chance_put_a_request_on_trial_only(bench: Bench) -> None:
+    """Its third worker stays alive, or has a new token of it, before the next one dies."""
+    bench.worker("a")
+    header = begun(bench, "a")
+    for lost, following in ("ab", "bd"):
+        bench.worker(following)
+        gone(bench, lost)
+        header, _ = continued(bench, following)
+    bench.tokens("d", header, FIRST)
+    for lost, following in ("de", "ef"):
+        bench.worker(following)
+        gone(bench, lost)
+        continued(bench, following)
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
 
 
 def test_of_several_suspects_only_the_one_that_kills_is_quarantined() -> None:
@@ -473,11 +491,13 @@ def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
         continued(bench, other)
         # Its process is the same.
         bench.worker(lost)
-    # What dies counts as ever.
-    gone(bench, "a")
-    continued(bench, "b")
+    # The deaths of processes count.
+    for lost, following in ("ab", "bd"):
+        bench.worker(following)
+        gone(bench, lost)
+        continued(bench, following)
     bench.to_client("c")
-    gone(bench, "b")
+    gone(bench, "d")
     [(_, error)] = bench.to_client("c")
     assert error["code"] == "quarantined"
 
@@ -514,7 +534,7 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
 
 
 def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request() -> None:
-    """Its process stood still and has not died: two more workers have to die of the request."""
+    """Its process stood still and has not died: three more workers have to die of the request."""
     bench = Bench()
     bench.worker("a", process=1)
     begun(bench, "a", 1)
@@ -527,10 +547,14 @@ def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request(
     gone(bench, "b")
     assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
     assert [kind for kind, _ in bench.to_worker("a")] == ["GENERATE"]
+    bench.worker("d", process=3)
     gone(bench, "a")
+    assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
+    assert [kind for kind, _ in bench.to_worker("d")] == ["GENERATE"]
+    gone(bench, "d")
     [error] = [body for kind, body in bench.to_client("c") if kind == "ERROR"]
     assert error["code"] == "quarantined"
-    assert "2 workers in a row" in error["message"]
+    assert "3 workers in a row" in error["message"]
 
 
 def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> None:

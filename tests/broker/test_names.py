@@ -128,7 +128,7 @@ def test_a_worker_that_drains_or_hangs_leaves_its_name(bench: Bench, state: str)
 
 def test_a_request_that_kills_containers_of_one_name_and_pid_is_quarantined(bench: Bench) -> None:
     """Each is pid 1, so that the next one is not taken for the last one, which lives."""
-    for process, peer in enumerate("ab", 1):
+    for process, peer in enumerate("abd", 1):
         register(bench, peer, process)
         if peer == "a":
             bench.client("c", "GENERATE", generate(1))

@@ -118,7 +118,7 @@ class Streams(RuleBasedStateMachine):
     def check(self, reader: Reader) -> None:
         """The invariants of a stream that has ended."""
         if reader.error is not None:
-            killer = reader.error.code == Code.QUARANTINED and self.deaths >= 2
+            killer = reader.error.code == Code.QUARANTINED and self.deaths >= 3
             assert killer, f"a stream ended with {reader.error}"
 
 
