@@ -37,7 +37,7 @@ from .quarantine import TRIAL_S
 from .quotas import Quotas
 from .recovery import Recovery
 from .returns import Returns
-from .revocations import NO_SESSION, registered
+from .revocations import NO_SESSION, overdue, registered
 from .settings import BrokerSettings
 from .status import Counters
 from .sweep import Sweep
@@ -267,6 +267,8 @@ class Back:
                 why = f"no message for {now - worker.last_seen:.1f} s"
                 self._lost[worker.name] = worker.process, now
                 self._lose(worker, Loss(why, died=True))
+            elif why := overdue(worker, self._settings, now):
+                self._lose(worker, Loss(why, died=True, returns=False))
             elif worker.last_seen < silent_since:
                 silent_since = worker.last_seen
         self._walked = silent_since

@@ -620,7 +620,7 @@ class Dispatcher:
         self.prefixes.expect(request, worker, self._model_of(request))
         self.moves.sent(request)
         if worker.may_send(request):
-            revoke(self._out, worker, self._settings, request)
+            revoke(self._out, worker, self._settings, request, self.now)
         self.moves.quarantine.on_start(request, self.now)
         request.worker = worker
         request.dispatched = self.now

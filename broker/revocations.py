@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ..protocol.worker_messages import Claim, Registered
 from .outgoing import Outgoings
 from .settings import BrokerSettings
-from .tables import Request, Worker
+from .tables import Request, Revocation, Worker
 
 NO_SESSION = 0
 """The session of a CLAIM that asks for no streams, and of its CLAIMED."""
@@ -41,9 +41,21 @@ def drop(out: Outgoings, worker: Worker, settings: BrokerSettings, requests: Seq
     out.to_worker(worker, b"REGISTERED", registered(worker, settings, unknown=requests))
 
 
-def revoke(out: Outgoings, worker: Worker, settings: BrokerSettings, request: Request) -> None:
+def revoke(
+    out: Outgoings, worker: Worker, settings: BrokerSettings, request: Request, now: float
+) -> None:
     """Orders a worker to drop the earlier attempt of a request that it is about to receive again,
     and to confirm that."""
     drop(out, worker, settings, [request.id])
     out.to_worker(worker, b"CLAIM", Claim(session=NO_SESSION))
-    worker.revoked.append(request)
+    worker.revoked.append(Revocation(request, now))
+
+
+def overdue(worker: Worker, settings: BrokerSettings, now: float) -> str:
+    """Why a worker counts as lost if it has not confirmed a revocation in time, else ``""``.
+
+    A worker confirms between two steps, so it has as long as a step may take.
+    """
+    if not worker.revoked or now - worker.revoked[0].at <= settings.hung_step_s:
+        return ""
+    return f"it has not confirmed a revoked attempt for {now - worker.revoked[0].at:.0f} s"

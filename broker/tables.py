@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..protocol.bodies import Encoding
 from ..protocol.header import Flag, Manifest
@@ -209,6 +209,14 @@ class SessionTable:
             session.peer = None
 
 
+class Revocation(NamedTuple):
+    """An order to a worker to drop its earlier attempt of a request that it begins anew."""
+
+    request: Request
+    at: float
+    """When the order was sent."""
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """A worker with a lease."""
@@ -246,9 +254,9 @@ class Worker:
     """At a controller worker: the requests whose controllers it runs, or has a place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
     """By session: streams that the worker has to drop, and may still send entries of."""
-    revoked: deque[Request] = field(default_factory=deque)
-    """Requests that it begins anew, and whose earlier attempt it has not confirmed to have dropped;
-    in the order of its confirmations (``revocations.py``)."""
+    revoked: deque[Revocation] = field(default_factory=deque)
+    """Revocations that it has not confirmed, in the order of its confirmations
+    (``revocations.py``)."""
     process: int = 0
     """Number of its process, which no other process has."""
     registration: int = 0
@@ -266,12 +274,12 @@ class Worker:
 
     def is_revoked(self, number: int) -> bool:
         """Whether its messages about a request belong to an attempt that was revoked."""
-        return any(request.id == number for request in self.revoked)
+        return any(revocation.request.id == number for revocation in self.revoked)
 
     def confirmed(self) -> None:
         """Records that the worker has dropped the earlier attempt of the request that was revoked
         first."""
-        request = self.revoked.popleft()
+        request = self.revoked.popleft().request
         if self.requests.get(request.id) is request:
             self.dropped(request.session.id, request.stream_id)
 
@@ -282,7 +290,8 @@ class Worker:
     def dropped(self, session: int, stream_id: int) -> None:
         """Removes a stream that was withdrawn: the worker sends no more of its old entries. Has no
         effect while an earlier attempt of the stream is revoked."""
-        if any((r.session.id, r.stream_id) == (session, stream_id) for r in self.revoked):
+        revoked = (revocation.request for revocation in self.revoked)
+        if any((r.session.id, r.stream_id) == (session, stream_id) for r in revoked):
             return
         streams = self.withdrawn.get(session, set())
         streams.discard(stream_id)

@@ -422,6 +422,20 @@ def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> Non
     assert not worker.withdrawn
 
 
+def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
+    """It sends heartbeats, and keeps the request from other workers."""
+    world, gpu, client = begun(hung_step_s=20.0)
+    [call] = client.tokens
+    sent_twice(world, gpu, True)
+    other = GpuWorker(world, "another")
+    world.pass_time(15.0)
+    assert not other.running
+    world.pass_time(10.0)
+    steps(world, other, 5)
+    assert client.tokens[call] == expected()
+    assert client.ends == {call: None}
+
+
 def test_variables_stay_until_the_time_for_adoption_is_over() -> None:
     world, gpu, _ = begun(length=800, recover_s=10.0)
     state = GpuWorker(world, "state", role="state")
