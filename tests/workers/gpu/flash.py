@@ -35,8 +35,8 @@ def varlen_attn(
         raise RuntimeError("cu_seqlens_k: bad optional access")
     if seqused_k is None or block_table is None:
         raise RuntimeError("block_table requires seqused_k")
-    _demand(num_splits == 1, "only num_splits=1 makes rows independent of their batch")
-    _demand(enable_gqa or query.shape[1] == key.shape[2], "Hq and Hkv differ: set enable_gqa")
+    demand(num_splits == 1, "only num_splits=1 makes rows independent of their batch")
+    demand(enable_gqa or query.shape[1] == key.shape[2], "Hq and Hkv differ: set enable_gqa")
     ints = (cu_seq_q, cu_seq_k, seqused_k, block_table)
     found: torch.Tensor = _kernel(query, key, value, *ints, max_q, max_k, scale, list(window_size))
     return found
@@ -58,20 +58,37 @@ def _kernel(
 ) -> torch.Tensor:
     # One operation for torch, as the kernel is: a graph captures it whole.
     tables, lengths = _checked(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table)
+    demand(max(lengths) <= max_k, "a sequence has more than max_k keys")
+    return attention(query, (key, value), cu_seq_q, lengths, tables, max_q, scale, window_size)
+
+
+def attention(
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    cu_seq_q: torch.Tensor,
+    lengths: list[int],
+    tables: torch.Tensor,
+    max_q: int,
+    scale: float | None,
+    window_size: list[int],
+    cap: float = 0.0,
+) -> torch.Tensor:
+    """Plain attention of packed queries over paged keys, ``[total, heads, dim]``."""
     starts = cu_seq_q.tolist()
-    repeat = query.shape[1] // key.shape[2]
-    _demand(starts[-1] == len(query), "cu_seqlens_q must end at the number of queries")
-    _demand(max(lengths) <= max_k, "a sequence has more than max_k keys")
-    out = torch.empty_like(query)
+    repeat = query.shape[1] // cache[0].shape[2]
+    demand(starts[-1] == len(query), "cu_seqlens_q must end at the number of queries")
+    out = query.new_empty(query.shape)
     for i, length in enumerate(lengths):
         first, last = starts[i], starts[i + 1]
-        _demand(last - first <= max_q, "a sequence has more than max_q queries")
-        blocks = tables[i, : -(-length // key.shape[1])].long()
-        k, v = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (key, value))
+        demand(last - first <= max_q, "a sequence has more than max_q queries")
+        blocks = tables[i, : -(-length // cache[0].shape[1])].long()
+        k, v = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in cache)
         k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
         hidden = _hidden(length, last - first, *window_size)
         scores = query[first:last].transpose(0, 1) @ k.transpose(-1, -2)
         scores = scores * (scale or query.shape[-1] ** -0.5)
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
         scores = scores.masked_fill(hidden, float("-inf"))
         out[first:last] = (torch.softmax(scores, -1) @ v).transpose(0, 1)
     return out
@@ -79,7 +96,7 @@ def _kernel(
 
 @_kernel.register_fake
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(query)
+    return query.new_empty(query.shape)
 
 
 def _hidden(length: int, queries: int, left: int, right: int) -> torch.Tensor:
@@ -106,30 +123,31 @@ def _checked(
 ) -> tuple[torch.Tensor, list[int]]:
     """The block tables and the lengths, after the kernel's own checks."""
     batch, (_, heads, dim) = cu_seq_q.numel() - 1, query.shape
-    _demand(batch > 0, "batch size must be positive")
-    _demand(key.dtype == value.dtype == query.dtype, "query and key must have the same dtype")
+    demand(batch > 0, "batch size must be positive")
+    demand(key.dtype == value.dtype == query.dtype, "query and key must have the same dtype")
     for name, ints in (("q", cu_seq_q), ("k", cu_seq_k)):
-        _demand(ints.dtype == torch.int32, f"cu_seqlens_{name} must have dtype int32")
-        _demand(ints.is_contiguous(), f"cu_seqlens_{name} must be contiguous")
-        _demand(ints.shape == (batch + 1,), f"cu_seqlens_{name} must have shape (batch_size + 1)")
-    _demand(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
-    _demand(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
-    _demand(block_table.dim() == 2 and len(block_table) == batch, "block_table: wrong shape")
+        demand(ints.dtype == torch.int32, f"cu_seqlens_{name} must have dtype int32")
+        demand(ints.is_contiguous(), f"cu_seqlens_{name} must be contiguous")
+        demand(ints.shape == (batch + 1,), f"cu_seqlens_{name} must have shape (batch_size + 1)")
+    demand(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
+    demand(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
+    demand(block_table.dim() == 2 and len(block_table) == batch, "block_table: wrong shape")
     for tensor in (query, key, value):
-        _demand(tensor.stride(-1) == 1, "Input tensor must have contiguous last dimension")
-    _demand(dim % 8 == 0 and dim <= MAX_HEAD_DIM, "head size: a multiple of 8, at most 256")
-    _demand(key.dim() == 4 and key.shape == value.shape, "paged keys have 4 dimensions")
-    _demand(key.shape[1] % PAGE == 0, "Paged KV cache block size must be divisible by 256")
-    _demand(key.shape[-1] == dim and heads % key.shape[2] == 0, "heads of keys: wrong shape")
-    _demand(seqused_k.dtype == torch.int32, "seqused_k must have dtype int32")
-    _demand(seqused_k.is_contiguous(), "seqused_k must be contiguous")
-    _demand(seqused_k.shape == (batch,), "seqused_k must have shape (batch_size)")
+        demand(tensor.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+    demand(dim % 8 == 0 and dim <= MAX_HEAD_DIM, "head size: a multiple of 8, at most 256")
+    demand(key.dim() == 4 and key.shape == value.shape, "paged keys have 4 dimensions")
+    demand(key.shape[1] % PAGE == 0, "Paged KV cache block size must be divisible by 256")
+    demand(key.shape[-1] == dim and heads % key.shape[2] == 0, "heads of keys: wrong shape")
+    demand(seqused_k.dtype == torch.int32, "seqused_k must have dtype int32")
+    demand(seqused_k.is_contiguous(), "seqused_k must be contiguous")
+    demand(seqused_k.shape == (batch,), "seqused_k must have shape (batch_size)")
     lengths: list[int] = seqused_k.tolist()
-    _demand(int(cu_seq_k[0]) == 0, "cu_seqlens_k must begin at 0")
-    _demand(cu_seq_k.diff().tolist() == lengths, "cu_seqlens_k must add up seqused_k")
+    demand(int(cu_seq_k[0]) == 0, "cu_seqlens_k must begin at 0")
+    demand(cu_seq_k.diff().tolist() == lengths, "cu_seqlens_k must add up seqused_k")
     return block_table, lengths
 
 
-def _demand(holds: bool, why: str) -> None:
+def demand(holds: bool, why: str) -> None:
+    """Raises RuntimeError, as a kernel does."""
     if not holds:
         raise RuntimeError(why)

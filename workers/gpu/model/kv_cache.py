@@ -15,6 +15,9 @@ BLOCK_SIZE = 16
 """Tokens of a block if blocks are gathered."""
 FLASH_BLOCK_SIZE = 256
 """Tokens of a block that FlashAttention reads in place: FlashAttention 2 requires at least 256."""
+FLASH3_BLOCK_SIZE = 64
+"""Tokens of a block that FlashAttention 3 reads in place. It takes any size; small blocks share
+more of a prefix."""
 TRITON_BLOCK_SIZE = 64
 """Tokens of a block that the Triton kernels read in place: an iteration over keys is one block."""
 
@@ -23,11 +26,12 @@ CPU_PART = 0.25
 """On a CPU the cache takes at most this many bytes, and this part of the free memory."""
 
 
-Kernel = Literal["gather", "varlen", "triton"]
+Kernel = Literal["gather", "varlen", "fa3", "triton"]
 """An attention: SDPA over gathered blocks, or the kernel that reads blocks in place."""
 _ATTENTIONS: dict[Kernel, str] = {
     "gather": "SDPA over gathered blocks",
     "varlen": "FlashAttention over blocks",
+    "fa3": "FlashAttention 3 over blocks",
     "triton": "Triton over blocks",
 }
 

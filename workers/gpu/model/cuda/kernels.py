@@ -12,7 +12,7 @@ from ..kv_cache import Kernel
 from ..loader import LoadedModel
 from ..transformers.attention import register
 from ..triton import attention as triton
-from . import varlen
+from . import flash3, varlen
 
 
 class BlockAttention(Protocol):
@@ -38,7 +38,7 @@ class BlockAttention(Protocol):
         ...
 
 
-KERNELS: Mapping[Kernel, BlockAttention] = {"varlen": varlen, "triton": triton}
+KERNELS: Mapping[Kernel, BlockAttention] = {"varlen": varlen, "fa3": flash3, "triton": triton}
 
 
 def writing(attend_stored: Attend) -> Attend:
@@ -59,7 +59,7 @@ def writing(attend_stored: Attend) -> Attend:
 
 
 def function_name(kernel: Kernel) -> str:
-    """The name under which transformers knows a kernel."""
+    """The name under which transformers knows a kernel. Names with ``flash`` are its own."""
     return f"tokenbus_{kernel}"
 
 
