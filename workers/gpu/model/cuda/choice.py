@@ -14,6 +14,7 @@ import torch
 
 from ..kv_cache import BLOCK_SIZE, Kernel, Layout
 from ..loader import LoadedModel
+from . import stored_choices
 from .kernels import KERNELS
 from .trial import Trial, heads_per_key_head
 
@@ -24,9 +25,6 @@ TRIALS = (((1, 1, 1), (5, 300, 4000)), ((3, 1, 40), (700, 257, 300)))
 TIMED = (((1,) * 32, (1024,) * 32), ((1,), (8192,)), ((1024,), (1024,)))
 """The chunks of each timed run, as in ``TRIALS``: decodes, a long decode, and a prompt."""
 WINDOW, CAP = 100, 20.0
-
-_FASTEST: dict[tuple[object, ...], Kernel] = {}
-"""The fastest of the kernels that work, by device, dtype and shapes."""
 
 
 def choose_layout(loaded: LoadedModel) -> Layout:
@@ -65,11 +63,12 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
     """The fastest of several kernels, summed over all layer shapes: as stored, or by time."""
+    key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
+    found = stored_choices.load(key)
+    if found is not None and found in kernels:
+        log.info("%s: %s is used, as measured before", loaded.name, KERNELS[found].TITLE)
+        return found
     shapes = sorted(set(loaded.layers.values()))
-    name = torch.cuda.get_device_name(loaded.device)
-    key = (name, loaded.dtype, heads_per_key_head(loaded), *shapes)
-    if key in _FASTEST:
-        return _FASTEST[key]
     try:
         times = {
             kernel: sum(
@@ -86,8 +85,8 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
         "%s: %s is used, by time on the %s: %s",
         loaded.name,
         KERNELS[fastest].TITLE,
-        name,
+        torch.cuda.get_device_name(loaded.device),
         ", ".join(f"{KERNELS[k].TITLE} {1e6 * seconds:.0f} µs" for k, seconds in times.items()),
     )
-    _FASTEST[key] = fastest
+    stored_choices.store(key, fastest)
     return fastest

@@ -1,0 +1,97 @@
+"""The chosen attention kernels of this machine, in a file in the user's cache folder.
+
+A choice belongs to the card, the driver, the versions of the libraries and the shapes of the model,
+so it is measured again after any of these has changed. A file that cannot be read is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ..kv_cache import Kernel
+from ..loader import LoadedModel
+from .kernels import KERNELS
+
+log = logging.getLogger(__name__)
+
+MAX_CHOICES = 256
+"""Choices in the file; the oldest are dropped first."""
+DRIVER = Path("/proc/driver/nvidia/version")
+LIBRARIES = ("torch", "triton", "flash_attn_3")
+
+_chosen: dict[str, Kernel] = {}
+"""The choices of this process, in case the file cannot be written."""
+
+
+def path() -> Path:
+    """The file: ``tokenbus/attention.json`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder).expanduser() / "tokenbus" / "attention.json"
+
+
+def key_of(loaded: LoadedModel, group: int, kernels: Sequence[Kernel]) -> str:
+    """All that the times of ``kernels`` depend on. ``group``: query heads for each key head."""
+    parts = {
+        "card": torch.cuda.get_device_name(loaded.device),
+        "driver": _driver(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "dtype": str(loaded.dtype),
+        "group": group,
+        "layers": sorted(set(loaded.layers.values())),
+        "block sizes": {kernel: KERNELS[kernel].BLOCK_SIZE for kernel in kernels},
+    }
+    return msgspec.json.encode(parts).decode()
+
+
+def load(key: str) -> Kernel | None:
+    """The stored choice; None if there is none."""
+    return _chosen.get(key) or _read().get(key)
+
+
+def store(key: str, kernel: Kernel) -> None:
+    """Stores a choice. The file is replaced at once, so that a reader sees the old or the new
+    one."""
+    _chosen[key] = kernel
+    choices = {k: v for k, v in _read().items() if k != key} | {key: kernel}
+    kept = dict(list(choices.items())[-MAX_CHOICES:])
+    file = path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+            written.write(msgspec.json.encode(kept))
+        os.replace(written.name, file)
+    except OSError as error:
+        log.info("the chosen attention is measured again at the next start: %s", error)
+
+
+def _read() -> dict[str, Kernel]:
+    try:
+        return msgspec.json.decode(path().read_bytes(), type=dict[str, Kernel])
+    except FileNotFoundError:
+        return {}
+    except (OSError, RuntimeError, msgspec.MsgspecError) as error:
+        log.info("%s is ignored: %s", path(), error)
+        return {}
+
+
+def _driver() -> str:
+    """The version of the card's driver; empty if the system does not show it."""
+    try:
+        return DRIVER.read_text().splitlines()[0]
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
