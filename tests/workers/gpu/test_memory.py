@@ -14,6 +14,7 @@ from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout, token_
 from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, wrap_model
 from tokenbus.workers.gpu.model.memory import cache_bytes, largest_step_bytes
 from tokenbus.workers.gpu.model.models import memory_part
+from tokenbus.workers.gpu.sampling import races, sampler
 
 from ...worlds.steered_engine import one_thread
 from . import flash, shapes
@@ -66,6 +67,42 @@ def test_no_step_takes_more_than_the_largest_one_that_was_measured(
             engine.step()
         assert meter.peak - before <= measured + CACHE + FLASH_BLOCK_SIZE * token_size(loaded)
         del engine
+
+
+@pytest.fixture
+def by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling has few launches, as on a GPU: random numbers of many steps are computed ahead."""
+    for module in (races, sampler):
+        monkeypatch.setattr(module, "costs_launches", lambda tensor: True)
+
+
+def test_the_random_numbers_of_later_steps_are_measured(
+    loaded: LoadedModel, meter: Meter, by_launches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for steps in (1, 32):
+        monkeypatch.setattr(races, "MAX_AHEAD", steps)
+        largest_step_bytes(loaded, LAYOUT, ROWS, ROWS)
+        found[steps] = largest_step_bytes(loaded, LAYOUT, ROWS, ROWS)
+    _, candidates = races._competitors(loaded.vocab_size, loaded.device)
+    of_step = 8 * ROWS * len(candidates)
+    # Two batches whose steps overlap have them.
+    assert found[32] - found[1] >= 2 * 31 * of_step
+
+
+def test_no_step_with_numbers_ahead_takes_more_than_was_measured(
+    loaded: LoadedModel, meter: Meter, by_launches: None
+) -> None:
+    measured = largest_step_bytes(loaded, LAYOUT, ROWS, ROWS)
+    before = meter.live
+    engine = Engine(loaded, EngineConfig(ROWS, ROWS, kv_cache_bytes=CACHE))
+    for number in range(ROWS):
+        sampling = Sampling(temperature=1.0, top_p=0.9, max_tokens=70, ignore_eos=True)
+        engine.add(number, [1], sampling)
+    meter.peak = meter.live
+    while engine.has_work:
+        engine.step()
+    assert meter.peak - before <= measured + CACHE + FLASH_BLOCK_SIZE * token_size(loaded)
 
 
 def token_size(loaded: LoadedModel) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ DEVICE_PART = 0.9
 """The part of a device's memory that models may take. The rest is for memory that torch does not
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
+STEPS_UNTIL_AHEAD = 3
+"""Steps until a batch has random numbers of many steps (``races.Ahead``), and replaces them."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling that takes the most memory: it sorts the vocabulary."""
 
@@ -102,9 +105,18 @@ def _logits(runner: Runner, chunks: list[Chunk]) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, vocab_size: int) -> object:
+    """Samples as two batches whose steps overlap, each with random numbers of later steps."""
     words = np.full(-(-vocab_size // 32), 2**32 - 1, dtype=np.uint32)
-    rows = [Row(_LARGEST, i, 0, 0, (1,), (1,), words) for i in range(len(logits))]
-    return draw(logits, None, Rows.of(rows))
+    batches = []
+    for _ in range(2):
+        rows = Rows.of([Row(_LARGEST, i, 0, 0, (1,), (1,), words) for i in range(len(logits))])
+        batches.append(rows)
+        for _ in range(STEPS_UNTIL_AHEAD):
+            draw(logits, None, rows)
+            ahead = rows.parameters.draws.ahead
+            steps = len(ahead.logs) if ahead is not None else 1
+            rows = replace(rows, positions=rows.positions + steps)
+    return batches
 
 
 def _score(logits: torch.Tensor, chunks: list[Chunk]) -> object:

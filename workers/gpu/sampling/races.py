@@ -168,6 +168,8 @@ def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> to
     num_steps = 1
     if before is not None and before.precedes(positions):
         num_steps = max(1, min(MAX_AHEAD, AHEAD_BYTES // (8 * count * candidates)))
+    # The previous numbers are freed before the next ones take memory.
+    draws.ahead = before = found = None
     further = positions + np.arange(num_steps)[:, None]
     logs = log_uniforms(keys(draws.streams, further).ravel(), steps)
     logs = logs.view(num_steps, count, candidates)
