@@ -20,7 +20,7 @@ from ....protocol.header import Flag, Header, encode_header, encode_token_header
 from ....protocol.messages import Buffer, Generate, Msg, System, Token
 from ....protocol.worker_messages import Journal
 from ..engine.sequence import PromptUsage
-from .metrics import ModelMetrics
+from .model_metrics import ModelMetrics
 
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
