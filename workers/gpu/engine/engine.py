@@ -23,6 +23,7 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.messages import FinishReason, ForwardPath
 from ....protocol.metrics import Histogram
 from ....protocol.sampling import Sampling
+from ..model.backends import ForwardOptions
 from ..model.cpu_native.allocator import keep_freed_memory
 from ..model.cuda.choice import choose_layout
 from ..model.device_queue import device_queue
@@ -128,9 +129,8 @@ class Engine:
         # The other ranks receive the token ids of each forward from this host.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
-        self._runner = Runner(
-            loaded, num_blocks, layout, config.compiled, queue, config.fixed_threads
-        )
+        options = ForwardOptions(config.compiled, config.fixed_threads)
+        self._runner = Runner(loaded, num_blocks, layout, queue, options)
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         model: DraftModel | None = None

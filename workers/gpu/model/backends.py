@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -27,27 +28,28 @@ from .triton.backend import triton_backend
 log = logging.getLogger(__name__)
 
 
-def choose_backend(
-    loaded: LoadedModel,
-    tensors: StepTensors,
-    layout: Layout,
-    *,
-    compiled: bool = False,
-    fixed_threads: bool = False,
-) -> ForwardBackend:
-    """The forward of a loaded model on its device.
+class ForwardOptions(NamedTuple):
+    """The settings of a model's forwards."""
 
-    ``compiled``: through torch.compile, if there is one rank. ``fixed_threads``: all forwards on a
-    CPU use all threads of torch, even if fewer are faster.
-    """
+    compiled: bool = False
+    """Through torch.compile, if the logits are the model's own and there is one rank. The first
+    steps of each kind are then slow."""
+    fixed_threads: bool = False
+    """On a CPU, all forwards use all threads of torch, even if fewer are faster."""
+
+
+def choose_backend(
+    loaded: LoadedModel, tensors: StepTensors, layout: Layout, options: ForwardOptions
+) -> ForwardBackend:
+    """The forward of a loaded model on its device."""
     loaded.model.set_attn_implementation(attention_name(layout))
-    base = _of_torch(loaded, tensors, layout, compiled)
+    base = _of_torch(loaded, tensors, layout, options.compiled)
     if not traits_of(loaded.device).host_memory:
         return base
     native, threads = None, None
     if isinstance(base, FusedBackend) and not layout.in_place:
         native = native_decoder(loaded.name, base, layout)
-    if loaded.ranks is None and not fixed_threads:
+    if loaded.ranks is None and not options.fixed_threads:
         threads = ThreadChooser(torch.get_num_threads())
     return CpuBackend(base, native, threads)
 

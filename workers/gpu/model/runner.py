@@ -12,7 +12,7 @@ import torch
 from ....protocol.messages import ForwardPath
 from ..engine.packing import Mirrors, Packed, pack
 from ..engine.scheduler import Batch, Chunk
-from .backends import choose_backend
+from .backends import ForwardOptions, choose_backend
 from .cuda.backend import CudaBackend
 from .cuda.graphs import DecodeGraphs
 from .device_queue import DeviceQueue, InlineQueue, Work
@@ -22,6 +22,8 @@ from .loader import LoadedModel, OnProgress
 from .step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
+
+DEFAULTS = ForwardOptions()
 
 
 @dataclass(slots=True)
@@ -37,10 +39,7 @@ class Forward:
 class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``compiled``: through torch.compile, if its logits are the model's own and there is one rank;
-    the first steps of each kind are then slow. ``queue``: where rank 0 hands its work to the
-    device. ``fixed_threads``: forwards on a CPU use all threads of torch, even where fewer are
-    faster.
+    ``queue``: where rank 0 hands its work to the device.
     """
 
     def __init__(
@@ -48,9 +47,8 @@ class Runner:
         loaded: LoadedModel,
         num_blocks: int,
         layout: Layout,
-        compiled: bool = False,
         queue: DeviceQueue | None = None,
-        fixed_threads: bool = False,
+        options: ForwardOptions = DEFAULTS,
     ) -> None:
         self.queue: DeviceQueue = queue or InlineQueue()
         self._traits = traits_of(loaded.device)
@@ -61,13 +59,8 @@ class Runner:
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
-        self.backend = choose_backend(
-            loaded,
-            StepTensors(self._cache, loaded.device),
-            layout,
-            compiled=compiled,
-            fixed_threads=fixed_threads,
-        )
+        tensors = StepTensors(self._cache, loaded.device)
+        self.backend = choose_backend(loaded, tensors, layout, options)
         self._longest = -(-loaded.context_length // layout.block_size)
         """Blocks of the longest sequence."""
         self._mirrors: Mirrors | None = None

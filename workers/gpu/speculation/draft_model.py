@@ -20,6 +20,7 @@ from msgspec import structs
 from ..engine.block_manager import BlockManager
 from ..engine.scheduler import Batch, Chunk
 from ..engine.sequence import Sequence
+from ..model.backends import ForwardOptions
 from ..model.cuda.choice import choose_layout
 from ..model.device_queue import DeviceQueue, Work
 from ..model.kv_cache import token_bytes
@@ -90,7 +91,8 @@ class DraftModel:
         num_blocks = max(2, cache_bytes // size)
         self._blocks = BlockManager(num_blocks, layout.block_size)
         self._queue = queue
-        self._runner = Runner(draft, num_blocks, layout, False, queue, fixed_threads)
+        options = ForwardOptions(fixed_threads=fixed_threads)
+        self._runner = Runner(draft, num_blocks, layout, queue, options)
         self._device = draft.device
         self._vocab_size = min(large.vocab_size, draft.vocab_size)
         self._same_vocabulary = large.vocab_size == draft.vocab_size
