@@ -11,11 +11,11 @@ from tokenbus.protocol.worker_messages import Result, StepResult, StepSequence
 from tokenbus.workers.controller.backends.compiling.bounds import Bounds
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar.grammar_controller import GrammarController
+from tokenbus.workers.controller.fair_jobs import Job
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.meters import Meter
 from tokenbus.workers.controller.pending_result import PendingResult
-from tokenbus.workers.controller.pool import Job
 from tokenbus.workers.controller.round_jobs import Begun, round_jobs
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.state.variables import VariableStorage

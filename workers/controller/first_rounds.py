@@ -51,7 +51,7 @@ class FirstRounds:
         """Begins a request, whose results go to ``pending``; ``error``: why it has no
         vocabulary."""
         steps = self._steps(group, start, tenant, vocabulary, error)
-        self._starts.submit([partial(self._run, pending, group, steps)])
+        self._starts.submit([partial(self._run, pending, group, steps)], tenant=group.tenant)
 
     def _steps(
         self,
@@ -107,7 +107,7 @@ class FirstRounds:
                 continue
             if self._starts.backlog:
                 rest = partial(self._run, pending, group, steps, spent_s + now - began)
-                self._starts.submit([rest])
+                self._starts.submit([rest], tenant=group.tenant)
                 return
             if self._rounds.backlog:
                 time.sleep(PAUSE_S)

@@ -13,7 +13,7 @@ from ...protocol.header import encode_header
 from ...protocol.logs import about
 from ...protocol.worker_messages import Result, StepResult
 from ..machine import machine_id
-from .pool import Job
+from .fair_jobs import Job
 from .sequence_group import Round, SequenceGroup
 
 log = logging.getLogger(__name__)

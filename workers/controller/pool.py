@@ -1,5 +1,7 @@
 """The threads that run guests.
 
+Tenants have equal shares of the CPU time (``fair_jobs.py``).
+
 Quick rounds run one after another on one thread, because passing Python's lock between threads
 costs more than the rounds. If rounds queue up behind a slow one, another thread is woken.
 
@@ -12,18 +14,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ...protocol.errors import Code, UnavailableError
+from .fair_jobs import FairJobs, Job
 from .wasm.sandbox import HOST_STACK_BYTES
 
 log = logging.getLogger(__name__)
 
-Job = Callable[[], None]
-
 MAX_WAITING = 256
 """Jobs of one pool that may wait at the same time; each blocks a thread and its stack."""
+QUICK_S = 0.0005
+"""The CPU time of jobs that took longer is read from the system."""
 SURPLUS_S = 10.0
 """How long a thread above the pool's slots stays idle before it ends, in seconds."""
 
@@ -32,18 +36,18 @@ _starting = threading.Lock()
 
 
 class Pool:
-    """Runs jobs in the order of their arrival, at most ``slots`` at the same time."""
+    """Runs at most ``slots`` jobs at the same time; those of a tenant in their order."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
         """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
-        self._jobs: deque[Job] = deque()
+        self._jobs = FairJobs()
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
-        """The lock of the counts below. Submitting and taking jobs do not need it."""
+        """The lock of the counts below."""
         self._threads = 0
         self._active = 0
         """Threads that have a slot."""
@@ -69,9 +73,14 @@ class Pool:
         """Jobs that wait for another process."""
         return self._waiting
 
-    def submit(self, jobs: Iterable[Job], hands: int = 1) -> None:
-        """Queues jobs, and starts with up to ``hands`` threads."""
-        self._jobs.extend(jobs)
+    def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
+        """Queues jobs of a tenant, or of the worker itself (``""``), and starts with up to
+        ``hands`` threads."""
+        self.submit_all({tenant: jobs}, hands)
+
+    def submit_all(self, jobs: Mapping[str, Iterable[Job]], hands: int = 1) -> None:
+        """Queues jobs by tenant, and starts with up to ``hands`` threads."""
+        self._jobs.add(jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
             self.help()
@@ -128,17 +137,20 @@ class Pool:
                 if self._active >= self._slots:
                     continue
                 self._active += 1
-            while self._jobs and not self._returning:
+            clock = _JobClock()
+            taken = None if self._returning else self._jobs.take()
+            while taken is not None:
                 try:
-                    job = self._jobs.popleft()
-                except IndexError:
-                    break
-                try:
-                    job()
+                    taken.run()
                 except BaseException:
                     # This includes SystemExit and panics of native libraries: the pool's threads
                     # survive them.
                     log.exception("a job of the thread pool %r failed", self._name)
+                cpu_s = clock.lap()
+                if self._returning:
+                    self._jobs.count(taken, cpu_s)
+                    break
+                taken = self._jobs.take(taken, cpu_s)
             with self._lock:
                 self._free_slot()
             # A job that was submitted meanwhile found all slots in use.
@@ -181,6 +193,28 @@ class Pool:
                 log.error("no thread for the pool %r can be started: %s", self._name, error)
             finally:
                 threading.stack_size(before)
+
+
+class _JobClock:
+    """Measures the CPU time of the jobs of a thread.
+
+    The duration of a quick job stands for its CPU time, as reading that can take longer than the
+    job.
+    """
+
+    def __init__(self) -> None:
+        self._ended_s = time.perf_counter()
+        self._cpu_s = time.thread_time()
+
+    def lap(self) -> float:
+        """The seconds of CPU time since the last call, for a job that has ended."""
+        now_s = time.perf_counter()
+        duration_s, self._ended_s = now_s - self._ended_s, now_s
+        if duration_s < QUICK_S:
+            return duration_s
+        cpu_s = time.thread_time()
+        used_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
+        return min(duration_s, used_s)
 
 
 class _ThisThread(threading.local):

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from ...protocol.errors import TokenbusError
 from ...protocol.worker_messages import StepResult, StepSequence
+from .fair_jobs import Job
 from .first_rounds import note_time
 from .interface import Batch
 from .meters import Meter
 from .pending_result import Part, PendingResult
-from .pool import Job
 from .rounds import ControlledSequence
 from .sequence_group import Round, SequenceGroup
 
@@ -54,26 +54,27 @@ class _Turn(NamedTuple):
     """Runs the round by itself."""
 
 
-def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[list[Job], int]:
-    """The jobs of the rounds of a STEP, and how many threads should begin with them.
+def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
+    """The jobs of the rounds of a STEP by tenant, and how many threads should begin with them.
 
-    ``pending`` receives the results.
+    ``pending`` receives the results. Batches of several tenants are jobs of the worker (``""``).
     """
     batches: dict[int, tuple[Batch, list[_Turn]]] = {}
-    alone: list[Job] = []
+    jobs: dict[str, list[Job]] = {"": []}
     hands = 1
     for stepped, group, sequence, round_ in begun:
         job = partial(_run, pending, group, sequence, round_)
         found = _batch(stepped, group, sequence)
         if found is None:
-            alone.append(job)
+            jobs.setdefault(group.tenant, []).append(job)
             hands += sequence.slow
             continue
         batch, place = found
         turns = batches.setdefault(id(batch), (batch, []))[1]
         turns.append(_Turn(group, sequence, place, stepped.tokens[0], job))
     first = [partial(_run_batch, pending, batch, turns) for batch, turns in batches.values()]
-    return [*first, *alone], hands
+    jobs[""][:0] = first
+    return jobs, hands
 
 
 def run_woken(pending: PendingResult, group: SequenceGroup, round_: Round) -> None:

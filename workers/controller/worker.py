@@ -405,7 +405,7 @@ class ControllerWorker:
         self._rounds_started += len(begun)
         pending = self._new_result(gpu, len(begun))
         jobs, hands = round_jobs(pending, begun)
-        self._pool.submit(jobs, hands)
+        self._pool.submit_all(jobs, hands)
 
     def _refuse_start(self, message: FromBus, error: Exception) -> None:
         """Sends a RESULT with an error for a START that cannot be read."""
@@ -452,7 +452,8 @@ class ControllerWorker:
             self._new_result(group.gpu, 1).add(group, failed)
         if rounds:
             pending = self._new_result(group.gpu, len(rounds))
-            self._pool.submit([partial(run_woken, pending, group, round_) for round_ in rounds])
+            jobs = [partial(run_woken, pending, group, round_) for round_ in rounds]
+            self._pool.submit(jobs, tenant=group.tenant)
 
     def _wake_idle(self, group: SequenceGroup) -> None:
         """Wakes, or ends, the sequences of a group that have all been suspended for a moment."""
@@ -473,7 +474,7 @@ class ControllerWorker:
             if group.events is not None:
                 group.events.end()
             logs.end(request)
-            self._pool.submit([group.close, group.free])
+            self._pool.submit([group.close, group.free], tenant=group.tenant)
 
     # --- tokenizers and modules -----------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from functools import cache
 
 import wasmtime
 from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.workers.controller.fair_jobs import Job
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.pending_result import PendingResult
-from tokenbus.workers.controller.pool import Job
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine

@@ -10,7 +10,8 @@ from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import pool as pools
-from tokenbus.workers.controller.pool import Job, Pool, waiting
+from tokenbus.workers.controller.fair_jobs import Job
+from tokenbus.workers.controller.pool import Pool, waiting
 from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import until

@@ -16,11 +16,12 @@ from tokenbus.protocol.header import decode_header
 from tokenbus.protocol.special_tokens import SpecialToken
 from tokenbus.protocol.worker_messages import Result, StepResult, VocabularyName
 from tokenbus.workers.controller import sequence_group
+from tokenbus.workers.controller.fair_jobs import Job
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskFiles, MaskRows
 from tokenbus.workers.controller.pending_result import PendingResult
-from tokenbus.workers.controller.pool import Job, Pool
+from tokenbus.workers.controller.pool import Pool
 from tokenbus.workers.controller.python import (
     Controller,
     Decision,
