@@ -25,7 +25,9 @@ def test_arrays_of_one_copy_keep_their_values_shapes_and_types(
     shapes: list[tuple[type, tuple[int, ...]]],
 ) -> None:
     rng = np.random.default_rng(0)
-    arrays = [rng.integers(-(2**31), 2**31 - 1, shape).astype(kind) for kind, shape in shapes]
+    arrays: list[np.ndarray] = [
+        rng.integers(-(2**31), 2**31 - 1, shape).astype(kind) for kind, shape in shapes
+    ]
     copies: list[torch.Tensor] = []
 
     def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
