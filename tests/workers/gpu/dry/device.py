@@ -8,9 +8,10 @@ operations that they call.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenbus.workers.gpu import engine
 from tokenbus.workers.gpu.model import device_queue, loader
 from tokenbus.workers.gpu.model.cuda import choice
 from tokenbus.workers.gpu.model.fused import from_transformers as fused_model
@@ -55,7 +57,8 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts from 0; setting up is over, and any wait is a fault."""
+        """Counts from 0; setting up is over. Any wait is a fault, and so is any warning of the
+        engine, which survives a failed step."""
         self.launches.clear()
         self.uploaded = 0
         self.faults.clear()
@@ -64,7 +67,12 @@ class Device(TorchDispatchMode):
             for name, given in _WAITS.items():
                 patches.setattr(torch, name, given)
             patches.setattr(torch.Tensor, "item", _REAL_ITEM)
-            yield
+            log = logging.getLogger(engine.__name__)
+            log.addHandler(warnings := _Warnings(self))
+            try:
+                yield
+            finally:
+                log.removeHandler(warnings)
 
     def fault(self, what: str) -> None:
         """Notes a fault, with the line of the engine that made it."""
@@ -147,8 +155,10 @@ class Device(TorchDispatchMode):
                     patches.setattr(module, name, stand_in)
         # Kernels cannot be timed here.
         patches.setattr(choice, "_fastest", lambda loaded, kernels: kernels[0])
+        patches.setattr(sampler, "_stacked", self._stacked)
         patches.setattr(sampler.Drawn, "fetch", _fetch)
         patches.setattr(draft_model.Guessed, "fetch", _fetch_guessed)
+        patches.setattr(sampler.Scores, "fetch", _fetch_scores)
         patches.setattr(loader, "_probe", _shapes)
         patches.setattr(loader, "_fused", lambda name, *model: fused_model.fused_model(*model))
         # torch for CUDA comes with Triton.
@@ -175,6 +185,9 @@ class Device(TorchDispatchMode):
         host = self._pinned(values, device)
         self.launches["upload"] += 1
         return torch.empty(host.shape, dtype=host.dtype, device=device)
+
+    def _stacked(self, arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+        return self._on_device(np.stack(arrays), device)
 
     def _tensor(self, values: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         made: torch.Tensor = _REAL_TENSOR(values, *args, **options)
@@ -226,6 +239,17 @@ class Device(TorchDispatchMode):
                     k = torch.empty(np.shape(k), dtype=torch.int64, device=tensor.device)
                 index.append(k)
         return tensor, index
+
+
+class _Warnings(logging.Handler):
+    """Notes the engine's warnings as faults."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(logging.WARNING)
+        self._device = device
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._device.faults.append(record.getMessage())
 
 
 class _Stream:
@@ -289,7 +313,7 @@ def _type(value: Any) -> type:
 def _shapes(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
     """The tensors that the loader's probe sees in a forward."""
     config = model.config
-    dim = config.hidden_size // config.num_attention_heads
+    dim = config.head_dim
     layers = range(config.num_hidden_layers)
     return (
         {i: LayerShape(config.num_key_value_heads, dim, dim) for i in layers},
@@ -301,12 +325,22 @@ def _fetch(self: sampler.Drawn) -> sampler.Sampled:
     """Tokens, which the device does not have: those of a text that repeats itself."""
     assert isinstance(self.on_host, sampler.OnHost)
     assert self.on_host.tokens.device.type == self.on_host.logprobs.device.type == "cpu"
+    if self.answers is not None:
+        parts = self.answers.numbers, *(self.answers.likely or ()), self.answers.scores
+        assert {part.device.type for part in parts if part is not None} == {"cpu"}
     tokens: list[int] = (1 + self.rows.positions % PERIOD).tolist()
     values = [-1.0] * len(tokens)
     found = sampler.Sampled(tokens, values, np.array([tokens, values], dtype=np.float64))
     for row in self.rows.parameters.top_logprobs:
         found.top[row] = {tokens[row]: -1.0}
     return found
+
+
+def _fetch_scores(self: sampler.Scores) -> tuple[list[float], list[dict[int, float]]]:
+    """Log-probabilities of scored tokens."""
+    assert self.likely is not None
+    assert {tensor.device.type for tensor in (self.values, *self.likely)} == {"cpu"}
+    return [-1.0] * len(self.tokens), [{token: -1.0} for token in self.tokens]
 
 
 def _fetch_guessed(self: draft_model.Guessed) -> list[int]:
@@ -330,15 +364,17 @@ def fake_device() -> Iterator[Device]:
         _device._device_constructors.cache_clear()
 
 
-def llama_8b(layers: int) -> Any:
-    """The shape of Llama 3 8B with some of its layers, in bfloat16 on the device."""
+def llama_8b(layers: int, parts: int = 1) -> Any:
+    """The shape of Llama 3 8B with some of its layers, in bfloat16 on the device. ``parts``: ranks
+    among which heads and MLP are divided; the model is the part of one."""
     config = transformers.LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
-        intermediate_size=14336,
+        intermediate_size=14336 // parts,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        num_attention_heads=32 // parts,
+        head_dim=128,
+        num_key_value_heads=8 // parts,
         max_position_embeddings=8192,
         bos_token_id=None,
         eos_token_id=None,

@@ -5,6 +5,7 @@ A budget is the launches of a step: kernels and copies outside of its graph, and
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.cuda import varlen
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.model.triton import ops
 from tokenbus.workers.gpu.sampling.races import MAX_AHEAD
@@ -42,6 +44,11 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
     "bias": ({"temperature": 0.0, "logit_bias": {1: 2.0}}, 22),
     "top_logprobs": ({"temperature": 0.0, "top_logprobs": 5}, 13),
 }
+
+
+with_flash = pytest.mark.skipif(
+    bool(varlen.why_no_kernel()), reason="the torch of this environment has no such attention"
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +111,7 @@ def per_step(device: Device) -> float:
     return (sum(device.launches.values()) + device.replays) / STEPS
 
 
+@with_flash
 def test_the_model_runs_on_the_device_by_the_fast_path(loaded: LoadedModel, engine: Engine) -> None:
     assert loaded.device.type == "cuda"
     assert loaded.decoder is not None
@@ -179,6 +187,7 @@ def test_forks_splices_and_prompts_in_chunks_wait_for_nothing(
     assert not device.faults
 
 
+@with_flash
 @pytest.mark.parametrize(("decodes", "prompts"), [(BATCH - 1, 1), (3, 5)])
 def test_a_step_with_chunks_of_prompts_stays_within_its_budget(
     device: Device, engine: Engine, decodes: int, prompts: int
@@ -189,6 +198,7 @@ def test_a_step_with_chunks_of_prompts_stays_within_its_budget(
     assert launches["upload"] == 1
 
 
+@with_flash
 def test_a_layer_without_triton_has_a_budget_too(
     device: Device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,9 +285,11 @@ def test_the_device_finds_what_would_wait(device: Device) -> None:
         tensor.to("cpu")
         with pytest.raises(RuntimeError):
             tensor.sum().item()
+        logging.getLogger("tokenbus.workers.gpu.engine.step").warning("a step failed")
     assert [fault.split(" at ")[0] for fault in device.faults] == [
         "an index by a list of the host",
         "a blocking copy in torch.tensor",
         "a blocking copy in aten._to_copy.default",
         "a wait in aten._local_scalar_dense.default",
+        "a step failed",
     ]
