@@ -1,10 +1,11 @@
-"""Triton's interpreter, which prepares its language once and not for each call of a function."""
+"""Triton's interpreter: it prepares its language once, and multiplies bfloat16."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from . import INTERPRETED
@@ -31,4 +32,30 @@ def prepared_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bfloat16_products() -> Iterator[None]:
+    """``tl.dot`` of the interpreter multiplies the bits of bfloat16 as integers. On a GPU, the
+    products and their sums are float32."""
+    if not INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(builder, widened(a), widened(b), *rest)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, tl.float32)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield

@@ -15,12 +15,12 @@ from .paged import Paged, Shape
 
 pytestmark = interpreted
 
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3}
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Shapes of the models that are served. The interpreter has no products of bfloat16."""
+    """Shapes of the models that are served."""
     return Shape(
         group=draw(st.sampled_from([1, 3, 4, 7, 16, 20])),
         kv_heads=draw(st.sampled_from([1, 2])),
@@ -76,6 +76,17 @@ def test_a_row_is_the_same_alone_and_in_a_batch(
     together = paged.attend(max_programs=data.draw(st.integers(1, 5)))
     for row in {0, data.draw(st.integers(1, len(batch)))}:
         assert torch.equal(paged.attend([row])[0], together[row])
+
+
+@pytest.mark.parametrize("chunk", [(1, 700), (3, 40), (70, 140)], ids=["decode", "draft", "prompt"])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, 20.0)])
+def test_bfloat16_attends_as_float32(
+    chunk: tuple[int, int], window: int | None, cap: float | None
+) -> None:
+    paged = Paged(Shape(4, 2, 128, 64, window, cap, torch.bfloat16), [chunk, (1, 30)])
+    found = paged.attend()
+    assert {own.dtype for own in found} == {torch.bfloat16}
+    check(paged, found)
 
 
 def test_forks_that_share_their_blocks_attend_alike() -> None:

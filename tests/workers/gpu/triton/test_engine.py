@@ -8,10 +8,13 @@ import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine import engine as engine_module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.model.kv_cache import Layout
+from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, KVCache, Layout
 from tokenbus.workers.gpu.model.loader import wrap_model
+from tokenbus.workers.gpu.model.step_tensors import StepTensors
+from tokenbus.workers.gpu.model.triton.backend import TritonBackend, triton_backend
 
-from .. import shapes
+from .. import flash, shapes
 from ..cuda import Cuda
 from ..test_architectures import make
 from . import interpreted
@@ -58,3 +61,17 @@ def test_tokens_are_those_of_generate(name: str, cuda: Cuda) -> None:
     for number, prompt in enumerate(prompts):
         wanted = shapes.greedy(model, prompt, 3)
         assert shapes.same_tokens(model, prompt, wanted, got[number])
+
+
+def test_the_layers_run_by_kernels_with_flash_attention_too(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
+    loaded = wrap_model("qwen3", make("qwen3"))
+    assert loaded.decoder is not None
+    layout = Layout(FLASH_BLOCK_SIZE, "varlen")
+    cache = KVCache(loaded.layers, 2, FLASH_BLOCK_SIZE, loaded.dtype, loaded.device)
+    tensors = StepTensors(cache, loaded.device)
+    found = triton_backend(tensors, loaded.decoder, layout, loaded.dtype)
+    # It is not used unless its logits are those of plain layers.
+    assert isinstance(found, TritonBackend), found.why_no_kernels

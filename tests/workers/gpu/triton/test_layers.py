@@ -84,6 +84,45 @@ def test_rotated_keys_are_stored_and_queries_rotated_in_place(
     assert stored[others].isnan().all()
 
 
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    hidden, update, gain, post = normal(3, 96), normal(3, 96), normal(96), normal(96)
+    added = 0.5 * rms_norm(update.float(), (96,), post.float(), 1e-3)
+    summed = (hidden.float() + added).to(torch.bfloat16)
+    wanted = rms_norm(summed.float(), (96,), gain.float(), 1e-5)
+    normed = torch.full_like(hidden, float("nan"))
+    NORM(normed, hidden, update, gain, 1e-5, 0.5, post, 1e-3)
+    _close(hidden, summed.float())
+    _close(normed, wanted)
+
+    gate_up, found = normal(3, 192), torch.empty(3, 96, dtype=torch.bfloat16)
+    gate, up = gate_up.float().chunk(2, -1)
+    for is_gelu, activated in ((False, silu(gate)), (True, gelu(gate, approximate="tanh"))):
+        GATED(found, gate_up, is_gelu)
+        _close(found, activated.to(torch.bfloat16).float() * up)
+
+    heads, slots = normal(3, 5, 64), torch.tensor([9, 2, 30])
+    turns = [normal(3, 1, 64) for _ in range(2)]
+    cache = [torch.zeros(2, 16, 1, 64, dtype=torch.bfloat16) for _ in range(2)]
+    turned = heads.float()
+    rotate_(turned[:, :4], (turns[0].float(), turns[1].float()))
+    values = heads[:, 4:].clone()
+    ROTARY_STORE(heads, turns, slots, cache, [], [])
+    _close(heads[:, :3], turned[:, :3])
+    _close(cache[0].flatten(0, 1)[slots], turned[:, 3:4])
+    assert torch.equal(cache[1].flatten(0, 1)[slots], values)
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Within two units in the last place of bfloat16: the interpreter truncates."""
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), wanted, rtol=2**-6, atol=2**-7)
+
+
 def _parts(heads: torch.Tensor, num_heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The queries and the keys."""
     return heads[:, :num_heads], heads[:, num_heads : num_heads + kv_heads]
