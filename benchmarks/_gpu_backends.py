@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from tokenbus.workers.gpu.engine.packing import Packed, PackedGroup
-from tokenbus.workers.gpu.model.cuda import varlen
+from tokenbus.workers.gpu.model.cuda import flash3, varlen
 from tokenbus.workers.gpu.model.cuda.kernels import writing
 from tokenbus.workers.gpu.model.device_queue import on_device
 from tokenbus.workers.gpu.model.fused.decoder import Attend
-from tokenbus.workers.gpu.model.kv_cache import BLOCK_SIZE, FLASH_BLOCK_SIZE, KVCache
+from tokenbus.workers.gpu.model.kv_cache import (
+    BLOCK_SIZE,
+    FLASH3_BLOCK_SIZE,
+    FLASH_BLOCK_SIZE,
+    KVCache,
+)
 from tokenbus.workers.gpu.model.transformers import attention
 from tokenbus.workers.gpu.model.transformers.attention import Group, PackedBatch
 
@@ -57,7 +62,26 @@ def backends(device: torch.device) -> list[Backend]:
             False,
             True,
         ),
+        Backend(
+            "fa3",
+            _why_no_flash3() or on_cpu,
+            writing(flash3.attend_stored),
+            _spans,
+            True,
+            (16, FLASH3_BLOCK_SIZE),
+            True,
+            # Its tiles may depend on the longest chunk of the batch.
+            False,
+        ),
     ]
+
+
+def _why_no_flash3() -> str:
+    try:
+        flash3.function()
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def _triton(device: torch.device) -> Backend:
