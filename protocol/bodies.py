@@ -35,7 +35,7 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
 
 
 def encoding_of(body: bytes) -> Encoding:
-    """Which encoding a body is in.
+    """The encoding of a body.
 
     A body is a map or a list: in msgpack its first byte is 0x80 or more, in JSON it is ASCII. An
     empty body is a message without fields, in either encoding.
@@ -88,8 +88,8 @@ def error_body(
 ) -> Error:
     """The body of the ``ERROR`` that reports ``error``.
 
-    ``stream_id`` is the stream that ends with it, ``message_type`` the type of the message that was
-    refused.
+    ``stream_id``: the stream that the error ends. ``message_type``: the type of the message that
+    was refused.
     """
     shown = (
         message_type[:40].decode("ascii", "backslashreplace") if message_type is not None else None

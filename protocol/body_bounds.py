@@ -1,8 +1,8 @@
-"""How large a body may be, checked before it is decoded.
+"""Bounds of a body's size, which are checked before the body is decoded.
 
-To decode a text costs its receiver some 0.5 ns for each byte. To decode numbers, short strings or
-maps costs up to 40 ns for each byte, as each of them becomes an object. So only texts may fill a
-large body; everything else in it has a smaller bound.
+Decoding a text takes about 0.5 ns for each byte. Decoding numbers, short strings or maps takes up
+to 40 ns for each byte, because each of them becomes an object. So only texts may fill a large body;
+everything else in the body has a smaller bound.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .errors import Code, RequestError
 from .messages import MAX_BODY_BYTES
 
 WITH_TEXT = frozenset({b"GENERATE", b"SCORE", b"BUFFER", b"UPLOAD"})
-"""The types of messages that have texts or data of any size in their bodies."""
+"""Message types whose bodies may contain large texts or data."""
 MAX_PLAIN_BODY_BYTES = 64 * 1024
-"""Largest body of any other message."""
+"""Maximum number of bytes of the body of any other message."""
 MAX_STRUCTURE_BYTES = 1024 * 1024
-"""Largest body without the texts in it: token ids, for example. More ids are sent as an
-attachment."""
+"""Maximum number of bytes of a body in addition to its texts: token ids, for example. A client
+sends more token ids as an attachment."""
 _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9, 0xDC)))
-"""The first bytes of strings: in JSON, and of strings and binary data in msgpack."""
+"""The first byte of a JSON string, and the first bytes of msgpack strings and binary data."""
 
 
 class _Texts(Struct):
-    """The fields that may be texts, undecoded."""
+    """The fields of a body that may be texts, undecoded."""
 
     prompt: Raw = Raw()
     scored: Raw = Raw()
@@ -35,7 +35,7 @@ class _Texts(Struct):
 
 
 def max_body_bytes(message_type: bytes) -> int:
-    """The largest body of a client's message of this type."""
+    """Maximum number of bytes of the body of a client's message of this type."""
     return MAX_BODY_BYTES if message_type in WITH_TEXT else MAX_PLAIN_BODY_BYTES
 
 
@@ -59,6 +59,6 @@ def check_body(message_type: bytes, body: bytes) -> None:
     if size > MAX_STRUCTURE_BYTES:
         raise RequestError(
             Code.TOO_LARGE,
-            f"this body has {size} bytes that are not text, as numbers and names; "
-            f"{MAX_STRUCTURE_BYTES} are allowed; send token ids as an attachment, u32 each",
+            f"this body has {size} bytes that are not text (numbers, names); "
+            f"{MAX_STRUCTURE_BYTES} are allowed; send token ids as an attachment of u32",
         )

@@ -17,7 +17,7 @@ def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | Non
     if sum(given) > 1:
         raise RequestError(
             Code.INVALID_FIELD,
-            "the buffer has several of tokens, text and an attachment; give only one of them",
+            "the BUFFER has more than one of tokens, text and an attachment; give only one",
             path="$.tokens",
         )
     if message.tokens is not None:
@@ -30,6 +30,6 @@ def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | Non
     return None
 
 
-def buffer_part(kept: bytes) -> list[int] | str:
+def buffer_part(stored: bytes) -> list[int] | str:
     """The token ids or the text in a buffer's bytes."""
-    return unpack_tokens(kept[1:]) if kept[:1] == b"t" else kept[1:].decode()
+    return unpack_tokens(stored[1:]) if stored[:1] == b"t" else stored[1:].decode()

@@ -1,7 +1,7 @@
 """Tokens in columns: the form of ``TOKEN`` for sessions that have the capability ``columns``.
 
-In a step, most streams receive only a token. As an entry, each token is a map with several names.
-Here the tokens are rows of arrays, which neither side decodes one by one.
+In a step, most streams receive only a token. In a list of entries, each token is a map with several
+names. In columns, the tokens are rows of arrays, so neither side decodes them one by one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _NAMES = {
     "texts": "x",
     "entries": "e",
 }
-"""The names of the fields on the wire are short: a body with one row has 41 bytes, which the broker
-stores."""
+"""The names of the fields on the wire. They are short because the broker stores the bodies: a body
+with one row has 41 bytes."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
 
-    The columns are little-endian. A row stands for an entry that has ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, perhaps ``text``, and only its own token in ``top_logprobs``. In
+    The columns are little-endian. A row represents an entry with ``token``, ``stream_id``,
+    ``logprob``, ``pos``, ``seq``, possibly ``text``, and only its own token in ``top_logprobs``. In
     one body, all entries of a stream are in the columns, or all are in ``entries``.
     """
 
@@ -42,16 +42,17 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     tokens: bytes = b""
     """Token ids, u32 each."""
     logprobs: bytes = b""
-    """f64 each, as in an entry, so that a stream has the same numbers in either form."""
+    """Log-probabilities, f64 each as in entries, so that both forms of a stream have the same
+    numbers."""
     positions: bytes = b""
-    """u32 each: ``pos``."""
+    """``pos`` of each row, u32 each."""
     seqs: bytes = b""
-    """u32 each: ``seq``; empty if all of them are 0."""
+    """``seq`` of each row, u32 each; empty if all of them are 0."""
     texts: list[str | None] = []
     """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
     clients that have the capability ``text_columns``."""
     entries: list[Token] = []
-    """Entries of streams with a field that is not a column."""
+    """The entries of streams that have a field which is not a column."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -85,7 +86,8 @@ def _column(kind: str, rows: int) -> struct.Struct:
 
 @lru_cache(maxsize=1024)
 def _unpackers(rows: int) -> tuple[_Unpack, _Unpack, _Unpack]:
-    """Functions that unpack n u64, u32 and f64; each raises struct.error for any other size."""
+    """Functions that unpack columns of u64, u32 and f64; each raises struct.error if a column does
+    not have ``rows`` values."""
     return _column("Q", rows).unpack, _column("I", rows).unpack, _column("d", rows).unpack
 
 
@@ -108,29 +110,30 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
         columns = (body.streams, body.tokens, body.logprobs, body.positions, body.seqs)
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; with {rows} rows they "
-            f"have {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, and seqs {4 * rows} or none",
+            f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; expected "
+            f"{(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, or no seqs, for {rows} rows",
         ) from None
     if like is None and rows and max(streams) > MAX_STREAM_ID:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"a row of a TOKEN in columns is of stream {max(streams)}; ids of streams are at most "
+            f"a row of a TOKEN has the stream id {max(streams)}; stream ids are at most "
             f"{MAX_STREAM_ID}",
         )
     texts = body.texts or (None,) * rows
     if len(texts) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {len(texts)} texts; with {rows} rows they have {rows}, "
-            "or none",
+            f"the columns of a TOKEN have {len(texts)} texts; expected {rows}, one for "
+            "each row, or none",
         )
-    # The constructor of a named tuple takes as long as all three columns.
+    # Creating a named tuple by its constructor takes as long as unpacking all three columns.
     return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts))
 
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
-    """Entries as columns. A stream whose entries are all plain (``is_plain``) is in the columns,
-    any other in ``entries``; the order within each stream stays. ``texts``: rows may have text."""
+    """Entries as columns. The entries of a stream become rows if all of them are plain
+    (``is_plain``); otherwise they stay entries. The order within each stream is kept. ``texts``:
+    rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
@@ -177,8 +180,8 @@ def plain_entry(
 
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
-    """Whether a row can represent an entry: the entry has a token, and no field that is not a
-    column. ``texts``: it may have text."""
+    """Whether a row can represent an entry: the entry has a token, and each of its fields is a
+    column. ``texts``: rows may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

@@ -12,9 +12,8 @@ def separate(addresses: str) -> list[str]:
 
 
 def numbered(address: str, number: int) -> str:
-    """The address of broker ``number`` of several, if ``address`` is the address of number 0. A TCP
-    port is 10 higher for each broker; the name of a socket file ends with ``-NUMBER``, before a
-    suffix.
+    """The address of broker ``number``, if ``address`` is the address of broker 0. A TCP port is 10
+    higher for each broker; the name of a socket file ends with ``-NUMBER``, before a suffix.
 
     Raises ValueError if the address has neither form.
     """
@@ -27,7 +26,7 @@ def numbered(address: str, number: int) -> str:
         return f"{address}-{number}"
     head, _, port = address.rpartition(":")
     if not (address.startswith("tcp://") and port.isdecimal()):
-        raise ValueError(f"{address!r} has no port to count from; use one as tcp://127.0.0.1:5555")
+        raise ValueError(f"{address!r} has no port; use an address like tcp://127.0.0.1:5555")
     return f"{head}:{int(port) + 10 * number}"
 
 
@@ -50,5 +49,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if not host or not port or parts.path or parts.username is not None:
-        raise ValueError(f"{address!r} is not an address; use one as 127.0.0.1:8080")
+        raise ValueError(
+            f"{address!r} is not an address of a host and a port; use one like 127.0.0.1:8080"
+        )
     return host, port

@@ -1,7 +1,7 @@
 """Errors with stable codes, as ``ERROR`` carries them and clients catch them.
 
-The code is part of the protocol: programs match on it. The message is for people: it names the
-wrong value and the fault, and then the remedy.
+The code is part of the protocol: programs match on it. The message is for people: it states which
+value is wrong and why, and then what would be right.
 """
 
 from __future__ import annotations
@@ -165,6 +165,6 @@ def error_for(
     stream_id: int | None = None,
     retry_after_s: float | None = None,
 ) -> TokenbusError:
-    """The exception for ``code``, of its type; an unknown code is a RequestError."""
+    """The exception of the type that belongs to ``code``; a RequestError if the code is unknown."""
     kind = _KINDS.get(code, RequestError)
     return kind(code, message, path=path, stream_id=stream_id, retry_after_s=retry_after_s)

@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
-    """The frames of a message; with ``header`` in the form between broker and workers."""
+    """The frames of a message; with ``header``, in the form that broker and workers exchange."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]
 

@@ -30,18 +30,17 @@ class Flag(IntFlag):
     FINAL = 2
     """The last message of the request; the broker removes the request."""
     COLUMNS = 4
-    """The client takes the bodies of TOKEN in columns too (``columns.py``)."""
+    """The client also accepts bodies of TOKEN in columns (``columns.py``)."""
     MOVED = 8
     """The request began at another worker: its last attachment is a ``Transcript``."""
     TEXTS = 16
-    """With ``COLUMNS``: the client takes rows with text too."""
+    """With ``COLUMNS``: the client also accepts rows with text."""
 
 
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The bits of the flags from this one on are the time that the request waited at the broker, in
-ms."""
+"""The flags' bits from this one on contain how long the request waited at the broker, in ms."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 
@@ -58,7 +57,8 @@ class Header(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """How long a request that goes to a worker waited at the broker, in seconds."""
+        """How long the request waited at the broker before it was sent to the worker, in
+        seconds."""
         return (self.flags >> WAITED_SHIFT) / 1000
 
 
@@ -115,7 +115,7 @@ def decode_manifest(frame: bytes) -> Manifest:
     if len(frame) != size:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the manifest frame has {len(frame)} bytes; with {n}+{f}+{d} ids it has {size}",
+            f"the manifest frame has {len(frame)} bytes; expected {size} for {n}+{f}+{d} ids",
         )
     ids = struct.unpack_from(f"<{n + f + d}Q", frame, _MANIFEST.size)
     return Manifest(ids[:n], ids[n : n + f], ids[n + f :])

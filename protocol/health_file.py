@@ -1,9 +1,8 @@
-"""A file that shows to a container's probes that its process works, without a connection to the
-process.
+"""A file by which the probes of a container check a process without a connection to it.
 
-Workers do not listen on an address. A probe that asked the broker would restart them whenever the
-broker is down. The file's modification time shows that the process works, and its text whether it
-serves.
+Workers do not listen on an address. A probe that asked the broker would restart the workers
+whenever the broker is down. The file's modification time shows that the process works; the file's
+text shows whether the process serves.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ READY = "ready"
 """The text of the file if the process serves."""
 NOT_READY = "not ready"
 STANDBY = "standby"
-"""A state worker that waits until another one ends."""
+"""The text of the file if a state worker waits until another state worker ends."""
 
 EVERY_S = 1.0
-"""How often the file is touched at most, in seconds."""
+"""The shortest time between two updates of the file, in seconds."""
 
 
 class HealthFile:

@@ -22,7 +22,8 @@ def new_boot() -> int:
 
 
 def counting_ids(boot: int) -> Iterator[int]:
-    """Ids of one broker run: its number above a 32-bit counter.
+    """Ids of one broker run: the number of the run in the upper 32 bits, a counter in the lower 32
+    bits.
 
     Two runs with different numbers never assign the same id, so that a worker that outlives its
     broker cannot confuse requests of the two.
@@ -52,8 +53,8 @@ def is_session_token(text: str) -> bool:
 def session_id(token: str, key: str = "") -> int:
     """The id of the session with this token, of the client with this CURVE public key.
 
-    The id is derived from both. Workers report it to a restarted broker, which can then check
-    whether a client has the token of the session.
+    The id is derived from both. Workers report the id to a restarted broker, which can then check
+    whether a client has the session's token.
     """
     digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_ID

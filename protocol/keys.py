@@ -1,8 +1,8 @@
-"""Keys: who may connect to a broker, as files.
+"""The key files, which determine who may connect to a broker.
 
-Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* has the pair of
-one holder and the public key of the broker. A *key folder*, on the broker's machine, has the
-broker's own pair, and a file for each public key that may connect:
+Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* contains the pair
+of one holder and the public key of the broker. A *key folder*, on the broker's machine, contains
+the broker's own pair, and a file for each public key that may connect:
 
     broker.key                 the broker's pair
     local-client.key           the pair of clients on this machine: tokenbus, the gateways
@@ -54,7 +54,7 @@ class KeyPair(Struct, frozen=True):
 
 class OwnKey(Struct, frozen=True, kw_only=True):
     """The content of a key file: a holder's pair, and the broker's public key, by which the holder
-    knows the broker."""
+    identifies the broker."""
 
     name: str
     role: Literal["client", "worker", "broker"]
@@ -80,8 +80,8 @@ class OwnKey(Struct, frozen=True, kw_only=True):
     def write(self, path: Path) -> None:
         """Writes a new file; raises KeyFault if the file exists already."""
         text = (
-            f"# A key of Tokenbus. Who has this file can connect as the {self.role} {self.name!r}: "
-            "keep it secret.\n"
+            f"# A key of Tokenbus. Whoever has this file can connect as the {self.role} "
+            f"{self.name!r}: keep it secret.\n"
         )
         for name in self.__struct_fields__:
             text += f'{name} = "{getattr(self, name)}"\n'
@@ -95,20 +95,20 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The quotas of a tenant; None: the same as for a client without a quota."""
+    """The quotas of a tenant. None: the bound for clients without a quota applies."""
 
     streams: Bound | None = None
-    """Live streams of all its sessions together."""
+    """Maximum number of live streams of all sessions of the tenant together."""
     tokens_per_minute: Bound | None = None
     """Generated tokens."""
     upload_bytes: Bound | None = None
-    """Controller modules in the store, including their compiled forms."""
+    """Maximum size of the tenant's controller modules, including their compiled forms."""
     variable_bytes: Bound | None = None
-    """Variables of all its live requests together."""
+    """Maximum size of the variables of all live requests of the tenant together."""
     sandbox_ms_per_minute: Bound | None = None
-    """CPU time of its controllers."""
+    """CPU time of the tenant's controllers."""
     max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
-    """The highest priority of its requests; None: 0, or 100 for an operator."""
+    """The highest priority of the tenant's requests; None: 0, or 100 for an operator."""
 
 
 class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,8 +127,9 @@ class KeyFolder:
 
     @classmethod
     def of(cls, settings: Settings) -> KeyFolder | None:
-        """The folder of these settings; None if no folder is set and the run directory has none.
-        Raises KeyFault if the folder that is set has no broker's key."""
+        """The key folder of these settings; None if the setting ``keys`` is empty and the run
+        directory has no key folder. Raises KeyFault if the folder of the setting does not contain
+        the broker's key."""
         folder = cls(settings.keys_folder)
         if (folder.path / BROKER).exists():
             return folder
@@ -190,8 +191,8 @@ class KeyFolder:
             for other, entry in self.allowed(other_role).items():
                 if entry.public == allowed.public and (other_role, other) != (role, name):
                     raise KeyFault(
-                        f"this key is allowed already, as that of the {other_role} {other!r}; "
-                        f"revoke that first, or make a key of its own for {name!r}"
+                        f"this key is already allowed as the {other_role} {other!r}; "
+                        f"revoke that first, or make another key for {name!r}"
                     )
         self._write(role, name, allowed)
 
@@ -203,7 +204,7 @@ class KeyFolder:
         if not roles:
             known = sorted({*self.allowed("client"), *self.allowed("worker")})
             raise KeyFault(
-                f"no {role or 'client or worker'} {name!r} is allowed; those that are: "
+                f"{name!r} is not an allowed {role or 'client or worker'}; the allowed names: "
                 f"{', '.join(known) or 'none'}"
             )
         for found in roles:
@@ -252,9 +253,10 @@ class KeyFolder:
 
 
 def own_key(settings: Settings, role: Role) -> OwnKey | None:
-    """The key with which a program connects: that of the setting ``key``, or else this machine's.
+    """The key with which a program connects: the key file of the setting ``key``, or else this
+    machine's key file.
 
-    None if neither exists: the program connects to a broker without keys. Raises KeyFault.
+    None if neither exists: the program then connects without a key. Raises KeyFault.
     """
     if settings.key:
         return OwnKey.read(Path(settings.key))
@@ -276,4 +278,4 @@ def _read(path: Path, kind: type[Any]) -> Any:
     except OSError as error:
         raise KeyFault(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, msgspec.ValidationError) as error:
-        raise KeyFault(f"{path} is not a valid file of a key: {error}") from None
+        raise KeyFault(f"{path} is not a valid key file: {error}") from None

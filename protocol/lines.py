@@ -1,7 +1,7 @@
 """The line codec: the form of LMTP, ``<TYPE> <JSON>``, one message per line.
 
-It serves WebSocket, line-oriented stdio and in-process use. A line has no attachments; bodies have
-fields for their contents (token ids as a list, a module as base64). ``line_frames`` and
+WebSocket, line-oriented stdio and in-process clients use lines. A line has no attachments; the
+fields of its body replace them (token ids as a list, a module as base64). ``line_frames`` and
 ``frames_line`` carry messages between lines and frames without decoding their bodies. A carrier
 with binary messages (WebSocket) has ``frames_binary`` for clients that ask for tokens in columns.
 """
@@ -22,8 +22,8 @@ def encode_line(message: Message) -> str:
     """The line of a message, without the line end."""
     if message.attachments:
         raise ValueError(
-            f"the message has {len(message.attachments)} attachments, and a line has none; use the "
-            "fields of the body"
+            f"the message has {len(message.attachments)} attachments; a line cannot have any: use "
+            "the fields of the body"
         )
     return f"{message.type.decode()} {encode_body(message.body, 'json').decode()}"
 
@@ -71,7 +71,7 @@ def frames_line(frames: Sequence[bytes]) -> str:
 
 def frames_binary(frames: Sequence[bytes]) -> bytes:
     """A message from the broker to a client whose encoding is msgpack, as one binary message: the
-    type, a space, and the bodies, whose ends msgpack shows."""
+    type, a space, and the bodies. A msgpack body shows where it ends."""
     return b"%b %b" % (frames[0], b"".join(frames[1:]))
 
 
@@ -89,7 +89,7 @@ def _hello(body: bytes, binary: bool) -> bytes:
     if "json" not in hello.encodings:
         raise RequestError(
             Code.UNSUPPORTED,
-            f"none of the encodings {list(hello.encodings)} is supported here; a line is JSON",
+            f"a line must be JSON, and the encodings {list(hello.encodings)} do not include json",
             path="$.encodings",
         )
     hello.encodings = ("json",)

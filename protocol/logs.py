@@ -44,8 +44,8 @@ def set_up(settings: Settings, process: str) -> None:
 
 
 def take_over(*packages: str) -> None:
-    """Routes the log records of imported packages to this set-up, if they have installed their
-    own."""
+    """Routes the log records of imported packages to this set-up, if the packages have installed
+    their own handlers."""
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in packages:
             logger = logging.getLogger(name)
@@ -71,7 +71,7 @@ def end(request: int) -> None:
 
 
 def ids_of(record: logging.LogRecord) -> tuple[str, str]:
-    """The request id and the trace id of a record, as far as it has them."""
+    """The request id and the trace id of a record; each is empty if the record has none."""
     named = getattr(record, "request_id", ""), getattr(record, "trace_id", "")
     return named if any(named) else _ids.get(getattr(record, "request", 0)) or task_ids.get()
 
@@ -92,8 +92,8 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC), ``level``, ``process``, ``pid``, ``logger``,
-    ``message``.
+    """A record as one line with a JSON object: ``time`` (UTC), ``level``, ``process``, ``pid``,
+    ``logger``, ``message``.
 
     A record may also have ``request`` (the broker's number), ``request_id``, ``trace_id``,
     ``exception``, and its own ``fields``.

@@ -19,13 +19,13 @@ PROTOCOL_VERSION = 1
 ENCODINGS = ("json", "msgpack")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Larger bodies are refused."""
+"""Maximum number of bytes of a body."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
-"""Bytes of all attachments of a message together."""
+"""Maximum number of bytes of all attachments of a message together."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
-"""Larger controller modules are refused, by the client and by the broker."""
+"""Maximum number of bytes of a controller module; the client and the broker refuse larger ones."""
 MAX_FRAMES = 64
-"""Most frames of a client's message: the type, the body and the attachments."""
+"""Maximum number of frames of a client's message: the type, the body and the attachments."""
 
 MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
@@ -37,7 +37,8 @@ Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 """Seconds to wait before another try."""
 Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
-"""Seconds between two messages, or without a message. A smaller value would keep a process busy."""
+"""Seconds between two messages, or without a message. A value below 0.001 would keep a process
+busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 UserName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
@@ -59,32 +60,34 @@ RequestId = Annotated[str, Meta(max_length=128)]
 class Hello(Struct, kw_only=True, omit_defaults=True):
     """``HELLO``: opens a session, or takes one over on a new connection.
 
-    A client that does not send it has an anonymous session in JSON, which ends with its connection.
+    A client that does not send HELLO has an anonymous session in JSON, which ends with its
+    connection.
     """
 
     versions: tuple[int, ...] = (PROTOCOL_VERSION,)
     encodings: tuple[str, ...] = ("json",)
-    """In order of preference; the broker answers in the first that it supports."""
+    """The encodings that the client accepts, in order of preference; the broker answers in the
+    first that it supports."""
     session: str | None = None
-    """The token of a ``WELCOME``: take that session over, under the same key."""
+    """The token of a ``WELCOME``: the client takes over that session, under the same key."""
     begin: bool = False
-    """If the broker has no session with this token, under any key, begin a session with it. The
-    token is then a secret of 32 hexadecimal digits that the client has chosen."""
+    """If the broker has no session with this token, under any key, begin a session with this token.
+    The token is then a secret of 32 hexadecimal digits that the client has chosen."""
     elsewhere: bool = False
-    """Whether the session may have been at another broker since it was at this one. The broker then
-    asks the workers for its live streams, and the client sends its buffers again."""
+    """Whether the session may have been at another broker since it was last at this one. The broker
+    then asks the workers for its live streams, and the client sends its buffers again."""
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
     """Optional features of the client.
 
-    - ``ping``: it sends PING, and its session may expire
+    - ``ping``: the client sends PING, and its session may expire
     - ``ack``: its PINGs have ``ack``
-    - ``bodies``: it takes several bodies in one TOKEN
-    - ``columns``: it takes TOKEN in columns, which are only sent in msgpack
-    - ``text_columns``: with columns, it takes rows with text
+    - ``bodies``: it accepts several bodies in one TOKEN
+    - ``columns``: it accepts TOKEN in columns, which are only sent in msgpack
+    - ``text_columns``: with ``columns``, it accepts rows with text
     - ``recover``: it knows ``Welcome.recovering``
-    - ``gateway``: it carries messages of other users, so that it is never the operator
+    - ``gateway``: it carries messages of other users, so it never has the operator's rights
     """
 
 
@@ -92,9 +95,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """``GENERATE``: begin a stream of tokens."""
 
     stream_id: StreamId
-    """Chosen by the client, unique among its session's live streams."""
+    """Chosen by the client, unique among the live streams of its session."""
     model: str = ""
-    """Empty: the only model that is served, or else the embedded one."""
+    """The name of the model. Empty: the only model that is served, or else the embedded one."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. None: the ids are attachment 0, u32 each."""
     buffers: list[Name] = []
@@ -108,25 +111,27 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller: text unchanged, any other value as JSON."""
     heal_prompt: bool = False
-    """Remove the last token of the prompt and force its text: the first sampled token begins with
-    it. The text of the stream begins after it. Not available with a module."""
+    """Remove the last token of the prompt, and force the first sampled token to begin with the text
+    of the removed token. The text of the stream begins after that text. Not available with a
+    module."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher priorities are served first."""
     timeout_s: Timeout | None = None
     """End the stream, with ``timeout``, this many seconds after it arrived."""
     by: UserName = ""
-    """The user whose request it is, if one session serves several: their requests take turns in the
-    queue."""
+    """The user who sent the request, if one session serves several users; the requests of the users
+    take turns in the queue."""
     group: GroupName = ""
-    """A secret that several sessions of one client share, such as those of a gateway. In the queue,
-    their requests take turns as if they belonged to one session."""
+    """A secret that several sessions of one client share, such as the sessions of a gateway. In the
+    queue, their requests take turns as if they belonged to one session."""
     inspect: bool = False
     """TOKEN entries also report the effect of their masks: ``allowed``, ``cut`` and
     ``round_us``."""
     trace: TraceParent = ""
     """The ``traceparent`` of the request (W3C Trace Context); workers pass it on unchanged."""
     request_id: RequestId = ""
-    """The name of the request in log lines of all processes; default: its trace, if it has one."""
+    """The id of the request in the log lines of all processes; default: its trace, if it has
+    one."""
 
 
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
@@ -176,7 +181,8 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
     moves: Count = 0
-    """How often the stream has moved: the last ``moves`` that the client has received for it."""
+    """How often the stream has moved to another worker: the latest ``moves`` that the client has
+    received for it."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
@@ -214,8 +220,8 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     streams: bool = False
-    """List the live streams too. The operator receives all streams, a user of a gateway those of
-    its own session, and any other client those of clients with its key."""
+    """List the live streams too. The operator receives all streams. A user of a gateway receives
+    the streams of its own session, and any other client the streams of all clients with its key."""
     own: bool = False
     """List only the streams of this session, for every kind of client."""
     metrics: bool = False
@@ -243,20 +249,20 @@ class Upload(Struct, kw_only=True, omit_defaults=True):
     data: bytes | None = None
     tag: Name | None = None
     by: UserName = ""
-    """The person or program that uploads, for display: a program that serves several users names
-    them."""
+    """The person or program that uploads the module, for display. A program that serves several
+    users names the user here."""
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
-    """``TAG``: assign tags to a module, and remove them from any other.
+    """``TAG``: assign tags to a module, and remove them from all other modules.
 
     Answered by ``MSG`` with a ``StoredModule`` as its result.
     """
 
     stream_id: StreamId
     module: Name
-    """The id of the module, at least 8 characters of the beginning of its id, or another tag of
-    it."""
+    """The id of the module, the first characters of the id (at least 8), or another tag of the
+    module."""
     tags: list[Name]
     by: UserName = ""
     """As in ``Upload``."""
@@ -279,16 +285,17 @@ class Delete(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     module: Name
-    """A tag, or the id of a module, or at least 8 characters of the beginning of its id."""
+    """A tag, the id of a module, or the first characters of the id (at least 8)."""
 
 
 class DrainWorker(Struct, kw_only=True, omit_defaults=True):
-    """``DRAIN``: a worker is to leave: it accepts no more requests, and hands over its streams if
-    other workers can take them.
+    """``DRAIN``: make a worker leave. The worker is not assigned any further requests, and hands
+    over its streams if other workers can take them.
 
     The answer comes when the worker has left: ``MSG`` with ``{"worker": name, "requests": number}``
-    as its result, with the number of requests that it had. Only the operator may send it: a client
-    with the operator's key, or, without keys, one on the broker's machine that is not a gateway.
+    as its result, with the number of requests that the worker had. Only the operator may send it: a
+    client with the operator's key, or, if the broker has no keys, a client on the broker's machine
+    that is not a gateway.
     """
 
     stream_id: StreamId
@@ -302,7 +309,7 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
     n: Count = 0
     ack: Count = 0
     """The last ``Pong.position`` on this connection: the client has received all messages before
-    it."""
+    that PONG."""
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
@@ -343,7 +350,7 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
 
 
 class Token(Struct, kw_only=True, omit_defaults=True):
-    """An entry of ``TOKEN``, whose body is a list of these.
+    """An entry of ``TOKEN``, whose body is a list of entries.
 
     The first four fields, and ``top_logprobs`` of a generation, are LMTP's, and always present.
     """
@@ -355,8 +362,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Natural log-probability under the model's own distribution, before bias and temperature."""
     finish_reason: FinishReason | None
     top_logprobs: dict[int, float] | UnsetType = UNSET
-    """Log-probabilities of the most likely tokens and of this one, by id. In the answer to a SCORE
-    only if it asks for them."""
+    """Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE
+    has them only if the SCORE asks for them."""
     pos: int = 0
     """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -366,7 +373,7 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     text: str | UnsetType = UNSET
     """Text mode: the text that this token completes."""
     backtrack: int = 0
-    """Number of tokens to remove from the end of the sequence first."""
+    """Number of tokens to remove from the end of the sequence before ``token`` is appended."""
     logs: str = ""
     storage: list[Any] = []
     error: str | None = None
@@ -394,8 +401,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     round_us: int = 0
     """``inspect``: the time of the controller's round before this token, in microseconds."""
     bias: dict[int, float] = {}
-    """``inspect``: what the controller's bias added to the most likely tokens, and to this one;
-    without those that it left as they were, and those that it forbade."""
+    """``inspect``: the controller's bias of the most likely tokens, and of this one. Tokens with a
+    bias of 0, and forbidden tokens, are left out."""
     distribution: Distribution | None = None
     """The answer to the controller's ``Query`` about this token, for replays of the controller."""
     wakes: int = 0
@@ -409,9 +416,9 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     attention: str = ""
     """``FlashAttention over blocks`` or ``SDPA over gathered blocks``."""
     graphs: int = 0
-    """Batch sizes that have a CUDA graph."""
+    """Number of batch sizes that have a CUDA graph."""
     fallbacks: list[str] = []
-    """The fast paths that the device could have and the worker does not use, each with the reason;
+    """The fast paths that the device supports and the worker does not use, each with the reason;
     empty on a CPU."""
 
 
@@ -448,7 +455,7 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     """A controller module in the store of a tenant."""
 
     module: str
-    """Its id: SHA-256 of the uploaded bytes, hexadecimal."""
+    """The id of the module: SHA-256 of the uploaded bytes, hexadecimal."""
     tags: list[str] = []
     size: int = 0
     """Size of the upload in bytes."""
@@ -479,7 +486,8 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     chat_template: str = ""
     """A Jinja template, as transformers has it; empty: the model has none."""
     special_tokens: dict[str, str] = {}
-    """By their names in transformers: ``bos_token``, ``eos_token``, ``pad_token``, …"""
+    """The special tokens by their names in transformers: ``bos_token``, ``eos_token``,
+    ``pad_token``, …"""
 
 
 class StreamStatus(Struct, kw_only=True, omit_defaults=True):
@@ -490,11 +498,11 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     type: str
     """``GENERATE``, ``SCORE``, or another message that a worker answers."""
     state: Literal["waiting", "running"]
-    """Whether it waits for a worker, or a worker has it."""
+    """Whether the stream waits for a worker, or runs at one."""
     age_s: float
     """Seconds since it arrived."""
     client: str = ""
-    """The program, by its name in ``HELLO``."""
+    """The name of the client's program, from its ``HELLO``."""
     model: str = ""
     worker: str = ""
     controller: str = ""
@@ -563,7 +571,8 @@ SystemEvent = Literal[
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
-    """``SYSTEM``: why a stream waits, or that it has moved. For display."""
+    """``SYSTEM``: the reason for which a stream waits, or the report that the stream has moved; for
+    display."""
 
     event: SystemEvent
     message: str
@@ -574,9 +583,9 @@ class System(Struct, kw_only=True, omit_defaults=True):
     progress: float | None = None
     """``loading``: the fraction that is loaded, 0 to 1."""
     left: str = ""
-    """``moved``: the worker that had the stream, or its controller."""
+    """``moved``: the worker that had the stream, or that ran its controller."""
     worker: str = ""
-    """``moved``: the worker that has it now."""
+    """``moved``: the worker that has the stream now."""
     pause_s: float | None = None
     """``moved``: from the loss of the worker to the first new token, in seconds."""
     moves: int = 0
@@ -592,7 +601,7 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     """The stream that was ended; None if it could not be read from the message. With
     ``duplicate_stream`` the new request was ended, and the stream of this id continues."""
     path: str | None = None
-    """The invalid field, as ``$.max_tokens``."""
+    """The path of the invalid field, such as ``$.max_tokens``."""
     retry_after_s: Pause | None = None
     """Seconds to wait before another attempt."""
     type: str | None = None
@@ -607,7 +616,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
     """Whether this connection has a session that began with ``HELLO``. If not (the broker was
     restarted, or the session expired), send ``HELLO`` again."""
     position: Count = 0
-    """Number of requests whose ends were sent to a client that acknowledges them."""
+    """The number of the client's requests whose end has been sent, for a client with the capability
+    ``ack``."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {

@@ -38,12 +38,13 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds for the number of tokens in a step."""
 
 OTHER = "other"
-"""The label value that counts all values above the maximum number of values."""
+"""The label value that counts all further values after a label has reached its maximum number of
+values."""
 
 
 class Histogram(Struct):
-    """Observations by size: ``counts[i]`` has those of at most ``bounds[i]``, and the last count
-    has the larger ones."""
+    """Observations by size: ``counts[i]`` is the number of values above ``bounds[i - 1]`` and up to
+    ``bounds[i]``. The last count is the number of values above all bounds."""
 
     bounds: Sequence[float]
     counts: list[int]
@@ -56,13 +57,14 @@ class Histogram(Struct):
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts an observation."""
+        """Counts an observation, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 class Series(Struct):
-    """A named number with labels, or a histogram; ``value`` has no meaning then."""
+    """A named number or histogram with labels. ``value`` has no meaning if the series has a
+    histogram."""
 
     name: str
     labels: dict[str, str]
@@ -78,18 +80,18 @@ class Series(Struct):
 
 
 class Tally:
-    """Counts by the value of one label, which has at most ``most`` different values."""
+    """Counts by the value of one label, which has at most ``max_values`` different values."""
 
-    def __init__(self, name: str, label: str, most: int = 64) -> None:
+    def __init__(self, name: str, label: str, max_values: int = 64) -> None:
         self._name = name
         self._label = label
-        self._most = most
+        self._max_values = max_values
         self._counts: dict[str, float] = {}
 
     def add(self, value: str, count: float = 1) -> None:
         """Counts under a value of the label. Not for two threads at the same time."""
         counts = self._counts
-        if value not in counts and len(counts) >= self._most:
+        if value not in counts and len(counts) >= self._max_values:
             value = OTHER
         counts[value] = counts.get(value, 0) + count
 

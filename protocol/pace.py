@@ -6,7 +6,7 @@ from __future__ import annotations
 RETRY_AFTER_S = 1.0
 """Seconds until a client should try again if the rate is not known."""
 MEMORY = 16
-"""Number of past events in the average, whose weights decay."""
+"""The approximate number of past events in the average, whose weights decay."""
 MIN_TIMES = 4
 """The rate is unknown until the event has happened at this number of times."""
 BOUNDS_S = (0.1, 60.0)
@@ -16,9 +16,8 @@ BOUNDS_S = (0.1, 60.0)
 class Pace:
     """The rate of one kind of event.
 
-    Events at one time count as one burst: a step of a GPU worker ends several streams. The
-    rate is the average burst over the average time between two. Times are seconds of a clock that
-    does not go back.
+    Events at one time count as one burst: a step of a GPU worker ends several streams. The rate is
+    the average burst over the average time between two. Times are seconds of a monotonic clock.
     """
 
     __slots__ = ("_at", "_burst", "_due", "_gap_s", "_number", "_times")
@@ -31,7 +30,7 @@ class Pace:
         self._number = 0.0
         self._gap_s = 0.0
         self._due = 0.0
-        """When the last client that was asked to wait should try again."""
+        """The time at which the client that was refused last should try again."""
 
     def note(self, now: float) -> None:
         """Records an event."""
@@ -53,10 +52,11 @@ class Pace:
         return self._number / (self._gap_s + longer_s / min(self._times, MEMORY))
 
     def retry_after_s(self, now: float) -> float:
-        """When a refused client should try again, if each event makes room for one client.
+        """Seconds after which a refused client should try again, if each event makes room for one
+        client.
 
-        Refused clients receive one such time each, in sequence, so that they do not all return at
-        once.
+        Each refused client gets a later time than the client before it, so that they do not all
+        return at once.
         """
         rate = self.per_s(now)
         if rate is None:

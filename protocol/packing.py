@@ -1,14 +1,14 @@
 """The form of a message between broker and workers on a socket: its small frames are packed into
 one.
 
-To receive a frame from a socket costs more than the rest of the broker's work on it, so the frames
-``[TYPE][header][body][attachment…]`` of a message travel packed::
+Receiving a frame from a socket takes longer than the rest of the broker's work on it. So the frames
+``[TYPE][header][body][attachment…]`` of a message are sent packed::
 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
-Numbers are little-endian. The first frame has ``count`` frames of the message, at least one,
-directly after each other. The last of them has no size, as it ends with the first frame. All frames
-from the first large one on follow separately and are not copied.
+Numbers are little-endian. The first frame contains ``count`` frames of the message, at least one,
+directly after each other. The size of the last of them follows from the size of the first frame.
+The first large frame of the message, and all frames after it, are sent separately and not copied.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .frames import Frames
 PACKING_VERSION = 2
 """The version of this form. In version 1, which was not packed, the first byte was a letter."""
 MAX_PACKED_BYTES = 2**16
-"""A larger frame is not packed, unless it is the first one, which is the type."""
+"""Frames with more bytes are not packed, except the first one, which is the type."""
 MAX_PACKED = 2**16 - 1
-"""Number of frames in the packed frame at most."""
+"""Maximum number of frames in the packed frame."""
 
 _THREE = struct.Struct("<BBHII")
 _PACK, _UNPACK = _THREE.pack, _THREE.unpack_from
@@ -79,8 +79,8 @@ def _unpack_any(received: Frames) -> Frames:
     if not 4 <= at <= len(packed):
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"a packed frame of {len(packed)} bytes has a count of {count}; the count is at least "
-            "1, and the frame has 4 bytes for each",
+            f"a packed frame of {len(packed)} bytes has a count of {count}; expected a count of at "
+            "least 1, and at least 4 bytes for each counted frame",
         )
     frames = []
     for size in _sizes(count).unpack_from(packed)[3:]:
@@ -89,8 +89,8 @@ def _unpack_any(received: Frames) -> Frames:
     if at > len(packed):
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"a packed frame of {len(packed)} bytes has sizes that add up to {at}; they add up to "
-            "no more than the frame has",
+            f"a packed frame of {len(packed)} bytes has sizes that add up to {at}; expected at "
+            "most the size of the frame",
         )
     return [*frames, packed[at:], *received[1:]]
 

@@ -2,7 +2,7 @@
 prompts.
 
 The key of a page is a hash of its content, of all content before it, and of the model. A worker's
-blocks may be smaller than a page. It has a page if it has the last block of the page.
+blocks may be smaller than a page. A worker has a page if it has the page's last block.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def next_key(before: bytes, content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=KEY_BYTES, key=before).digest()
 
 
-def page_keys(first: bytes, content: bytes, most: int) -> Iterator[bytes]:
+def page_keys(first: bytes, content: bytes, max_pages: int) -> Iterator[bytes]:
     """The keys of the full pages of a prompt, up to a bound."""
     key, view = first, memoryview(content)
-    for start in range(0, min(len(content) // PAGE_BYTES, most) * PAGE_BYTES, PAGE_BYTES):
+    for start in range(0, min(len(content) // PAGE_BYTES, max_pages) * PAGE_BYTES, PAGE_BYTES):
         key = next_key(key, view[start : start + PAGE_BYTES])
         yield key
 

@@ -30,33 +30,36 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
 
     They apply to a row of logits ``[vocab]`` in this order: ``logit_bias`` is added, then the three
     penalties and a controller's mask apply, and ``temperature`` divides. Then ``top_k``, ``top_p``
-    and ``min_p`` cut, in that order. The reported ``logprob`` is taken before all of them.
+    and ``min_p`` exclude tokens, in that order. The reported ``logprob`` is computed before all
+    these steps.
     """
 
     temperature: NonNegative = 0.0
     """0 is greedy; 1 samples from the model's own distribution."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Number of tokens to generate at most; the context length of the model is a limit too
+    """Maximum number of tokens to generate. The context length of the model is a bound too
     (``length``)."""
     logit_bias: dict[TokenId, float] = {}
-    """Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces."""
+    """Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
+    it."""
     top_logprobs: TopLogprobs = 0
     """How many of the most likely tokens to report, in addition to the sampled one."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Keep the smallest set of tokens whose probability reaches this (nucleus sampling)."""
+    """Keep the smallest set of tokens whose total probability reaches this value (nucleus
+    sampling)."""
     min_p: Probability = 0.0
-    """Keep tokens at least this probable relative to the most likely one."""
+    """Keep the tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL)."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens already generated."""
+    """Subtracted once from the logits of tokens that were already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence from the logits of tokens already generated."""
+    """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
     """The same request with the same seed gets the same tokens, whatever else is in the batch.
-    None: one that follows from the broker's number of the request."""
+    None: the seed follows from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""
@@ -79,10 +82,11 @@ class Query(Struct, array_like=True, frozen=True):
 
 
 class Distribution(Struct, kw_only=True, omit_defaults=True):
-    """The distribution that a token was sampled from, as far as a controller asked for it.
+    """The distribution that a token was sampled from, for a controller whose ``Query`` asked for
+    it.
 
     All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
-    Log-probabilities are natural; one of minus infinity is sent as the lowest float32.
+    Log-probabilities are natural; minus infinity is sent as the lowest float32.
     """
 
     logprob: float
@@ -98,7 +102,8 @@ class Distribution(Struct, kw_only=True, omit_defaults=True):
 
 
 class Override(Struct, array_like=True, frozen=True):
-    """Sampling parameters that a controller sets for its next token. None: those of the request."""
+    """Sampling parameters that a controller sets for its next token. None: the request's
+    parameter."""
 
     temperature: NonNegative | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

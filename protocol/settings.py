@@ -1,6 +1,6 @@
 """The settings: from flags, then ``TOKENBUS_*``, then ``tokenbus.toml``, then defaults.
 
-One flat list for all programs, so that a misspelt name is refused wherever it is given.
+All programs have one flat list of settings, so each of them refuses a misspelt name.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class SettingError(Exception):
 
 
 class Settings(Struct, kw_only=True, frozen=True):
-    """Every setting. Times in seconds, sizes in bytes."""
+    """All settings. Times are in seconds, sizes in bytes."""
 
     run_dir: str = ""
     """The folder for sockets, logs and process ids of a running system; empty: a folder that
     belongs to this user."""
     brokers: AtLeastOne = 1
-    """Broker processes. Each has addresses of its own, which follow from those of the first."""
+    """Number of broker processes. Each has its own addresses, which follow from the addresses of
+    the first."""
     front: str = "tcp://127.0.0.1:5555"
     """Where clients connect, or the addresses of several brokers, separated by commas."""
     back: str = ""
@@ -46,7 +47,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     dir>/back.sock``."""
     keys: str = ""
     """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder the broker
-    has no keys, and programs can only listen on addresses of this machine."""
+    has no keys, and programs may only listen on addresses of this machine."""
     key: str = ""
     """The key file with which this program connects; empty: this machine's key file in the folder
     of keys, if it exists."""
@@ -54,7 +55,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     log_format: Literal["human", "json"] = "human"
     """Lines for people, or one JSON object a line."""
     health_file: str = ""
-    """A file that this process touches while it works, for probes; empty: none."""
+    """A file that this process touches while it works, for probes; empty: no file."""
     session_timeout_s: Positive = 30.0
     command_timeout_s: Positive = 3.0
     """How long a client waits for a broker that does not answer."""
@@ -70,13 +71,14 @@ class Settings(Struct, kw_only=True, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``auto``: float32 on the CPU, the checkpoint's own data type on a GPU."""
     trust_remote_code: bool = False
-    """Let a checkpoint bring its own Python code. It runs with the worker's rights."""
+    """Run Python code that a checkpoint contains, with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0
     """Memory of the KV cache; 0: chosen by the memory of the device."""
     max_running: AtLeastOne = 256
-    """Sequences in one batch."""
+    """Maximum number of sequences in one batch."""
     capacity: AtLeastOne = 512
-    """Requests assigned to one GPU worker, waiting ones included; others queue at the broker."""
+    """Maximum number of requests assigned to one GPU worker, including waiting ones; others queue
+    at the broker."""
     require_fast_attention: bool = False
     """Refuse a model whose blocks FlashAttention cannot read in place."""
     compile: bool = False
@@ -84,8 +86,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     speculation: Literal["auto", "off"] = "auto"
     """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
     draft_model: str = ""
-    """A small model with the same tokenizer, a path or a hub id, that drafts tokens if a text
-    repeats nothing; empty: none."""
+    """A path or a hub id of a small model with the same tokenizer. The model drafts tokens if a
+    text has no repetitions to draft from; empty: no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: on a GPU."""
@@ -95,29 +97,30 @@ class Settings(Struct, kw_only=True, frozen=True):
     """CPU threads of torch in a GPU worker; 0: the fastest number, up to the number of cores."""
 
     controller_init_ms: Positive = 1000.0
-    """CPU time limit of ``init_prompt`` and of the start of a module, in milliseconds."""
+    """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
     controller_pre_ms: Positive = 1.0
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
     controller_decision_s: Positive = 300.0
-    """How long a GPU worker waits for a decision, in addition to the controller's own time limits,
-    before it ends the sequence. A start counts too: a grammar may be compiled for 100 seconds."""
+    """How long a GPU worker waits for a controller's decision, in addition to the controller's own
+    time limits, before it ends the sequence. Starting a controller counts too: compiling a grammar
+    may take 100 seconds."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
-    """Number of sequences of one request at most."""
+    """Maximum number of sequences of one request."""
     controller_idle_wakes: AtLeastOne = 10_000
-    """How often the sequences of a request are woken in a row if all of them are suspended, each
-    time after 10 ms; then they end with ``deadlock``."""
+    """If all sequences of a request are suspended, they are woken every 10 ms. After this number of
+    wakes in a row, they end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Threads that run controllers; 0: twice the number of CPUs, at least four."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
-    takes up to a quarter longer, because the slow part is searched for."""
+    takes up to a quarter longer, because the compiler searches for the slow part."""
     grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
-    """Number of requests at most whose controllers one worker runs."""
+    """Maximum number of requests whose controllers one worker runs."""
 
     join: str = ""
     """The workers' address of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (5556).
@@ -125,7 +128,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     gpu_workers: AtLeastZero = 1
     """GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
-    """Controller worker processes of ``tokenbus up``; with one or more, a state worker too."""
+    """Controller worker processes of ``tokenbus up``. If there are any, a state worker runs too."""
     ray: str = ""
     """The Ray cluster in which ``tokenbus up`` places GPU and controller workers: its address, or
     ``auto`` for the one on this machine; empty: they run on this machine, without Ray."""
@@ -138,20 +141,20 @@ class Settings(Struct, kw_only=True, frozen=True):
     scale_down_s: Positive = 120.0
     """How long fewer workers must have been enough before a worker is removed."""
     http: str = "127.0.0.1:8080"
-    """Where the gateways listen for HTTP and WebSocket; ``none``: no gateway."""
+    """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
     gateways: AtLeastOne = 1
     """Gateway processes of ``tokenbus up``. Several share the port, by SO_REUSEPORT."""
     api_keys: str = ""
     """A file of hashed API keys; with it, every path but ``/live`` and ``/ready`` needs a key."""
     tls_cert: str = ""
-    """The certificate (PEM) of the gateways, for HTTPS; with ``tls_key``."""
+    """The certificate (PEM) of the gateways, for HTTPS; it needs ``tls_key``."""
     tls_key: str = ""
     """The private key of the certificate."""
     max_connections: AtLeastOne = 10_000
     """Open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
-    """Entries of a stream that a gateway stores for an HTTP client that does not read; above it,
-    the stream ends."""
+    """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
+    read; a stream with more of them ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
@@ -159,7 +162,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     drain_s: Positive = 30.0
     """How long a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0
-    """How long a gateway continues its streams after another one has taken its place."""
+    """How long a gateway continues its streams after another gateway has taken its place."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
@@ -207,15 +210,16 @@ class Settings(Struct, kw_only=True, frozen=True):
         return _of_all(self.front, self.brokers)
 
     def of_broker(self, number: int) -> Settings:
-        """The settings of one broker of several: ``front`` and ``back`` are its own addresses.
+        """The settings of one of several brokers: ``front`` and ``back`` are this broker's own
+        addresses.
 
-        Raises SettingError if no addresses are set for it.
+        Raises SettingError if the settings have no address for this broker.
         """
         fronts, backs = separate(self.front_endpoint), separate(self.back_endpoint)
         if number >= min(len(fronts), len(backs)):
             raise SettingError(
-                f"there is no broker {number}: 'front' has {len(fronts)} addresses and 'back' has "
-                f"{len(backs)}; give as many as there are brokers, or set 'brokers'"
+                f"broker {number} has no address: 'front' has {len(fronts)} addresses and 'back' "
+                f"has {len(backs)}; give each an address for every broker, or set 'brokers'"
             )
         return msgspec.structs.replace(self, brokers=1, front=fronts[number], back=backs[number])
 
@@ -228,7 +232,7 @@ _NAMES = {field.name for field in msgspec.structs.fields(Settings)}
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings in force. ``flags`` has those of the command line; None: not given.
+    """The settings in force. ``flags``: the settings of the command line; None: not given.
 
     Raises SettingError for the first setting that is unknown or invalid, with its name and source.
     """

@@ -20,7 +20,7 @@ class SpecialToken(IntEnum):
     CLS = 5
     MASK = 6
     TURN_START = 7
-    """The first special token of a turn of the assistant, by the model's chat template."""
+    """The first special token of a turn of the assistant, in the model's chat template."""
     TURN_END = 8
     """The special token that ends a turn of the assistant."""
 

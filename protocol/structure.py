@@ -6,9 +6,9 @@ through them. The controller worker has a reader for the masks of the constraint
 programs that show the answer have one for its parts. Both use this code, so that the parts agree
 with the constraint.
 
-An answer goes through phases. In a phase there may be free text, and tags may begin: ``begin``, the
-content, ``end``, and then another phase. A special token in a text is written as its name between
-two bytes ``SPECIAL``, which texts do not contain.
+An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its
+content, its ``end``, and then another phase. In a text, a special token is written as its name
+between two bytes ``SPECIAL``, which texts do not contain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPECIAL = b"\xff"
 MAX_TAGS = 512
 MAX_PHASES = 16
 MAX_TEXT = 4096
-"""Number of bytes of ``begin`` and of ``end`` at most."""
+"""Maximum number of bytes of ``begin`` and of ``end``."""
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -37,11 +37,12 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part with its own beginning and end."""
 
     begin: str
-    """The text that begins it. After ``trigger``, the rest of this text must follow."""
+    """The text that begins the tag. After ``trigger``, the rest of this text must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
     end: str = ""
-    """The text that ends it. Text ends where this first occurs, JSON where its value ends."""
+    """The text that ends the tag. ``text`` content ends at the first occurrence of ``end``,
+    ``json`` content where its value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
     """The schema of ``json`` content; null: any value."""
@@ -51,12 +52,12 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     name: str = ""
     """The function's name, for a ``call``."""
     max_tokens: int | None = None
-    """Number of tokens of the content ``text`` at most: above it, ``closing`` and ``end``
-    follow."""
+    """Maximum number of tokens of ``text`` content. If the content has reached it, ``closing`` and
+    ``end`` follow."""
     closing: str = ""
     """The text before ``end`` if ``max_tokens`` are used up."""
     then: int
-    """The phase after it."""
+    """The index of the phase after the tag."""
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -65,7 +66,7 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     text: bool = False
     """Whether free text may follow."""
     controller: str = ""
-    """A built-in constraint that replaces free text: its text is the rest of the answer."""
+    """The built-in constraint that replaces free text; its text is the rest of the answer."""
     arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of this constraint, as in ``controller_arg``."""
     tags: list[int] = []
@@ -100,9 +101,9 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
                 if not 0 <= named < len(self.tags):
                     raise StructureError(f"phases[{number}] has the tag {named}, which is unknown")
             if phase.text and phase.controller:
-                raise StructureError(f"phases[{number}] has text and a controller; give it one")
+                raise StructureError(f"phases[{number}] has text and a controller; give only one")
             if phase.tags and not phase.text:
-                raise StructureError(f"phases[{number}] has tags in its text, and no text")
+                raise StructureError(f"phases[{number}] has tags in its text, but text is false")
         for number, tag in enumerate(self.tags):
             self._check_tag(number, tag)
         if self.inside is not None and not 0 <= self.inside < len(self.tags):
@@ -119,15 +120,16 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
         if not tag.begin or max(len(tag.begin), len(tag.end)) > MAX_TEXT:
             raise StructureError(
                 f"tags[{number}].begin and end have {len(tag.begin)} and {len(tag.end)} "
-                f"characters; begin must have some, and each at most {MAX_TEXT}"
+                f"characters; expected 1 to {MAX_TEXT} and 0 to {MAX_TEXT}"
             )
         if not 0 <= tag.trigger <= len(tag.begin):
-            raise StructureError(f"tags[{number}].trigger is {tag.trigger}, beyond its begin")
+            raise StructureError(f"tags[{number}].trigger is {tag.trigger}; begin is shorter")
         if tag.content == "text" and not tag.end:
-            raise StructureError(f"tags[{number}] is text without an end; give it one")
+            raise StructureError(f"tags[{number}] has text content without an end; set end")
         if tag.max_tokens is not None and (tag.max_tokens < 0 or tag.content != "text"):
             raise StructureError(
-                f"tags[{number}].max_tokens is {tag.max_tokens}; it is for text, and at least 0"
+                f"tags[{number}].max_tokens is {tag.max_tokens}; expected at least 0, "
+                "and text content"
             )
 
 
@@ -162,9 +164,10 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 class State(NamedTuple):
     """The position in an answer.
 
-    In ``text`` and ``value``: a phase, with ``tags`` that may still begin at its start, ``at``
-    bytes ago. In ``begin``: ``at`` bytes of the begin of one of ``tags`` were read. In ``content``:
-    ``tags`` has one tag. In ``end``: ``at`` bytes of that tag's end were read.
+    In the modes ``text`` and ``value``, the position is in a phase. While a tag may still begin at
+    the phase's start, ``tags`` are the possible ones, and ``at`` is the number of bytes since the
+    start. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read. In ``content``,
+    ``tags`` has one tag. In ``end``, ``at`` bytes of that tag's ``end`` were read.
     """
 
     mode: Mode
@@ -180,7 +183,7 @@ class State(NamedTuple):
     part: int = 0
     """Number of parts before this one."""
     last: int = -1
-    """The tag that began or ended last."""
+    """The tag that was the last to begin or to end; -1: none has begun yet."""
 
 
 _DEAD = State("dead")
@@ -286,7 +289,7 @@ class Automaton:
         return State(mode, number, tuple(phase.first), part=before.part + 1, last=tag)
 
     def _fitting(self, state: State, byte: int) -> tuple[int, ...]:
-        """The tags for which this is the next byte of their begin."""
+        """The tags whose ``begin`` continues with this byte."""
         at = state.at
         return tuple(t for t in state.tags if self.begins[t][at : at + 1] == bytes([byte]))
 

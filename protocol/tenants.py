@@ -9,7 +9,8 @@ class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
     It is the last attachment of a ``START``, of messages for the store of modules, and of a
-    ``VARIABLE`` of a tenant with a key. The latter two have the quota of the store or of variables.
+    ``VARIABLE`` of a tenant with a key. In the latter two, ``quota_bytes`` is the quota of the
+    store or of variables.
     """
 
     key: str = ""

@@ -1,14 +1,14 @@
-"""How long a text may be for a model: checked before the text is tokenized, which takes seconds for
-each megabyte.
+"""The bound of a text's length for a model. It is checked before the text is tokenized, because
+tokenizing takes seconds for each megabyte.
 
 A token represents a bounded number of bytes, so a text of more than ``max_tokens`` times this
 number cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC does) or
 has one token for all unknown text. Then four times as much text is allowed. Text that would shrink
 even more, such as a long run of spaces that becomes one, is refused although it might fit.
 
-Most texts have far more tokens than this bound suggests. So a long text is counted in segments
-first, and counting stops at twice the allowed number of tokens. A border between two segments can
-add tokens, but does not double them.
+Most texts have far more tokens than this bound suggests. So the tokens of a long text are first
+counted in segments, and counting stops at twice the allowed number of tokens. A border between two
+segments can add tokens, but does not double them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import Code, RequestError
 SEGMENT_CHARS = 65_536
 """Longer texts are counted in segments of this length before they are tokenized."""
 MAX_SHORTENING = 4
-"""Factor of text that is allowed for a tokenizer that shortens text."""
+"""The factor by which the bound grows for a tokenizer that shortens text."""
 
 
 class TokenSize(NamedTuple):
@@ -34,8 +34,8 @@ class TokenSize(NamedTuple):
 
 
 def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:
-    """The size of the longest token of a vocabulary; ``byte_level``: each of its characters is a
-    byte."""
+    """The size of the longest token of a vocabulary; ``byte_level``: each character of the
+    vocabulary is a byte."""
     sizes = (
         len(token)
         if byte_level or isinstance(token, bytes)
@@ -69,18 +69,18 @@ class TextBound(NamedTuple):
 
     model: str
     max_tokens: int
-    """Number of tokens of a prompt at most."""
+    """Maximum number of tokens of a prompt."""
     size: TokenSize
 
     @property
     def max_bytes(self) -> int:
-        """Number of bytes of all texts of a request at most, in UTF-8."""
+        """Maximum number of bytes of all texts of a request, in UTF-8."""
         shortening = MAX_SHORTENING if self.size.shortens else 1
         return self.max_tokens * self.size.max_bytes * shortening
 
     def check(self, texts: Iterable[str], path: str = "$.prompt") -> int:
-        """Returns the bytes of some texts; raises RequestError if they are too many for the
-        model."""
+        """Returns the number of bytes of ``texts``; raises RequestError if the model cannot take
+        them."""
         texts = list(texts)
         # Each character has at least one byte.
         self.check_bytes(sum(map(len, texts)), path)
@@ -96,7 +96,7 @@ class TextBound(NamedTuple):
                 Code.PROMPT_TOO_LONG,
                 f"the text has {num_bytes} bytes or more; {self.model} takes at most "
                 f"{self.max_tokens} tokens of at most {self.size.max_bytes} bytes each{times}, "
-                f"which is {self.max_bytes} bytes of text; send a shorter one",
+                f"which is {self.max_bytes} bytes of text; send a shorter text",
                 path=path,
             )
 

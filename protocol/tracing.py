@@ -1,6 +1,6 @@
 """Traces: W3C trace contexts, and the spans that a process exports if ``OTEL_*`` is set.
 
-A request carries one ``traceparent``, its client's, to all processes. Each process creates one span
+A request carries the ``traceparent`` of its client to all processes. Each process creates one span
 for the request when its part has ended. The span's id follows from the request's number, so that
 the next process can compute the id of its parent. OpenTelemetry (the extra ``otel``) is imported
 only if one of its variables names an exporter.
@@ -31,7 +31,8 @@ NAMED_BY = (
 )
 """Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""The process whose span is the parent of each process's span; "": the client's span."""
+"""The process whose span is the parent of each process's span; "": the parent is the client's
+span."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 

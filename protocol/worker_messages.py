@@ -62,17 +62,17 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     pid: int
     host: str
     capacity: Annotated[int, Meta(ge=1)]
-    """Requests at most that may be assigned to it, including waiting ones."""
+    """Maximum number of requests that may be assigned to the worker, including waiting ones."""
     models: list[ModelInfo] = []
     """Models that are loaded."""
     patterns: list[str] = []
-    """Names of models that it loads on demand, with ``*`` and ``?`` as in a shell. For a controller
-    worker: the controllers that it runs, or ``ANY_MODULE``."""
+    """Names of the models that the worker loads on demand, with ``*`` and ``?`` as in a shell. For
+    a controller worker: the controllers that it runs, or ``ANY_MODULE``."""
     default: str = ""
-    """The model that it uses for requests without a model."""
+    """The model that the worker uses for requests without a model."""
     live: list[LiveRequest] = []
-    """The live requests of this broker, or of an earlier one at its address, without those of other
-    brokers."""
+    """The live requests of this broker, or of an earlier one at its address, without requests of
+    other brokers."""
     update: bool = False
     """Whether a registered worker changes what it serves; its lease continues."""
     step_age_s: float | None = None
@@ -80,8 +80,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     process: Id = 0
     """Random number of the worker's process. Two containers may have the same host name and pid."""
     registration: Id = 0
-    """Number of the lease that this message begins or updates, of those of this process. 0: the
-    worker does not count them."""
+    """Number of the lease that this message begins or updates, among the leases of this process. 0:
+    the worker does not number its leases."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -93,10 +93,12 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that continue here: a restarted broker adopts them, or they still wait
-    for this worker. It sends a JOURNAL for each, before any further message about the request."""
+    """Reported live requests that continue at this broker: a restarted broker adopts them, or they
+    still wait for this worker. The worker sends a JOURNAL for each, before any further message
+    about the request."""
     registration: Id = 0
-    """That of the REGISTER that began the lease. 0: the broker does not repeat it."""
+    """``Register.registration`` of the message that began the lease. 0: the broker does not repeat
+    it."""
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
@@ -109,24 +111,25 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
 
     type: Literal["GENERATE", "SCORE"]
     age_s: float = 0.0
-    """How long ago it arrived at its first broker, in seconds."""
+    """Seconds since the request arrived at its first broker."""
     ended: bool = False
-    """Whether those entries include the stream's end."""
+    """Whether the sent entries include the end of the stream."""
     moves: int = 0
     """How often the stream had moved when it came to this worker. A worker that was cut off may
-    still have a stream that continued elsewhere, where the entries of its sequences came in another
-    order."""
+    still have a stream that continued at another worker. There, the entries of its sequences may
+    have been sent in another order."""
     gone: bool = False
     """The worker does not have the request any more; the message has no attachments."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
-    """``HEARTBEAT``: renews the lease of a worker. The broker sends an empty one as often."""
+    """``HEARTBEAT``: renews the lease of a worker. The broker sends an empty HEARTBEAT at the same
+    interval."""
 
     requests: int = 0
-    """Number of requests at the worker, of all brokers."""
+    """Number of requests at the worker, from all brokers."""
     elsewhere: Annotated[int, Meta(ge=0)] = 0
-    """Number of requests of other brokers among them."""
+    """Number of requests at the worker that came from other brokers."""
     step_age_s: float | None = None
     """How long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
@@ -134,16 +137,18 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     metrics: list[Series] = []
     """Counters and histograms since the worker started, for ``STATUS`` to show."""
     sandbox_ms: dict[str, int] = {}
-    """CPU time of a controller worker's controllers since it started, by the key of the client;
-    clients without a key are left out."""
+    """CPU time of a controller worker's controllers since the worker started, in milliseconds, by
+    the key of the client. Clients without a key are left out."""
 
 
 class Claim(Struct, kw_only=True, omit_defaults=True):
-    """``CLAIM``: the client of this session has come from another broker. Sent to a GPU worker.
+    """``CLAIM``: the client of a session has come from another broker. The broker sends it to a GPU
+    worker.
 
-    It sends a JOURNAL for each live stream of the session, and for those that ended a moment ago;
-    these go on behind this broker. CLAIMED follows them. With session 0 it asks for no streams: its
-    CLAIMED confirms that the worker has handled all that it was sent before.
+    The worker sends a JOURNAL for each live stream of the session, and for each stream that has
+    just ended. These streams continue under this broker. CLAIMED follows the last JOURNAL. A CLAIM
+    with session 0 asks for no streams; its CLAIMED confirms that the worker has processed all
+    earlier messages.
     """
 
     session: Id
@@ -165,8 +170,8 @@ class Released(Struct, kw_only=True, omit_defaults=True):
 class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for the request, or the START, of the header.
 
-    This happens if other brokers have sent it requests that this broker did not know of yet. The
-    attachments are the body and the attachments that were refused.
+    This happens if other brokers have sent the worker requests that this broker does not know yet.
+    The attachments are the body and the attachments that were refused.
     """
 
     type: str
@@ -200,8 +205,8 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
 
     reason: str = ""
     successor: bool = False
-    """Another process takes the worker's place as soon as the worker has left, so the worker does
-    not have to finish its streams first."""
+    """Whether another process takes the worker's place as soon as the worker has left. The worker
+    then does not have to finish its streams first."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
@@ -225,8 +230,8 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 
 
 class VocabularyName(Struct, kw_only=True, omit_defaults=True):
-    """The part of a model that a controller needs: the fingerprint of its tokenizer, the size of a
-    mask."""
+    """The part of a model that a controller needs: the fingerprint of the tokenizer, and the size
+    of a mask."""
 
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON, which ``FETCH_TOKENIZER`` requests."""
@@ -239,14 +244,14 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
 
 
 class Replay(Struct, array_like=True):
-    """The history of a sequence before its controller is started again, elsewhere.
+    """The history of a sequence whose controller is started again at another worker.
 
-    The controller worker runs all rounds of it again, with the same inputs: variable operations are
-    answered as they were the first time. It sends the results that may not have been applied: all
-    after the sequence's last sampled token or its last fork, whichever is later. A fork is one of
-    ``forks``, or the fork that created the sequence. Results are sent in order, as they were the
-    first time. The first has all logs and writes since the sampled token; the GPU worker knows how
-    many of these the client has received.
+    The controller worker runs all rounds again with the same inputs. Variable operations get the
+    same answers as the first time. The worker sends, in order, the results that may not have been
+    applied: all results after the sequence's last sampled token or its last fork, whichever is
+    later. A fork is one of ``forks``, or the fork that created the sequence. The first result that
+    it sends has all logs and writes since the sampled token. The GPU worker stores how many of
+    these the client has received.
     """
 
     seq: Id
@@ -254,12 +259,13 @@ class Replay(Struct, array_like=True):
     """The tokens that were sampled, in order; one round followed each. Tokens that the controller
     dropped or appended are not included, as they follow from these."""
     forks: list[int] = []
-    """The new sequences of its forks, in order. A fork beyond these is made anew."""
+    """The sequences that its forks created, in order. Any later fork is a new one."""
     ended: bool = False
-    """Whether it has ended. It is replayed only for its forks, and sends nothing."""
+    """Whether the sequence has ended. It is then replayed only for its forks, and no results of it
+    are sent."""
     last: bool = False
-    """Whether the last of ``tokens`` ended it (its length, a stop string): after that token it had
-    only a last post_process."""
+    """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). Only a
+    last ``post_process`` followed that token."""
     distributions: dict[Id, Distribution] = {}
     """The distributions that its controller received, by the place of their token in ``tokens``."""
     wakes: dict[Id, int] = {}
@@ -280,12 +286,12 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     healed: TokenId | None = None
     """The token that was removed from the end of the prompt; it is not in ``prompt``."""
     max_tokens: int
-    """Number of tokens of the sequence after its prompt at most, including fast-forwarded ones."""
+    """Maximum number of tokens of the sequence after its prompt, including fast-forwarded ones."""
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
-    """An end-of-sequence token does not end a sequence. Otherwise it does, unless the controller
-    appends, drops, forks or suspends."""
+    """An end-of-sequence token does not end a sequence. If this is false, it does, unless the
+    controller appends, drops, forks or suspends."""
     inspect: bool = False
     """Each result has the time of its round."""
     trace: TraceParent = ""
@@ -293,7 +299,7 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """The trace and the request id, as in ``GENERATE``."""
     replay: list[Replay] = []
     """The sequences of a request that was started before, parents before their forks. Other
-    sequences have never existed, unless one of these forks creates them."""
+    sequences do not exist yet; a fork of one of these may create them."""
     attempt: Annotated[int, Meta(ge=0)] = 0
     """The number of this START among those with which the GPU worker starts controllers again. 0
     for the first START of a request."""
@@ -305,7 +311,7 @@ class StepSequence(Struct, array_like=True):
     request: Id
     seq: int
     tokens: list[TokenId]
-    """Tokens that were sampled: the argument of post_process. Several tokens only if each but the
+    """The sampled tokens: the argument of ``post_process``. There are several only if each but the
     last was sampled under a mask along a draft."""
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
@@ -315,7 +321,7 @@ class StepSequence(Struct, array_like=True):
     """Tokens that are likely to follow, for a controller that takes drafts. If it decides to
     sample, its result has the masks along them too."""
     distributions: list[Distribution] = []
-    """The distribution of each of ``tokens``, if its decision had a query; else empty."""
+    """The distribution of each of ``tokens`` if the decision before it had a query; else empty."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -333,15 +339,16 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 class StepResult(Struct, array_like=True):
     """The decision of a controller: drop, append, and then sample, fork, suspend or stop.
 
-    A bias that a GPU worker of an earlier release receives has no effect there."""
+    GPU workers of earlier releases ignore the bias.
+    """
 
     request: Id
     seq: int
     action: Literal["sample", "fork", "suspend", "stop", "error"]
     """``fork``: the results of the sequence and of its children follow."""
     backtrack: int = 0
-    """Tokens to drop from the end of the sequence, without the token that is about to be
-    sampled."""
+    """Number of tokens to drop from the end of the sequence, not counting the token that is about
+    to be sampled."""
     ff_tokens: list[TokenId] = []
     """Tokens to append after that."""
     row: int | None = None
@@ -367,15 +374,16 @@ class StepResult(Struct, array_like=True):
     takes_drafts: bool = False
     """In the first result: whether the controller computes masks along drafts."""
     along: list[int] = []
-    """``sample``, in answer to a draft: the masks after the first draft token, the first two, and
-    so on, as long as the controller would only sample there. They are rows, or attachments if the
-    mask is one."""
+    """``sample``, in answer to a draft: the masks after the first draft token, after the first two,
+    and so on, up to the first place where the controller would not only sample. The numbers are
+    rows, or attachments if the mask is an attachment."""
     bias_row: int | None = None
     """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
     token id (u32) and a float32 by ascending ids. If the number is 0, a float32 for each token
     follows."""
     bias_attachment: int | None = None
-    """Attachment that holds the bias, in the same form. With neither, nothing is added."""
+    """Attachment that holds the bias, in the same form. With neither ``bias_row`` nor
+    ``bias_attachment``, the result has no bias."""
     query: Query | None = None
     """``sample``: the question about the distribution of the next token. A GPU worker of an earlier
     release does not answer."""
@@ -406,8 +414,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     host: str = ""
     """The machine of the controller worker, by ``machine_id``."""
     attempts: dict[Id, int] = {}
-    """By request that was started again and has its first result here: the ``attempt`` of its
-    START. Earlier results of the request belong to an earlier attempt."""
+    """``Start.attempt`` of each request that was started again and has its first result in this
+    message, by the request's id. Earlier results of the request belong to an earlier attempt."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
@@ -433,8 +441,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     elsewhere: bool = False
     """To a state worker: the requests have not ended, but continue under another broker."""
     detached: bool = False
-    """To a state worker: their client had no connection to this broker. If there are several
-    brokers, these may be copies of requests that continue under another one."""
+    """To a state worker: their client had no connection to this broker. If several brokers run, the
+    requests may be copies of requests that continue under another broker."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
@@ -463,8 +471,8 @@ class Variable(Struct, array_like=True):
 
     request: Id
     lineage: int
-    """The lineage of the sequence: 0 for sequence 0, else a hash of the forks that led to it. No
-    two sequences share it."""
+    """The lineage of the sequence: 0 for sequence 0, else a hash of the forks that led to it. Each
+    sequence has a different lineage."""
     count: int
     """The number of the operation in its sequence, from 1."""
     op: Literal["get", "set", "append"]
@@ -532,8 +540,9 @@ class ModuleTableAnswer(Struct, array_like=True):
 class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_MODULE``: a controller worker needs the bytes of a module.
 
-    Without an address, it goes to all other workers that run modules, and those that have the bytes
-    answer without them. Then it goes to one of these, by its address, which sends the bytes.
+    Without an address, the message goes to all other workers that run modules; each worker that has
+    the bytes answers without them. Then the message goes to one of these workers by its address,
+    and this worker answers with the bytes.
     """
 
     module: str
@@ -544,7 +553,7 @@ class FetchModule(Struct, kw_only=True, omit_defaults=True):
 
 class ModuleBytes(Struct, kw_only=True, omit_defaults=True):
     """``MODULE_BYTES``: a controller worker has the bytes of this module. They are attachment 0,
-    unless only their presence was asked for."""
+    unless the request asked only whether the worker has them."""
 
     module: str
 

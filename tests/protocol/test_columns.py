@@ -92,14 +92,14 @@ def test_columns_of_different_lengths_are_refused() -> None:
         assert caught.value.code == Code.BAD_MESSAGE
     with pytest.raises(RequestError, match="columns"):
         unpack_columns(TokenColumns(streams=b"\0" * 9))
-    with pytest.raises(RequestError, match="2 texts; with 1 rows they have 1, or none"):
+    with pytest.raises(RequestError, match="2 texts; expected 1, one for each row, or none"):
         unpack_columns(msgspec.structs.replace(body, texts=["a", None]))
 
 
 def test_a_row_of_no_stream_is_refused() -> None:
     """As an entry it could not be read."""
     body = pack_columns([plain_entry(1, 5, -0.5, 0, 0), plain_entry(2**63, 5, -0.5, 0, 0)])
-    with pytest.raises(RequestError, match=f"of stream {2**63}; ids of streams are at most"):
+    with pytest.raises(RequestError, match=f"has the stream id {2**63}; stream ids are at most"):
         unpack_columns(body)
 
 

@@ -46,7 +46,7 @@ def test_a_key_of_a_name_is_made_allowed_listed_and_revoked(
     assert main(["keys", "revoke", "ann"]) == 0
     assert "ann" not in folder.allowed("client")
     assert main(["keys", "revoke", "ann"]) == 2
-    assert "those that are: local" in capsys.readouterr().err
+    assert "the allowed names: local" in capsys.readouterr().err
 
 
 def test_a_key_is_made_where_it_is_used_and_allowed_at_the_broker(
@@ -80,7 +80,7 @@ def test_a_key_has_one_holder_in_one_role(folder: KeyFolder) -> None:
     pair = new_pair()
     folder.allow("client", "ann", Allowed(public=pair.public))
     for role, name in (("client", "ben"), ("worker", "ann")):
-        with pytest.raises(KeyFault, match="allowed already, as that of the client 'ann'"):
+        with pytest.raises(KeyFault, match="already allowed as the client 'ann'"):
             folder.allow(
                 "worker" if role == "worker" else "client", name, Allowed(public=pair.public)
             )

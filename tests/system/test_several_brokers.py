@@ -31,7 +31,7 @@ def test_each_broker_has_addresses_of_its_own() -> None:
     assert [one.front for one in own] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7010"]
     assert [one.back for one in own] == ["ipc:///r/back.sock", "ipc:///r/back-1.sock"]
     assert two.front_endpoint == "tcp://127.0.0.1:7000,tcp://127.0.0.1:7010"
-    with pytest.raises(SettingError, match="there is no broker 2"):
+    with pytest.raises(SettingError, match="broker 2 has no address"):
         two.of_broker(2)
 
 

@@ -118,25 +118,28 @@ export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
 /**
  * `HELLO`: opens a session, or takes one over on a new connection.
  *
- * A client that does not send it has an anonymous session in JSON, which ends with its connection.
+ * A client that does not send HELLO has an anonymous session in JSON, which ends with its
+ * connection.
  */
 export interface Hello {
   /** Default: [1]. */
   readonly versions?: readonly number[] | undefined;
   /**
-   * In order of preference; the broker answers in the first that it supports. Default: ["json"].
+   * The encodings that the client accepts, in order of preference; the broker answers in the first
+   * that it supports. Default: ["json"].
    */
   readonly encodings?: readonly string[] | undefined;
-  /** The token of a `WELCOME`: take that session over, under the same key. */
+  /** The token of a `WELCOME`: the client takes over that session, under the same key. */
   readonly session?: string | null | undefined;
   /**
-   * If the broker has no session with this token, under any key, begin a session with it. The token
-   * is then a secret of 32 hexadecimal digits that the client has chosen. Default: false.
+   * If the broker has no session with this token, under any key, begin a session with this token.
+   * The token is then a secret of 32 hexadecimal digits that the client has chosen. Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
-   * Whether the session may have been at another broker since it was at this one. The broker then
-   * asks the workers for its live streams, and the client sends its buffers again. Default: false.
+   * Whether the session may have been at another broker since it was last at this one. The broker
+   * then asks the workers for its live streams, and the client sends its buffers again. Default:
+   * false.
    */
   readonly elsewhere?: boolean | undefined;
   /** Name and version of the program, for the operator. */
@@ -144,11 +147,11 @@ export interface Hello {
   /**
    * Optional features of the client.
    *
-   * - `ping`: it sends PING, and its session may expire - `ack`: its PINGs have `ack` - `bodies`:
-   * it takes several bodies in one TOKEN - `columns`: it takes TOKEN in columns, which are only
-   * sent in msgpack - `text_columns`: with columns, it takes rows with text - `recover`: it knows
-   * `Welcome.recovering` - `gateway`: it carries messages of other users, so that it is never the
-   * operator
+   * - `ping`: the client sends PING, and its session may expire - `ack`: its PINGs have `ack` -
+   * `bodies`: it accepts several bodies in one TOKEN - `columns`: it accepts TOKEN in columns,
+   * which are only sent in msgpack - `text_columns`: with `columns`, it accepts rows with text -
+   * `recover`: it knows `Welcome.recovering` - `gateway`: it carries messages of other users, so it
+   * never has the operator's rights
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -158,11 +161,14 @@ export interface Generate {
   /** 0 is greedy; 1 samples from the model's own distribution. At least 0. Default: 0. */
   readonly temperature?: number | undefined;
   /**
-   * Number of tokens to generate at most; the context length of the model is a limit too
+   * Maximum number of tokens to generate. The context length of the model is a bound too
    * (`length`). At least 1. Default: 64.
    */
   readonly max_tokens?: number | undefined;
-  /** Added to the logits of these tokens, by id. -100 in practice forbids, 100 forces. */
+  /**
+   * Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
+   * it.
+   */
   readonly logit_bias?: Readonly<Record<string, number>> | undefined;
   /**
    * How many of the most likely tokens to report, in addition to the sampled one. At least 0, at
@@ -172,13 +178,13 @@ export interface Generate {
   /** Keep the k most likely tokens; 0 keeps all. At least 0. Default: 0. */
   readonly top_k?: number | undefined;
   /**
-   * Keep the smallest set of tokens whose probability reaches this (nucleus sampling). More than 0,
-   * at most 1. Default: 1.
+   * Keep the smallest set of tokens whose total probability reaches this value (nucleus sampling).
+   * More than 0, at most 1. Default: 1.
    */
   readonly top_p?: number | undefined;
   /**
-   * Keep tokens at least this probable relative to the most likely one. At least 0, at most 1.
-   * Default: 0.
+   * Keep the tokens whose probability is at least this fraction of the most likely token's. At
+   * least 0, at most 1. Default: 0.
    */
   readonly min_p?: number | undefined;
   /**
@@ -186,13 +192,16 @@ export interface Generate {
    * than 0. Default: 1.
    */
   readonly repetition_penalty?: number | undefined;
-  /** Subtracted once from the logits of tokens already generated. Default: 0. */
+  /** Subtracted once from the logits of tokens that were already generated. Default: 0. */
   readonly presence_penalty?: number | undefined;
-  /** Subtracted per occurrence from the logits of tokens already generated. Default: 0. */
+  /**
+   * Subtracted for each occurrence from the logits of tokens that were already generated. Default:
+   * 0.
+   */
   readonly frequency_penalty?: number | undefined;
   /**
    * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
-   * one that follows from the broker's number of the request. At least 0, at most
+   * the seed follows from the broker's number of the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -209,11 +218,11 @@ export interface Generate {
    */
   readonly n?: number | undefined;
   /**
-   * Chosen by the client, unique among its session's live streams. At least 0, at most
+   * Chosen by the client, unique among the live streams of its session. At least 0, at most
    * 9223372036854775807.
    */
   readonly stream_id: number;
-  /** Empty: the only model that is served, or else the embedded one. */
+  /** The name of the model. Empty: the only model that is served, or else the embedded one. */
   readonly model?: string | undefined;
   /** Token ids, or text that the worker tokenizes. null: the ids are attachment 0, u32 each. */
   readonly prompt?: readonly number[] | string | null | undefined;
@@ -231,8 +240,9 @@ export interface Generate {
   /** The argument of the controller: text unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
-   * Remove the last token of the prompt and force its text: the first sampled token begins with it.
-   * The text of the stream begins after it. Not available with a module. Default: false.
+   * Remove the last token of the prompt, and force the first sampled token to begin with the text
+   * of the removed token. The text of the stream begins after that text. Not available with a
+   * module. Default: false.
    */
   readonly heal_prompt?: boolean | undefined;
   /** Higher priorities are served first. At least -100, at most 100. Default: 0. */
@@ -242,13 +252,13 @@ export interface Generate {
    */
   readonly timeout_s?: number | null | undefined;
   /**
-   * The user whose request it is, if one session serves several: their requests take turns in the
-   * queue. At most 256 in length.
+   * The user who sent the request, if one session serves several users; the requests of the users
+   * take turns in the queue. At most 256 in length.
    */
   readonly by?: string | undefined;
   /**
-   * A secret that several sessions of one client share, such as those of a gateway. In the queue,
-   * their requests take turns as if they belonged to one session. At most 64 in length.
+   * A secret that several sessions of one client share, such as the sessions of a gateway. In the
+   * queue, their requests take turns as if they belonged to one session. At most 64 in length.
    */
   readonly group?: string | undefined;
   /**
@@ -262,7 +272,7 @@ export interface Generate {
    */
   readonly trace?: string | undefined;
   /**
-   * The name of the request in log lines of all processes; default: its trace, if it has one. At
+   * The id of the request in the log lines of all processes; default: its trace, if it has one. At
    * most 128 in length.
    */
   readonly request_id?: string | undefined;
@@ -317,8 +327,8 @@ export interface Attach {
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
   /**
-   * How often the stream has moved: the last `moves` that the client has received for it. At least
-   * 0. Default: 0.
+   * How often the stream has moved to another worker: the latest `moves` that the client has
+   * received for it. At least 0. Default: 0.
    */
   readonly moves?: number | undefined;
 }
@@ -359,8 +369,9 @@ export interface StatusRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * List the live streams too. The operator receives all streams, a user of a gateway those of its
-   * own session, and any other client those of clients with its key. Default: false.
+   * List the live streams too. The operator receives all streams. A user of a gateway receives the
+   * streams of its own session, and any other client the streams of all clients with its key.
+   * Default: false.
    */
   readonly streams?: boolean | undefined;
   /** List only the streams of this session, for every kind of client. Default: false. */
@@ -382,14 +393,14 @@ export interface Upload {
   /** At least 1, at most 256 in length. */
   readonly tag?: string | null | undefined;
   /**
-   * The person or program that uploads, for display: a program that serves several users names
-   * them. At most 256 in length.
+   * The person or program that uploads the module, for display. A program that serves several users
+   * names the user here. At most 256 in length.
    */
   readonly by?: string | undefined;
 }
 
 /**
- * `TAG`: assign tags to a module, and remove them from any other.
+ * `TAG`: assign tags to a module, and remove them from all other modules.
  *
  * Answered by `MSG` with a `StoredModule` as its result.
  */
@@ -397,8 +408,8 @@ export interface Tag {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * The id of the module, at least 8 characters of the beginning of its id, or another tag of it.
-   * At least 1, at most 256 in length.
+   * The id of the module, the first characters of the id (at least 8), or another tag of the
+   * module. At least 1, at most 256 in length.
    */
   readonly module: string;
   readonly tags: readonly string[];
@@ -425,19 +436,20 @@ export interface Delete {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * A tag, or the id of a module, or at least 8 characters of the beginning of its id. At least 1,
-   * at most 256 in length.
+   * A tag, the id of a module, or the first characters of the id (at least 8). At least 1, at most
+   * 256 in length.
    */
   readonly module: string;
 }
 
 /**
- * `DRAIN`: a worker is to leave: it accepts no more requests, and hands over its streams if other
- * workers can take them.
+ * `DRAIN`: make a worker leave. The worker is not assigned any further requests, and hands over its
+ * streams if other workers can take them.
  *
  * The answer comes when the worker has left: `MSG` with `{"worker": name, "requests": number}` as
- * its result, with the number of requests that it had. Only the operator may send it: a client with
- * the operator's key, or, without keys, one on the broker's machine that is not a gateway.
+ * its result, with the number of requests that the worker had. Only the operator may send it: a
+ * client with the operator's key, or, if the broker has no keys, a client on the broker's machine
+ * that is not a gateway.
  */
 export interface DrainWorker {
   /** At least 0, at most 9223372036854775807. */
@@ -451,8 +463,8 @@ export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
   /**
-   * The last `Pong.position` on this connection: the client has received all messages before it. At
-   * least 0. Default: 0.
+   * The last `Pong.position` on this connection: the client has received all messages before that
+   * PONG. At least 0. Default: 0.
    */
   readonly ack?: number | undefined;
 }
@@ -522,10 +534,10 @@ export function readWelcome(
 }
 
 /**
- * The distribution that a token was sampled from, as far as a controller asked for it.
+ * The distribution that a token was sampled from, for a controller whose `Query` asked for it.
  *
  * All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
- * Log-probabilities are natural; one of minus infinity is sent as the lowest float32.
+ * Log-probabilities are natural; minus infinity is sent as the lowest float32.
  */
 export interface Distribution {
   /** Log-probability of the sampled token. */
@@ -552,7 +564,7 @@ export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Di
 }
 
 /**
- * An entry of `TOKEN`, whose body is a list of these.
+ * An entry of `TOKEN`, whose body is a list of entries.
  *
  * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
  */
@@ -564,8 +576,8 @@ export interface Token {
   readonly logprob: number | null;
   readonly finish_reason: "cancelled" | "controller" | "error" | "length" | "stop" | "timeout" | null;
   /**
-   * Log-probabilities of the most likely tokens and of this one, by id. In the answer to a SCORE
-   * only if it asks for them.
+   * Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE has
+   * them only if the SCORE asks for them.
    */
   readonly top_logprobs?: Readonly<Record<string, number>>;
   /** Position in its sequence, counted from the first generated or scored token. */
@@ -576,7 +588,7 @@ export interface Token {
   readonly parent: number | null;
   /** Text mode: the text that this token completes. */
   readonly text?: string;
-  /** Number of tokens to remove from the end of the sequence first. */
+  /** Number of tokens to remove from the end of the sequence before `token` is appended. */
   readonly backtrack: number;
   readonly logs: string;
   readonly storage: readonly Json[];
@@ -609,8 +621,8 @@ export interface Token {
   /** `inspect`: the time of the controller's round before this token, in microseconds. */
   readonly round_us: number;
   /**
-   * `inspect`: what the controller's bias added to the most likely tokens, and to this one; without
-   * those that it left as they were, and those that it forbade.
+   * `inspect`: the controller's bias of the most likely tokens, and of this one. Tokens with a bias
+   * of 0, and forbidden tokens, are left out.
    */
   readonly bias: Readonly<Record<string, number>>;
   /** The answer to the controller's `Query` about this token, for replays of the controller. */
@@ -680,10 +692,10 @@ export function readToken(
 export interface ForwardPath {
   /** `FlashAttention over blocks` or `SDPA over gathered blocks`. */
   readonly attention: string;
-  /** Batch sizes that have a CUDA graph. */
+  /** Number of batch sizes that have a CUDA graph. */
   readonly graphs: number;
   /**
-   * The fast paths that the device could have and the worker does not use, each with the reason;
+   * The fast paths that the device supports and the worker does not use, each with the reason;
    * empty on a CPU.
    */
   readonly fallbacks: readonly string[];
@@ -752,8 +764,8 @@ export function readModelInfo(
 }
 
 /**
- * Observations by size: `counts[i]` has those of at most `bounds[i]`, and the last count has the
- * larger ones.
+ * Observations by size: `counts[i]` is the number of values above `bounds[i - 1]` and up to
+ * `bounds[i]`. The last count is the number of values above all bounds.
  */
 export interface Histogram {
   readonly bounds: readonly number[];
@@ -771,7 +783,9 @@ export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
   };
 }
 
-/** A named number with labels, or a histogram; `value` has no meaning then. */
+/**
+ * A named number or histogram with labels. `value` has no meaning if the series has a histogram.
+ */
 export interface Series {
   readonly name: string;
   readonly labels: Readonly<Record<string, string>>;
@@ -846,11 +860,11 @@ export interface StreamStatus {
   readonly request: number;
   /** `GENERATE`, `SCORE`, or another message that a worker answers. */
   readonly type: string;
-  /** Whether it waits for a worker, or a worker has it. */
+  /** Whether the stream waits for a worker, or runs at one. */
   readonly state: "running" | "waiting";
   /** Seconds since it arrived. */
   readonly age_s: number;
-  /** The program, by its name in `HELLO`. */
+  /** The name of the client's program, from its `HELLO`. */
   readonly client: string;
   readonly model: string;
   readonly worker: string;
@@ -926,7 +940,7 @@ export interface TokenizerFiles {
   readonly json: string;
   /** A Jinja template, as transformers has it; empty: the model has none. */
   readonly chat_template: string;
-  /** By their names in transformers: `bos_token`, `eos_token`, `pad_token`, … */
+  /** The special tokens by their names in transformers: `bos_token`, `eos_token`, `pad_token`, … */
   readonly special_tokens: Readonly<Record<string, string>>;
 }
 
@@ -973,7 +987,10 @@ export function readMsg(sent: Sent<Msg, "moves">): Msg {
   return read;
 }
 
-/** `SYSTEM`: why a stream waits, or that it has moved. For display. */
+/**
+ * `SYSTEM`: the reason for which a stream waits, or the report that the stream has moved; for
+ * display.
+ */
 export interface System {
   readonly event: "draining" | "loaded" | "loading" | "moved" | "not_movable" | "queued" | "retrying" | "throttled";
   readonly message: string;
@@ -983,9 +1000,9 @@ export interface System {
   readonly place: number | null;
   /** `loading`: the fraction that is loaded, 0 to 1. */
   readonly progress: number | null;
-  /** `moved`: the worker that had the stream, or its controller. */
+  /** `moved`: the worker that had the stream, or that ran its controller. */
   readonly left: string;
-  /** `moved`: the worker that has it now. */
+  /** `moved`: the worker that has the stream now. */
   readonly worker: string;
   /** `moved`: from the loss of the worker to the first new token, in seconds. */
   readonly pause_s: number | null;
@@ -1030,7 +1047,7 @@ export interface ErrorMessage {
    * `duplicate_stream` the new request was ended, and the stream of this id continues.
    */
   readonly stream_id: number | null;
-  /** The invalid field, as `$.max_tokens`. */
+  /** The path of the invalid field, such as `$.max_tokens`. */
   readonly path: string | null;
   /** Seconds to wait before another attempt. */
   readonly retry_after_s: number | null;
@@ -1066,7 +1083,10 @@ export interface Pong {
    * restarted, or the session expired), send `HELLO` again.
    */
   readonly session: boolean;
-  /** Number of requests whose ends were sent to a client that acknowledges them. */
+  /**
+   * The number of the client's requests whose end has been sent, for a client with the capability
+   * `ack`.
+   */
   readonly position: number;
 }
 
@@ -1097,7 +1117,7 @@ export function readTagged(sent: Sent<Tagged, "at" | "by">): Tagged {
 
 /** A controller module in the store of a tenant. */
 export interface StoredModule {
-  /** Its id: SHA-256 of the uploaded bytes, hexadecimal. */
+  /** The id of the module: SHA-256 of the uploaded bytes, hexadecimal. */
   readonly module: string;
   readonly tags: readonly string[];
   /** Size of the upload in bytes. */

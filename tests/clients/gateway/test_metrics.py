@@ -58,7 +58,7 @@ def test_without_a_broker_only_that_is_shown() -> None:
 
 
 def test_a_label_has_so_many_values_and_the_rest_is_other() -> None:
-    tally = Tally("errors", "code", most=2)
+    tally = Tally("errors", "code", max_values=2)
     for code in ("a", "b", "c", "d", "a"):
         tally.add(code)
     assert {s.labels["code"]: s.value for s in tally.series()} == {"a": 2, "b": 1, OTHER: 2}
