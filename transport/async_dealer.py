@@ -1,8 +1,8 @@
 """A DEALER socket on an event loop, for programs that have many of them at once.
 
 A message needs no thread, task or future: the loop watches the socket's descriptor, and a receiver
-takes all messages that have arrived. Waiting messages are bounded in both directions. So each end
-notices if the other stops reading.
+takes all messages that have arrived. The number of waiting messages is bounded in both directions,
+so each end notices if the other stops reading.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..protocol.keys import OwnKey
 from .dealer import Context, open_dealer, receive, send
 
 PIPE = 64
-"""Messages that ZeroMQ queues in each direction; further ones wait at the sender."""
+"""Maximum number of messages that ZeroMQ queues in each direction; others wait at the sender."""
 TAKE_AT_ONCE = 64
 
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class AsyncDealer:
-    """One connection to the broker at ``address``, used by one task that receives and one that
-    sends, on the running loop.
+    """A connection to the broker at ``address``, on the running loop. One task may receive and one
+    task may send.
 
     ZeroMQ reconnects by itself; the broker then sees a new connection. Raises AddressError, or
-    ZMQError if the process has no descriptor or socket left.
+    ZMQError if the process cannot open another descriptor or socket.
     """
 
     def __init__(self, context: Context, address: str, key: OwnKey | None = None) -> None:
@@ -42,7 +42,8 @@ class AsyncDealer:
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
-        """Waits for the first message, and returns all that have arrived; never an empty list.
+        """Waits until a message has arrived, and returns all messages that have; never an empty
+        list.
 
         Other tasks of the loop have their turns, however fast messages arrive.
         """
@@ -70,8 +71,8 @@ class AsyncDealer:
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket; messages that were sent are delivered within ``linger_ms`` in the
-        background."""
+        """Closes the socket. Messages that were sent are still delivered in the background for up
+        to ``linger_ms``."""
         if not self._socket.closed:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=linger_ms)
@@ -86,7 +87,8 @@ class AsyncDealer:
         return messages
 
     def _look(self) -> None:
-        """Wakes the tasks that can continue now; clears the descriptor's edge."""
+        """Wakes the tasks that can continue now. Reading the events resets the descriptor, which
+        then becomes readable again on the next change."""
         events = int(self._socket.get(_EVENTS))
         if events & _POLLIN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)

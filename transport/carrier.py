@@ -28,15 +28,16 @@ class Carrier(Protocol):
         """Whether this is a copy in a forked process, where no thread serves it."""
 
     def start(self) -> None:
-        """Starts the thread. Raises RuntimeError if the system has no thread left."""
+        """Starts the thread. Raises RuntimeError if the system cannot start another thread."""
 
     def wake(self) -> None:
         """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
         thread and any finalizer."""
 
     def send(self, queue: deque[Frames]) -> None:
-        """Sends the messages of ``queue``, which the peer's ``outgoing`` yields too, in order: on
-        the calling thread if possible, else soon. May be called from any thread."""
+        """Sends the messages of ``queue`` in order, on the calling thread if possible. Otherwise
+        the connection's thread sends them soon: the peer's ``outgoing`` has to yield them too. May
+        be called from any thread."""
 
     def close(self) -> None:
         """Sends the peer's remaining messages, and ends the connection and its thread."""
@@ -51,7 +52,7 @@ def carrier(
     packed: bool = False,
     key: OwnKey | None = None,
 ) -> Carrier:
-    """Carries ``peer`` to the broker at ``address``; the thread is called ``name``.
+    """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
     ``linger_ms`` is how long an orderly close continues to send. ``packed``: on a socket, messages
     are in the form between broker and workers. ``key``: the key with which a socket connects, if

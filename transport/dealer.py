@@ -1,9 +1,9 @@
 """A DEALER socket on a thread of its own, which carries one side of the protocol.
 
 One side of the protocol (a ``Peer``: a worker's lease, a client's session) does not depend on
-sockets, and the connection does not depend on messages. The connection owns the socket, the wake-up
-from other threads, reconnecting with growing pauses, the orderly close, and the reaction to a
-terminated ZeroMQ context.
+sockets, and the connection does not depend on messages. The connection (``Dealer``) owns the
+socket. It handles wake-ups from other threads, reconnects with growing pauses, closes in order, and
+handles a terminated ZeroMQ context.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RECEIVE_AT_ONCE = 256
-"""Messages that are received before the peer sees them and may send."""
+"""The pause after the first of consecutive failures, and the longest pause, in seconds. Each pause
+is twice the previous one."""
 PAUSES_S = (0.05, 2.0)
-"""The pause after the first of consecutive failures, and the longest; each is twice the previous
-one. In seconds."""
+"""The longest pause if the next connection is to another broker, in seconds."""
 ELSEWHERE_S = 0.2
-"""The longest pause if another broker is next, in seconds."""
+"""How often the peer's deadlines are checked during a pause, in seconds."""
 OFFLINE_TICK_S = 0.1
 """How often the peer's deadlines are checked during such a pause, in seconds."""
 MIN_WAIT_S = 0.001
@@ -65,7 +65,7 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
-"""How often a broker may close connections during the handshake, without a reason, before this
+"""Number of connections that a broker may close during the handshake, without a reason, before this
 counts as a refusal. A broker that is being stopped closes one or two."""
 
 
@@ -88,11 +88,11 @@ class GoneError(OSError):
 def open_dealer(
     context: Context, address: str, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket that connects to ``address``, and reconnects if necessary, with ``key`` if
-    any.
+    """A DEALER socket that connects to ``address``, and reconnects if necessary. ``key``: the key
+    with which it connects, if any.
 
-    ``pipe_messages``: how many messages ZeroMQ queues in each direction; 0: without a bound. Raises
-    AddressError.
+    ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0:
+    without a bound. Raises AddressError.
     """
     socket = _make_dealer(context, pipe_messages, key)
     try:
@@ -128,16 +128,16 @@ def _connect(socket: zmq.Socket[bytes], address: str) -> None:
         if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
             raise AddressError(
                 f"{address!r} is not a valid address of a broker "
-                f"({os.strerror(error.errno or 0)}); one is tcp://127.0.0.1:5555"
+                f"({os.strerror(error.errno or 0)}); use one like tcp://127.0.0.1:5555"
             ) from None
         raise
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
-    """A message that has arrived, or None.
+    """The next message that has arrived; None if no message waits.
 
-    It uses pyzmq's backend: 0.7 µs a frame, against 1.1 µs of ``recv_multipart``. Uncopied frames
-    show whether more follow.
+    The function uses pyzmq's backend, which takes 0.7 µs for a frame; ``recv_multipart`` takes 1.1
+    µs. A frame that is not copied shows whether another frame follows.
     """
     try:
         frame = _RECV(socket, _NOBLOCK, False)
@@ -164,11 +164,11 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Handshakes:
-    """The results of the handshakes of one socket, until the first message arrives on it. With
-    ``losses``, also reports that a connection failed or was lost.
+    """The results of the handshakes of one socket, until the first message arrives on it.
+    ``losses``: whether a connection that failed or was lost is reported too.
 
-    It must be created before the socket connects: ZeroMQ reports a refusal once, and does not try
-    again.
+    The object must be created before the socket connects, because ZeroMQ reports a refusal only
+    once and then does not reconnect.
     """
 
     def __init__(
@@ -189,47 +189,50 @@ class _Handshakes:
         while not self._events.closed and (event := receive(self._events)) is not None:
             number, value = _EVENT.unpack(event[0])
             if number & _LOST:
-                raise GoneError(f"there is no connection to {self._address}")
-            what = self._refusal(number, value)
-            if what is not None:
-                raise HandshakeError(RequestError(Code.NOT_ALLOWED, what))
+                raise GoneError("the broker closed the connection or cannot be reached")
+            refusal = self._refusal(number, value)
+            if refusal is not None:
+                raise HandshakeError(RequestError(Code.NOT_ALLOWED, refusal))
 
     def close(self) -> None:
-        """Ends the watch. The caller must be the one that may use the socket."""
+        """Stops watching the socket. The caller must have the right to use the socket."""
         if not self._events.closed:
             self._socket.disable_monitor()
             self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
-        """The meaning of a failure; None if it may be temporary. A broker with the other kind of
-        security may close the connection before its greeting was read: ZeroMQ then tries again by
-        itself."""
+        """The message for a failed handshake; None if the failure may be temporary.
+
+        If only one side uses keys, the broker may close the connection before its greeting was
+        read. ZeroMQ then reconnects by itself.
+        """
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
             if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 return None
             return (
-                f"{broker} accepts only connections with a key; give a key file with the setting "
-                "'key' (TOKENBUS_KEY), which 'tokenbus keys new NAME' makes"
+                f"{broker} accepts only connections with a key; make a key file with 'tokenbus "
+                "keys new NAME' and give it with the setting 'key' (TOKENBUS_KEY)"
             )
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
-                f"{broker} refuses {shown}: it was never allowed or is revoked, or its role is not "
-                "that of the address; 'tokenbus keys list' there lists the allowed keys"
+                f"{broker} refuses {shown}: the key was never allowed or is revoked, or it has "
+                "another role than the address; 'tokenbus keys list' there prints the allowed "
+                "keys"
             )
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return (
-                f"{broker} has no keys, and {shown} asks for an encrypted connection; connect "
+                f"{broker} has no keys, but {shown} requires an encrypted connection; connect "
                 "without a key, or make keys there with 'tokenbus keys new'"
             )
         self._closed += 1
         if self._closed < CLOSED_OFTEN:
             return None
         return (
-            f"{broker} closes each connection: it has no keys, or another key than {key.broker}, "
-            f"which the file of {shown} names as the broker's; 'tokenbus keys list' there prints "
-            "the right one"
+            f"{broker} closes each connection: it has no keys, or its key is not {key.broker}, "
+            f"the broker's key in the file of {shown}; 'tokenbus keys list' there prints the "
+            "broker's key"
         )
 
 
@@ -241,12 +244,12 @@ class Peer(Protocol):
     """
 
     def connected(self, now: float) -> None:
-        """Called when a new socket was opened; messages that were not sent on the old one are to be
-        discarded."""
+        """Called when a new socket was opened. The peer must discard messages that were not sent on
+        the old socket."""
 
     def disconnected(self, now: float) -> None:
-        """Called when the socket has closed: messages that are sent before the next ``connected``
-        are discarded."""
+        """Called when the socket has closed. Messages that the peer yields before the next
+        ``connected`` are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Called with the messages that have arrived, in order; never an empty list."""
@@ -254,8 +257,8 @@ class Peer(Protocol):
     def outgoing(self, now: float) -> Iterable[Frames]:
         """The messages to send now; deadlines are checked here too.
 
-        Called after each wake-up and whenever ``wait_s`` has passed. During a pause between two
-        sockets it is also called, and the messages are discarded.
+        Called after each wake-up and whenever ``wait_s`` has passed. The method is also called
+        during a pause between two sockets; the messages are then discarded.
         """
 
     def wait_s(self, now: float) -> float:
@@ -265,29 +268,30 @@ class Peer(Protocol):
         """Whether the broker was silent for so long that a new socket is needed."""
 
     def refused(self, error: TokenbusError) -> None:
-        """Called when the broker does not accept this connection; a new one is opened after a
-        pause."""
+        """Called when the broker does not accept the connection. The next connection is opened
+        after a pause."""
 
     def ended(self, reason: str) -> None:
-        """Called when the thread ends: its owner closed it (``reason`` is empty), or for this
-        reason."""
+        """Called when the thread ends. ``reason`` is empty if the owner closed the connection."""
 
 
 class Dealer:
-    """Carries ``peer`` to the broker at ``address``; ``name`` is the thread's.
+    """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``address`` may be several addresses, separated by commas: any of these brokers will do. It
-    connects to one of them, and to the next if that one fails, is silent or refuses the connection.
+    ``address`` may be several addresses, separated by commas, if any of these brokers may be used.
+    The dealer connects to one of them, and to the next if that broker fails, is silent or refuses
+    the connection.
 
     ZeroMQ queues sent messages without a bound, so that a send does not block. The time after which
     the peer reports ``lost`` bounds the queue, because closing the socket discards it.
     ``linger_ms`` is how long an orderly close continues to send.
 
-    The connection's thread receives messages and checks deadlines. Any thread may ``send``: to hand
-    a message to another thread costs more than to send it, as both need the interpreter's lock.
+    The connection's thread receives messages and checks deadlines. Any thread may ``send``,
+    because handing a message to another thread takes longer than sending it: both threads need the
+    interpreter's lock.
 
     ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
-    ``key``: the key with which it connects, if any. Raises AddressError.
+    ``key``: the key with which the socket connects, if any. Raises AddressError.
     """
 
     def __init__(
@@ -320,8 +324,8 @@ class Dealer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
-        for one in self._addresses:
-            open_dealer(self._context, one).close(linger=0)
+        for valid in self._addresses:
+            open_dealer(self._context, valid).close(linger=0)
 
     @property
     def address(self) -> str:
@@ -341,7 +345,8 @@ class Dealer:
     def start(self) -> None:
         """Starts the thread, which opens the socket.
 
-        Raises RuntimeError if the system has no thread left; it may be called again then.
+        Raises RuntimeError if the system cannot start another thread; ``start`` may then be called
+        again.
         """
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
@@ -368,8 +373,8 @@ class Dealer:
         self.wake()
 
     def _sent_here(self, queue: deque[Frames]) -> bool:
-        """Sends the queue on this thread; returns whether all messages are sent and the
-        connection's thread has nothing to do."""
+        """Sends the queue on the calling thread. Returns whether all messages are sent and the
+        connection's thread does not have to do anything."""
         socket = self._socket
         if socket is None:
             return False
@@ -381,7 +386,7 @@ class Dealer:
             # A send can consume the edge that would wake the connection's thread.
             return not readable(socket)
         except zmq.ZMQError:
-            # The connection's thread meets the same error, and handles it.
+            # The connection's thread gets the same error and handles it.
             return False
 
     def close(self) -> None:
@@ -392,7 +397,7 @@ class Dealer:
             self._thread.join(timeout=JOIN_S)
 
     def __del__(self) -> None:
-        # Not in close: another thread may be about to write to it.
+        # ``close`` cannot do this, because another thread may be about to write to the pipe.
         for end in ("_wake_r", "_wake_w"):
             if hasattr(self, end):
                 os.close(getattr(self, end))
@@ -443,7 +448,7 @@ class Dealer:
                     self._peer.refused(refused)
                 self._peer.disconnected(time.monotonic())
             except Exception:
-                log.exception("there is no connection to %s, and its peer failed", self.address)
+                log.exception("the loss of the connection to %s was not handled", self.address)
             self._pause(pause_s)
 
     def _next(self) -> None:
@@ -463,7 +468,9 @@ class Dealer:
                 for _ in self._peer.outgoing(time.monotonic()):
                     pass
             except Exception:
-                log.exception("there is no connection to %s, and its peer failed", self.address)
+                log.exception(
+                    "the deadlines during a pause before %s were not checked", self.address
+                )
 
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer reports ``lost``."""
@@ -497,7 +504,7 @@ class Dealer:
                 with self._turn:
                     wait_s = self._take_turn(socket)
             except zmq.Again:
-                # A socket whose connection was refused has no room for any message.
+                # The queue of a socket whose connection was refused is always full.
                 handshakes.check()
                 raise
             if wait_s is None:
@@ -524,7 +531,7 @@ class Dealer:
         closing = self._closing
         for frames in peer.outgoing(now):
             send(socket, pack(frames) if self._packed else frames)
-        # Other threads may send from now on: the peer's first message has been sent.
+        # The peer's first message has been sent, so other threads may send from now on.
         self._socket = socket
         if closing or peer.lost(now):
             return None
@@ -534,8 +541,8 @@ class Dealer:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
         messages: list[Frames] = []
         while len(messages) < RECEIVE_AT_ONCE:
-            # A check for a message costs half of a failed attempt to receive, so it pays if at most
-            # one message is expected.
+            # Checking for a message takes half as long as failing to receive one, so the check pays
+            # if at most one message is expected.
             if len(messages) < 2 and not readable(socket):
                 break
             frames = receive(socket)

@@ -1,8 +1,8 @@
 """Addresses in memory: the bus within one process, without a socket.
 
-A broker listens at ``memory://NAME``; ``Link`` is a connection to it, and ``MemoryCarrier`` carries
-one side of the protocol over a link as ``Dealer`` does over a socket. Frames are passed on by
-reference.
+A broker listens at ``memory://NAME``, and a ``Link`` is a connection to the broker.
+``MemoryCarrier`` carries one side of the protocol over a link, as ``Dealer`` does over a socket.
+Frames are passed by reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 SCHEME = "memory://"
 PIPE = 256
-"""Messages that wait in a link for its receiver; further ones wait at the broker, with a bound."""
+"""Maximum number of messages that wait in a link for its receiver. Further messages wait at the
+broker, which bounds them."""
 
 
 class Listener(Protocol):
@@ -75,14 +76,14 @@ class Link:
         """Whether the broker has closed the link."""
 
     def send(self, frames: Frames) -> None:
-        """Sends a message to the broker; it is lost if the link is broken."""
+        """Sends a message to the broker. The message is lost if the link is broken."""
         if not self.broken:
             self._listener.arrived(self, frames)
 
-    def take(self, most: int = PIPE) -> list[Frames]:
-        """The messages that have arrived, up to ``most``."""
+    def take(self, max_messages: int = PIPE) -> list[Frames]:
+        """The messages that have arrived, up to ``max_messages``."""
         taken: list[Frames] = []
-        while self._waiting and len(taken) < most:
+        while self._waiting and len(taken) < max_messages:
             taken.append(self._waiting.popleft())
         return taken
 
@@ -109,7 +110,7 @@ class Link:
 
 
 class MemoryCarrier:
-    """Carries ``peer`` to the broker at ``address``, on a thread of its own, as ``Dealer`` does.
+    """Connects ``peer`` to the broker at ``address``, on a thread of its own, as ``Dealer`` does.
 
     Raises AddressError.
     """
@@ -119,7 +120,8 @@ class MemoryCarrier:
         self._peer = peer
         self._name = name
         self._woken: SimpleQueue[None] = SimpleQueue()
-        """Unlike an Event, a finalizer that interrupts a ``put`` may call ``put`` on it."""
+        """The wake-ups of the thread. Unlike ``Event.set``, ``put`` may be called by a finalizer
+        that interrupts another ``put``."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -166,7 +168,7 @@ class MemoryCarrier:
                     self._serve()
                 except Exception as error:
                     log.warning(
-                        "the connection to %s failed (%s)",
+                        "the connection to %s failed: %s",
                         self.address,
                         error,
                         exc_info=not isinstance(error, AddressError),
@@ -206,7 +208,7 @@ class MemoryCarrier:
         return True
 
     def _wait(self, seconds: float) -> None:
-        """Waits for a wake-up, or for this number of seconds; all wake-ups so far count as one."""
+        """Waits for a wake-up, for up to ``seconds``; removes all wake-ups so far."""
         with contextlib.suppress(Empty):
             get_within(self._woken, max(seconds, 0.001))
             while True:
