@@ -220,7 +220,7 @@ def test_parameters_are_split_from_a_line(
         (["generate", "x", "--set", "colour=red"], 4, "'colour'"),
         (["generate", "x", "--front", "tcp:/nowhere"], 2, "tcp:/nowhere"),
         (["generate", "x" * 9000], 4, "prompt_too_long"),
-        (["score", "x", ""], 4, "nothing to score"),
+        (["score", "x", ""], 4, "a SCORE needs at least one token"),
         (["generate", "a", "--max-tokens", "900", "--set", "ignore_eos=true", "--n", "64",
           "--timeout", "1.5"], 5, "timeout"),
         (["generate", "caf\udce9"], 4, "UTF-8"),

@@ -105,17 +105,18 @@ class GpuWorker:
         self._all_pages = False
         """Whether the next report contains all pages instead of only the changes."""
         self._handed_over: set[int] = set()
-        """The links of brokers at which other workers continue this worker's requests."""
+        """The links of the brokers whose HANDOVER has arrived: other workers continue their
+        requests."""
         self._stop_reason = ""
         self._restarts = False
-        """Whether supervisord may start a successor, so that the worker asks it. ``stop`` sets
-        it."""
+        """Whether supervisord may start a successor; the worker then asks supervisord. ``stop``
+        sets it."""
         self._failed: str | None = None
         """The reason why the worker must exit."""
         self._rate = 0.0
         self._rate_at = time.monotonic()
         self._counted = 0
-        """Number of outputs that the rate includes already."""
+        """Number of outputs that were already counted for the rate."""
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -144,9 +145,9 @@ class GpuWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Drains the worker: it accepts no more requests, finishes the requests it has, and exits.
-        May be called from a signal handler. ``restarts``: hand the streams over to a successor if
-        supervisord will start one."""
+        """Drains the worker: it refuses further requests, finishes its requests, and exits. May be
+        called from a signal handler. ``restarts``: hand the streams over to a successor if
+        supervisord starts one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -231,25 +232,25 @@ class GpuWorker:
         """Reports the changed pages of the KV caches to the broker."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # No page log contains the pages of a model that was evicted.
+            # The page log of an evicted model no longer exists.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
             return
-        came: list[bytes] = []
-        went: list[bytes] = []
+        added: list[bytes] = []
+        removed: list[bytes] = []
         for log_of_model in logs.values():
             if self._all_pages:
-                came += log_of_model.every()
+                added += log_of_model.every()
             elif log_of_model.changed:
                 more, less = log_of_model.take()
-                came += more
-                went += less
-        if not (self._all_pages or came or went):
+                added += more
+                removed += less
+        if not (self._all_pages or added or removed):
             return
         body = encode_body(Pages(reset=self._all_pages), "msgpack")
         self._pages_at, self._all_pages = now, False
-        self._bus.post_all([b"PAGES", encode_header(), body, join_keys(came), join_keys(went)])
+        self._bus.post_all([b"PAGES", encode_header(), body, join_keys(added), join_keys(removed)])
 
     def _computed(self, engine: Engine) -> StepOutputs:
         """Runs one step of an engine and returns the outputs for clients.
@@ -289,7 +290,7 @@ class GpuWorker:
             if stream.model == model:
                 self._streams.fail(stream, error, f"computing a step of {model}")
         if not device_works(engine.loaded.device):
-            self._failed = f"the device {engine.loaded.device} does not compute any more: {error}"
+            self._failed = f"the device {engine.loaded.device} has failed: {error}"
         elif self._streams.inconsistent or engine.has_requests:
             self._failed = f"a step of {model} failed and left requests behind: {error}"
 
@@ -323,16 +324,16 @@ class GpuWorker:
             case b"HANDOVER":
                 self._handed_over.add(message.link)
             case b"DRAIN":
-                self.stop("the broker drains it")
+                self.stop("the broker has sent DRAIN")
             case b"REGISTERED":
                 self._registered(decode_as(Registered, message.body, "msgpack"), message.link)
             case b"CLAIM":
                 self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
             case bus.LEASE_ENDED:
-                # Its streams continue, for the next broker there or for another one.
+                # The broker's streams continue, for its successor or for another broker.
                 pass
             case _:
-                log.warning("a GPU worker does not take messages of the type %r", message.type)
+                log.warning("a GPU worker does not accept messages of type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
         """Handles a client's request. Refuses it if requests of other brokers use the worker's
@@ -340,7 +341,7 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
         if known is not None and known.link != message.link:
-            # The other broker has not been notified of the move, and counts the request as lost.
+            # The other broker does not know that the stream has moved, and treats it as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
@@ -358,7 +359,7 @@ class GpuWorker:
                 released.setdefault(stream.link, []).append(stream.request)
                 stream.link = link
                 # The previous broker may move a copy of the stream once more before it is notified.
-                # The client keeps the copy with more moves, so this one counts two.
+                # The client keeps the copy with more moves, so this copy counts two moves.
                 stream.moves += 2
             self._go_on(stream, "its client has come to another broker")
         for left, requests in released.items():
@@ -376,7 +377,7 @@ class GpuWorker:
         controller."""
         self._streams.send_journal(stream)
         if self._streams.get(stream.request) is stream:
-            # Messages between its controller worker and this worker may be lost.
+            # Messages between the controller worker and this worker may be lost.
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
@@ -447,7 +448,9 @@ class GpuWorker:
         json = found.tokenizer_json if found is not None else None
         error = None
         if found is None:
-            error = f"no loaded model has a tokenizer of the fingerprint {wanted.fingerprint}"
+            error = (
+                f"the fingerprint {wanted.fingerprint} is not that of a loaded model's tokenizer"
+            )
         elif json is None:
             error = "the model has no tokenizer in the form of the tokenizers library"
         answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)

@@ -8,7 +8,7 @@ from typing import Protocol
 import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.engine.scheduler import MAX_HELD
+from tokenbus.workers.gpu.engine.scheduler import MAX_ADMITTED
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 from ...worlds.engine_client import alone
@@ -185,13 +185,13 @@ def test_the_number_of_deferred_sequences_is_bounded(
 ) -> None:
     engine = small(blocks=200, running=2)
     short = Sampling(max_tokens=4, ignore_eos=True, temperature=1.0, seed=5)
-    queue = range(1, MAX_HELD * 2 + 5)
+    queue = range(1, MAX_ADMITTED * 2 + 5)
     for request in queue:
         engine.add(request, PROMPT[:9], short)
     while engine.has_work:
         # No decision arrives at all.
         step(engine, *queue)
-    kept = MAX_HELD * 2
+    kept = MAX_ADMITTED * 2
     assert engine.stats()["running"] == kept
     assert engine.stats()["waiting"] == len(queue) - kept
     match way:

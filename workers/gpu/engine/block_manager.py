@@ -18,7 +18,8 @@ from ....protocol.pages import PAGE_TOKENS
 from .pages import PageLog
 
 PADDING_BLOCK = 0
-"""Never allocated: padded entries of block tables point to it, and read zeros."""
+"""A block that is never allocated. Padded entries of block tables name this block, which contains
+zeros."""
 
 _ROOT = 0
 
@@ -29,9 +30,10 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """For each leading registered block: the id of the content up to the end of the block."""
+    """For each of the first blocks that are registered: the id of the content up to the end of
+    the block."""
     pages: list[bytes] = field(default_factory=list)
-    """The keys of the sequence's first pages, as far as they have been computed."""
+    """The keys of the sequence's first pages that have been computed."""
 
 
 class BlockManager:
@@ -55,21 +57,21 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be allocated now."""
+        """Number of blocks that could be allocated now."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that at least one sequence uses."""
+        """Number of blocks that at least one sequence uses."""
         return self.num_blocks - 1 - self.num_available
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the whole cache: the greatest length of a single sequence."""
+        """Number of tokens that fit into the whole cache: the greatest length of a sequence."""
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens need."""
+        """Number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -161,8 +163,8 @@ class BlockManager:
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Frees all blocks of a table whose content is unusable. Returns the blocks to clear: those
-        that no other sequence shares."""
+        """Frees all blocks of a table whose content is unusable. Returns the blocks to clear:
+        the blocks that other sequences do not share."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)
@@ -193,8 +195,8 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         """Ends the registration of a block whose content is about to change.
 
-        Registered blocks that continue its content can no longer be matched. They stay registered
-        until they are reused, as the least recently used blocks.
+        Registered blocks whose content continues this block can no longer be matched. They stay
+        registered until they are reused, as the least recently used blocks.
         """
         content = self._key_of.pop(block, None)
         if content is not None:

@@ -16,7 +16,8 @@ from .packing import Mirrors, Packed, PackedGroup, PackedSpans, ints
 from .scheduler import Chunk
 
 SPARE_COLUMNS = 8
-"""Unused columns of a new block table: the blocks that it can take before it is enlarged."""
+"""Unused columns of a new block table: the number of blocks that a row can get before the table is
+enlarged."""
 
 
 class Decodes:
@@ -46,7 +47,7 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Moves each sequence one token further. Returns False if the next step must be scheduled:
+        """Advances each sequence by one token. Returns False if the next step must be scheduled:
         too few blocks are available, or a sequence ends by its length. ``on_device``: the tokens
         that the next step computes are still on the device."""
         positions = self.positions + 1
@@ -82,7 +83,7 @@ class Decodes:
         return packed
 
     def _next(self, group: PackedGroup, mirrors: Mirrors | None) -> PackedGroup:
-        """The inputs of a group one token later."""
+        """The inputs of a group after one more token."""
         length = group.length + 1
         width = -(-length // self._blocks.block_size)
         found = PackedGroup(
@@ -105,8 +106,8 @@ class Decodes:
         return found
 
     def _add_block(self, row: int, position: int) -> bool:
-        """Registers a sequence's last block, which is full, and adds a block. Returns False if no
-        block is available."""
+        """Registers the last block of a sequence, which is full, and adds another block. Returns
+        False if no block is available."""
         sequence = self.sequences[row]
         table = sequence.block_table
         self._blocks.commit(table, sequence.tokens, position)

@@ -58,11 +58,11 @@ class EngineConfig:
     """Sizes of an engine."""
 
     max_num_seqs: int = 256
-    """Sequences in one batch."""
+    """Maximum number of sequences in one batch."""
     max_num_batched_tokens: int = 2048
-    """Tokens of one forward: decodes and prefill chunks together."""
+    """Maximum number of tokens of one forward, decodes and prefill chunks together."""
     max_forks: int = 128
-    """Sequences of one request, including those that have ended."""
+    """Maximum number of sequences of one request, including ended ones."""
     kv_cache_bytes: int | None = None
     """Memory of the KV cache, in bytes; None: the memory that is free (see ``memory_part``)."""
     memory_part: float = 1.0
@@ -97,8 +97,8 @@ class Engine:
         on_progress: OnProgress = lambda part, stage: None,
     ) -> None:
         """``draft_model``: with ``config.speculation``, a small model that drafts tokens if the
-        text has no earlier match. Raises ModelLoadError if it cannot draft for this model, or if
-        ``config`` requires fast attention and the model cannot have it."""
+        text has no earlier match. Raises ModelLoadError if ``draft_model`` cannot draft for this
+        model, or if ``config`` requires fast attention and the model cannot have it."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:
@@ -109,8 +109,8 @@ class Engine:
         layout = choose_layout(loaded)
         if config.require_fast_attention and not layout.in_place:
             raise ModelLoadError(
-                f"{loaded.name} is not served, as require_fast_attention is set and no kernel "
-                f"can read its blocks: {layout.why}"
+                f"{loaded.name} is not served: require_fast_attention is set, but its blocks "
+                f"cannot be read in place: {layout.why}"
             )
         size = config.kv_cache_bytes or _cache_bytes(loaded, layout, config, draft_model)
         draft_size = 0
@@ -126,7 +126,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        # The other ranks receive the token ids of each forward from this host.
+        # The other ranks receive the token ids of each forward from this process.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         options = ForwardOptions(config.compiled, config.fixed_threads)
@@ -162,7 +162,7 @@ class Engine:
             self.path.graphs,
         )
         for fallback in self.path.fallbacks:
-            log.warning("%s runs slower than it could: %s", loaded.name, fallback)
+            log.warning("%s does not use a fast path: %s", loaded.name, fallback)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Engine:
     def healed(self, prompt: Tokens[int]) -> int | None:
         """The last token of a prompt, if token healing can remove it: the token has text and is not
         the only one. Else None."""
-        if len(prompt) < 2 or not self._intake.text_behind(prompt[:-1], prompt[-1]):
+        if len(prompt) < 2 or not self._intake.text_after(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]
 
@@ -231,7 +231,8 @@ class Engine:
         top_logprobs: int = 0,
         num_scored: int = 0,
     ) -> PromptUsage:
-        """Begins a score: the log-probability of each token of ``scored``, given all tokens before.
+        """Begins a score: the log-probability of each token of ``scored``, given all tokens before
+        it.
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of leading tokens that another worker has scored; they have
@@ -344,7 +345,7 @@ class Engine:
         if n < 1:
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"this fork makes {n} more sequences; a fork makes at least one more",
+                f"a fork of {n} sequences was requested; expected at least 1",
             )
         return self._live.fork(parent, n, numbers)
 
@@ -359,12 +360,13 @@ class Engine:
         if not drop and not tokens:
             raise RequestError(
                 Code.INVALID_FIELD,
-                "this splice drops no tokens and appends none; it must do at least one of them",
+                "the splice neither drops nor appends tokens; it must do at least one of the two",
             )
         self._live.splice(sequence, drop, tokens)
 
     def suspend(self, request: int, seq: int) -> None:
-        """Suspends a sequence until ``resume``. It keeps its blocks until others need them."""
+        """Suspends a sequence until ``resume``. The sequence keeps its blocks until other sequences
+        need them."""
         sequence = self._live.named(request, seq)
         if sequence not in self._scheduler.suspended:
             self._live.discard_logits(sequence)
@@ -386,7 +388,8 @@ class Engine:
         return sequence.row is not None or (step is not None and sequence in step.rows)
 
     def defer(self, request: int, seq: int) -> None:
-        """Defers a ready sequence until ``reschedule``. It keeps its logits, not its slot."""
+        """Defers a ready sequence until ``reschedule``. The sequence keeps its logits and gives up
+        its slot."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and sequence in step.rows:
             sequence.row = step.keep(step.rows.pop(sequence))
@@ -412,7 +415,8 @@ class Engine:
         if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"this mask is {mask.shape} of {mask.dtype}; a mask is {words} words of u32",
+                f"the mask has the shape {mask.shape} and the type {mask.dtype}; expected "
+                f"({words},) and uint32",
             )
         sequence = self._live.named(request, seq)
         sequence.mask, sequence.bias, sequence.along = mask, bias, ()
@@ -461,9 +465,9 @@ class Engine:
         bias: Bias | None = None,
         options: TokenOptions | None = None,
     ) -> bool:
-        """Calls ``set_mask`` and ``reschedule`` in one, for the usual case: the sequence is alive
-        and not suspended, and the mask has the right size. Otherwise does nothing and returns
-        False."""
+        """Does the work of ``set_mask`` and ``reschedule`` in one call, for the usual case: the
+        sequence is alive and not suspended, and the mask has the right size. Otherwise does nothing
+        and returns False."""
         sequence = self._live.find(request, seq)
         if sequence is None or (mask is not None and len(mask) != self.mask_words):
             return False

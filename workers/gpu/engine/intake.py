@@ -30,7 +30,7 @@ def derived_seed(request: int) -> int:
 class Intake:
     """Checks requests for one model and makes their sequences, numbered in order of arrival.
 
-    ``max_length``: tokens of prompt and output that a sequence may have.
+    ``max_length``: maximum number of tokens of a sequence, prompt and output together.
     """
 
     def __init__(self, loaded: LoadedModel, max_length: int) -> None:
@@ -53,7 +53,8 @@ class Intake:
         inspect: bool,
         healed: int | None = None,
     ) -> Sequence:
-        """The first sequence of a generation; those of ``sampling.n`` are forked from it later.
+        """The first sequence of a generation. If ``sampling.n`` is above 1, the other sequences are
+        forked from it later.
 
         ``healed``: the token that was removed from the end of the prompt. Raises RequestError if
         the request cannot be run.
@@ -66,7 +67,7 @@ class Intake:
         if self._detokenizer is None and (text or strings):
             raise RequestError(
                 Code.UNSUPPORTED,
-                "this model has no tokenizer, so it can neither give text nor stop at a string",
+                "this model has no tokenizer, so it cannot return text or stop at a string",
                 path="$.text" if text else "$.stop",
             )
         if not sampling.ignore_eos:
@@ -89,7 +90,7 @@ class Intake:
             pending_forks=sampling.n - 1,
         )
         if healed is not None:
-            sequence.healed = len(self.text_behind(prompt, healed))
+            sequence.healed = len(self.text_after(prompt, healed))
         if text or strings:
             sequence.text = self.text_of(sequence)
         return sequence
@@ -113,7 +114,7 @@ class Intake:
         if not scored:
             raise RequestError(
                 Code.INVALID_FIELD,
-                "there is nothing to score: 'scored' is empty; it needs at least one token",
+                "'scored' is empty; a SCORE needs at least one token to score",
                 path="$.scored",
             )
         self.check_tokens(scored, "$.scored")
@@ -146,7 +147,7 @@ class Intake:
             if first.num_prompt + len(tokens) >= first.max_length:
                 raise RequestError(
                     Code.PROMPT_TOO_LONG,
-                    f"sequence {seq} was to be continued after {first.num_prompt + len(tokens)} "
+                    f"sequence {seq} cannot continue after {first.num_prompt + len(tokens)} "
                     f"tokens; {self._loaded.name} takes at most {first.max_length - 1} here",
                     path="$.prompt",
                 )
@@ -164,7 +165,7 @@ class Intake:
             sequences.append(sequence)
         return sequences
 
-    def text_behind(self, prompt: Tokens[int], token: int) -> str:
+    def text_after(self, prompt: Tokens[int], token: int) -> str:
         """The text of a token after a prompt. Empty if the token is special or ends inside a
         character."""
         if self._detokenizer is None:
@@ -203,7 +204,7 @@ class Intake:
         if length > self._max_length:
             raise RequestError(
                 Code.PROMPT_TOO_LONG,
-                f"the request needs {length} tokens, at least one generated token included; "
+                f"the request needs {length} tokens, including at least one generated token; "
                 f"{self._loaded.name} takes at most {self._max_length}",
                 path=path,
             )

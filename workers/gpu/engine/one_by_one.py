@@ -29,8 +29,9 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """Reverts the bookkeeping of a step that was launched after the failed one. Its forward
-        depended on the failed step's tokens and was not computed; its block copies were made."""
+        """Reverts the bookkeeping of a step that was launched after the failed step. The forward of
+        the launched step depended on the failed step's tokens and was not computed. Its block
+        copies were made."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:
@@ -57,11 +58,11 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # A fork still has the chunk's tokens if the sequence itself has been spliced.
+        # If the sequence itself has been spliced, a fork of it still has the chunk's tokens.
         sequence = next(iter(sampled), chunk.sequence)
         if live.find(sequence.request, sequence.seq) is not sequence:
             return
-        # Its forks may have copies of blocks that have not been computed.
+        # Forks of the sequence may have copies of blocks that have not been computed.
         for other in live.requests[sequence.request].values():
             if other is not sequence or len(sequence.tokens) < chunk.end:
                 _compute_again(other, chunk.start)

@@ -16,9 +16,10 @@ from .block_manager import PADDING_BLOCK
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
-"""Blocks of padding above which decodes of different lengths are split into two calls."""
+"""Number of blocks of padding above which decodes of different lengths are split into two calls."""
 MIRROR_BYTES = 512 * 2**20
-"""Bytes of keys and values above which a group of decodes has no mirror: each step gathers them."""
+"""Bytes of keys and values above which a group of decodes does not have a mirror. Each step then
+gathers the keys and values."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -39,11 +40,11 @@ class PackedGroup(Struct, array_like=True):
     places: np.ndarray | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool
-    """All chunks begin at position 0 and have the same length."""
+    """Whether all chunks begin at position 0 and have the same length."""
     mirror: int = 0
     """For decodes: the number of the mirror with their keys and values; 0: no mirror."""
     continues: bool = False
-    """The mirror already contains all tokens except the new ones."""
+    """Whether the mirror already contains all tokens except the new ones."""
     room: int = 0
     """Capacity of the mirror for each sequence, in tokens."""
 
@@ -52,9 +53,10 @@ class PackedSpans(Struct, array_like=True):
     """The metadata of the chunks for kernels that read blocks in place and need no rectangles."""
 
     queries: np.ndarray
-    """``[num_chunks]``: tokens of each chunk."""
+    """``[num_chunks]``: number of tokens of each chunk."""
     keys: np.ndarray
-    """``[num_chunks]``: tokens that each chunk attends to: all tokens up to its end."""
+    """``[num_chunks]``: number of tokens that each chunk attends to, which are all up to its
+    end."""
     blocks: np.ndarray
     """``[num_chunks * width]``: the blocks of each chunk's keys, padded with block 0."""
     width: int
@@ -71,9 +73,9 @@ class Packed(Struct, array_like=True):
     """The packed tokens whose logits are needed."""
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
-    """Blocks to copy first, as (from, to)."""
+    """Blocks to copy before the forward, as (from, to)."""
     spans: PackedSpans | None = None
-    """Replaces ``groups`` for kernels that read blocks in place."""
+    """The metadata for kernels that read blocks in place; it replaces ``groups``."""
     fed: np.ndarray | None = None
     """The packed tokens whose ids are still on the device, drawn in the previous step."""
     drawn: np.ndarray | None = None
@@ -147,8 +149,8 @@ def decode_array(_: type, encoded: bytes) -> np.ndarray:
 class Mirrors:
     """Assigns mirrors: contiguous copies of the keys and values of a group of decodes.
 
-    Gathering blocks costs as much as attending over them. If the same sequences decode step after
-    step, the gathered copy is kept and only the new tokens are added. A mirror is valid if every
+    Gathering blocks takes as long as attending over them. If the same sequences decode step after
+    step, the gathered copy stays and only the new tokens are added. A mirror is valid if every
     sequence continues at or before the end of its chunk in the previous step. The new tokens then
     overwrite rejected drafts and dropped tokens. A mirror that a step does not use becomes invalid.
     """
@@ -157,7 +159,7 @@ class Mirrors:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """By the ids of a group's sequences: their last chunks, the mirror, and its capacity."""
+        """By the ids of a group's sequences: their last chunks, their mirror, and its capacity."""
         self._numbers = count(1)
 
     def forget(self) -> None:

@@ -14,11 +14,13 @@ class PageLog:
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)
         self._per_page = PAGE_TOKENS // block_size if PAGE_TOKENS % block_size == 0 else 0
-        """Blocks in a page. 0: a page is not a whole number of blocks, so no page is reported."""
+        """Number of blocks in a page. 0: a page is not a whole number of blocks, so pages are not
+        reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        """By page: number of registered blocks with its last tokens. There are two if a prefix was
-        evicted in part and computed again: the old block stays registered until it is reused."""
+        """By page: number of registered blocks that contain the page's last tokens. A page has two
+        such blocks if a prefix was evicted in part and computed again: the old block stays
+        registered until it is reused."""
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take``."""
 
@@ -50,9 +52,9 @@ class PageLog:
             del self._blocks[key]
             self._change(key, False)
 
-    def _change(self, key: bytes, came: bool) -> None:
-        if self._changed.pop(key, came) == came:
-            self._changed[key] = came
+    def _change(self, key: bytes, added: bool) -> None:
+        if self._changed.pop(key, added) == added:
+            self._changed[key] = added
 
     @property
     def changed(self) -> bool:
@@ -60,11 +62,11 @@ class PageLog:
         return bool(self._changed)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """The keys of the pages that were added and of those that were removed since the last
-        ``take`` or ``every``."""
+        """The keys of the pages that were added, and the keys of the pages that were removed, since
+        the last ``take`` or ``every``."""
         changed, self._changed = self._changed, {}
-        came = [key for key, there in changed.items() if there]
-        return came, [key for key, there in changed.items() if not there]
+        added = [key for key, there in changed.items() if there]
+        return added, [key for key, there in changed.items() if not there]
 
     def every(self) -> list[bytes]:
         """The keys of all present pages. Clears the recorded changes."""

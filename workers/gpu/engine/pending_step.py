@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether its rows give log-probabilities of a score."""
+        """Whether the rows yield the log-probabilities of a score."""
         return self.chunk.sequence.scored and self.rows > 0
 
 
@@ -59,7 +59,7 @@ class PendingStep:
 
     @property
     def scored(self) -> list[Part]:
-        """The parts whose rows give log-probabilities of scores."""
+        """The parts whose rows yield the log-probabilities of scores."""
         return [part for part in self.chunked if part.is_scored]
 
     @property
@@ -74,7 +74,7 @@ class PendingStep:
 
     @property
     def num_forward_rows(self) -> int:
-        """Rows of the forward."""
+        """Number of rows of the forward."""
         return self.forward.num_rows if self.forward is not None else 0
 
     @property
@@ -106,7 +106,8 @@ class PendingStep:
                 continue
             own = [row for row, kept in self.keeping if kept is sequence.row]
             if own:
-                # The sequence was deferred in this step: its row is still the forward's.
+                # The sequence was deferred in this step, so its logits are still a row of the
+                # forward.
                 self.rows[sequence] = own[0]
                 sequence.row = None
             else:
@@ -114,7 +115,8 @@ class PendingStep:
                 self.kept.append(sequence.row)
 
     def keep_rows(self, logits: torch.Tensor) -> None:
-        """Copies the rows of sequences that were deferred in this step; runs in the queue."""
+        """Copies the rows of sequences that were deferred in this step; called on the device
+        queue."""
         for row, kept in self.keeping:
             kept.logits = logits[row].clone()
 

@@ -121,8 +121,8 @@ class Results:
     def _append(
         self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled, pushed: Pushed | None
     ) -> None:
-        """Appends the token of row i, with all facts that its output reports. ``pushed``: the
-        token's text, if it has been decoded already."""
+        """Appends the token of row i, with everything that its output reports. ``pushed``: the
+        token's text, if it has already been decoded."""
         if isinstance(pushed, Exception):
             self._live.fail_text(sequence, pushed)
             return

@@ -19,8 +19,9 @@ from .sequence import Sequence
 from .waiting import WaitingQueue
 
 SCORE_ROWS = 256
-"""Most scored tokens of a sequence in one step: each takes a row of logits ``[vocab]``."""
-MAX_HELD = 4
+"""Maximum number of scored tokens of a sequence in one step; each needs a row of logits
+``[vocab]``."""
+MAX_ADMITTED = 4
 """Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound, no
 sequence is admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` * 4
 bytes). Without the bound, a controller worker that does not respond would cause the whole queue to
@@ -86,7 +87,7 @@ class Scheduler:
     their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
     has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` may run
     for a while; each step then skips the last in order, and no sequence is admitted. No sequence is
-    admitted either while ``MAX_HELD`` * ``max_num_seqs`` sequences run or are deferred.
+    admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are deferred.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Scheduler:
         return bool(self.running) or (bool(self.waiting) and not self._stalled)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a new sequence, which waits to be admitted. Its arrival is later than all others."""
+        """Adds a new sequence, which waits to be admitted. It must be the latest arrival."""
         self.waiting.append(sequence)
         self.changed()
 
@@ -178,8 +179,9 @@ class Scheduler:
         self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
-        """Sequences with kept rows that were rescheduled since the last step was scheduled, so that
-        this step can sample them. Empty while more than ``max_num_seqs`` run."""
+        """Removes and returns the sequences with kept rows that were rescheduled since the last
+        step was scheduled, so that this step can sample them. Empty while more than
+        ``max_num_seqs`` run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []
@@ -220,10 +222,11 @@ class Scheduler:
             if sequence.row is not None:
                 # A fork that found no slot has logits already and needs no forward.
                 self._admit(sequence)
-            elif len(self.running) + len(self.deferred) >= MAX_HELD * self._max_num_seqs:
+            elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
                 break
             elif sequence.continued and self._prefills(sequence.request):
-                # The sequence waits for the blocks of the text that both have in common.
+                # Another sequence of the request is computing its prompt. This one waits, because
+                # it can then reuse the blocks of their common text.
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
@@ -313,7 +316,7 @@ class Scheduler:
 
     def _evict_for(self, sequence: Sequence) -> bool:
         """Frees blocks for a waiting sequence while no sequence runs: first the blocks of sequences
-        that are not admitted, then those of deferred sequences that come later in order."""
+        that are not admitted, then the blocks of deferred sequences that come later in order."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if _rank(s) < _rank(sequence)]
         if idle or after:
@@ -329,9 +332,12 @@ class Scheduler:
         return [s for s in (*self.suspended, *self.waiting.returned) if s.block_table.blocks]
 
     def _victim(self, scheduled: set[int]) -> Sequence:
-        """The sequence to preempt for a running one: one that is not admitted, if such a sequence
-        has blocks. Else the sequence of lowest priority, and of these the last to arrive, that is
-        not in this step yet. It always exists, because the running one is not in the step yet."""
+        """The sequence to preempt for a running sequence.
+
+        If a sequence that is not admitted has blocks, it is preempted. Otherwise it is the last in
+        order (lowest priority, then latest arrival) of the sequences that are not yet in this
+        step. One always exists, because the running sequence itself is not yet in the step.
+        """
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=_rank)
 

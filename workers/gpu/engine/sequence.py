@@ -43,10 +43,10 @@ class TokenOutput(NamedTuple):
     token: int | None
     logprob: float | None
     pos: int
-    """Position of the token, counted from the first generated or scored token."""
+    """The token's position, counted from the first generated or scored token."""
     finish_reason: FinishReason | None = None
     top_logprobs: Mapping[int, float] | None = None
-    """None for a scored token, unless the SCORE requests them."""
+    """The most likely tokens; None for a scored token, unless the SCORE requests them."""
     text: str | None = None
     """Text mode: the text that became certain."""
     error: str | None = None
@@ -80,8 +80,8 @@ class PromptUsage:
 
     tokens: int = 0
     cached: int | None = None
-    """Number of tokens that the KV cache contained when the request was first admitted; None
-    before."""
+    """Number of prompt tokens that the KV cache contained when the request was first admitted;
+    None before the admission."""
     admitted_at: float | None = None
     """Time of the first admission, by ``time.monotonic``."""
 
@@ -113,12 +113,13 @@ class Sequence:
     """The prompt and all tokens after it."""
     num_prompt: int
     sampling: Sampling
-    """A score uses only its ``top_logprobs``."""
+    """The sampling parameters; a score uses only ``top_logprobs``."""
     max_length: int
     """Number of tokens, including the prompt, at which the sequence ends."""
     seed: int = 0
     scored: bool = False
-    """The sequence is a SCORE: its tokens are known, and their log-probabilities are computed."""
+    """Whether the sequence is a SCORE: its tokens are known, and their log-probabilities are
+    computed."""
     scored_from: int = 0
     """For a score: index of the first token whose log-probability is computed. The tokens before it
     are the prompt and the tokens that another worker has scored."""
@@ -135,9 +136,9 @@ class Sequence:
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache."""
     continued: bool = False
-    """The request began at another worker, with several sequences that share much of their text."""
+    """Whether the request began at another worker, with several sequences that share much text."""
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
@@ -149,11 +150,12 @@ class Sequence:
     options: TokenOptions | None = None
     """The controller's other sampling options for the next token."""
     along: Tokens[np.ndarray] = ()
-    """Under a controller: the masks after each token of ``draft``, as far as they are known."""
+    """Under a controller: the masks after the first tokens of ``draft`` that the controller has
+    computed."""
     row: KeptRow | None = None
     """The logits of a deferred sequence, from which it is sampled when it is rescheduled."""
     drawn: int = -1
-    """While the next token is only on the device: its row among the drawn tokens; else -1."""
+    """If the next token is only on the device, its row among the drawn tokens; else -1."""
     drafting: Drafting | None = None
     """The state of speculative decoding; None: the sequence has no drafts."""
     draft: Tokens[int] = ()
@@ -221,7 +223,7 @@ class TokenColumns:
 
     @property
     def requests(self) -> set[int]:
-        """The requests of its sequences."""
+        """The requests of the sequences."""
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:

@@ -46,7 +46,7 @@ class LiveSequences:
         self._max_forks = max_forks
         self.requests: dict[int, dict[int, Sequence]] = {}
         self._made: dict[int, int] = {}
-        """By request: number of its sequences so far, including ended ones."""
+        """By request: the number of its sequences so far, including ended ones."""
         self.step: PendingStep | None = None
         """The step whose forward has been launched and which has not been sampled."""
         self.outputs: list[TokenOutput] = []
@@ -88,9 +88,7 @@ class LiveSequences:
         """The live sequence of a generation. Raises RequestError if it does not exist."""
         sequence = self.find(request, seq)
         if sequence is None or sequence.scored:
-            raise RequestError(
-                Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq} to steer"
-            )
+            raise RequestError(Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq}")
         return sequence
 
     def changed(self) -> None:
@@ -107,7 +105,7 @@ class LiveSequences:
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence from the tables and from the pending step, and frees its blocks.
 
-        The sequence need not be in all of the tables.
+        The sequence may be missing from some of the tables.
         """
         computed = min(sequence.num_computed_tokens, len(sequence.tokens))
         self._blocks.commit(sequence.block_table, sequence.tokens, computed)
@@ -134,15 +132,16 @@ class LiveSequences:
         if min(numbers) < 0 or max(numbers) > MAX_SEQ or len({*numbers, *live}) < n + len(live):
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"forks of request {request} cannot be numbered {list(numbers)}: each takes a "
-                f"number of its own, from 0 to {MAX_SEQ}, that no live sequence of the request has",
+                f"forks of request {request} cannot be numbered {list(numbers)}: expected "
+                f"different numbers from 0 to {MAX_SEQ} that live sequences of the request do not "
+                "have",
             )
         total = first + n
         if total > self._max_forks:
             self.fail(
                 parent,
                 f"{n} more forks would make {total} sequences of this request; "
-                f"{self._max_forks} are allowed",
+                f"at most {self._max_forks} are allowed",
             )
             return []
         self._made[request] = total
@@ -204,8 +203,8 @@ class LiveSequences:
             if not 0 <= drop <= sequence.num_generated:
                 raise RequestError(
                     Code.INVALID_FIELD,
-                    f"a splice drops {drop} tokens, but only {sequence.num_generated} tokens "
-                    "have been generated",
+                    f"a splice drops {drop} tokens, but the sequence has only "
+                    f"{sequence.num_generated} generated tokens",
                 )
             self._intake.check_tokens(tokens, "ff_tokens")
         except RequestError as error:

@@ -7,8 +7,8 @@ finish   sample the rows ─▶ append to each sequence, or end it
 The device is a queue. If steps overlap, ``finish`` launches the sampling of this step and then the
 forward of the next step, before it waits for the tokens. So the device has work while the host
 processes and sends tokens. The next forward reads each sampled token on the device; the host only
-has to know its position. If a sequence ends at a stop, the host notices after the next forward has
-been launched, and discards the row of the ended sequence.
+needs the token's position. If a sequence ends at a stop, the host detects the end after the next
+forward has been launched, and discards the row of the ended sequence.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Stepper:
         if sequences != self._batch.sequences:
             self._batch = SampledBatch(sequences)
         batch, which = self._batch, None
-        # An equal number of sequences is not enough: a fork or a rescheduled sequence may have
-        # replaced a deferred one.
+        # The sequences themselves are compared, not their number: a fork or a rescheduled sequence
+        # may have replaced a deferred one.
         decodes = step.decodes if not step.kept else None
         if decodes is not None and sequences == decodes[0]:
             rows = batch.rows(decodes[1])
@@ -201,7 +201,9 @@ class Stepper:
         work, live = sampling.work, self._live
         work.wait()
         if work.error is not None:
-            log.warning("a step failed; each of its sequences is run on its own: %s", work.error)
+            log.warning(
+                "a step failed; its sequences are computed again one by one: %s", work.error
+            )
             self._one_by_one.undo(self._ahead)
             live.step = self._ahead = None
             self._one_by_one.run(sampling.step, sampling.batch.sequences)

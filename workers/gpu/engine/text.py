@@ -1,4 +1,5 @@
-"""Decodes tokens to text incrementally. Text never ends inside a character or has a stop string."""
+"""Decodes tokens to text incrementally. Returned text never ends inside a character and never
+contains a stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tokenizers import decoders
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Tokens of the prompt that are decoded before the first new token, because the text of a token
+"""Number of prompt tokens that are decoded before the first new token, because the text of a token
 can depend on the tokens before it."""
 
 
@@ -59,7 +60,7 @@ class TextStream:
         return self._take(self._detokenizer.push(token))
 
     def finish(self) -> Text:
-        """All that was held back, at the end of the sequence."""
+        """The text that was held back, at the end of the sequence."""
         text = self._take(self._detokenizer.finish())
         rest, self._held = self._held, ""
         return text if text.stopped else Text(text.certain + rest)
@@ -129,7 +130,7 @@ def _whole(token: bytes) -> str | None:
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies (GPT-2's kind): each token is a string of bytes."""
+    """A detokenizer for byte-level vocabularies like GPT-2's: each token is a string of bytes."""
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table
@@ -141,7 +142,7 @@ class ByteDetokenizer:
         """The characters that this token completes."""
         decoder = self._decoder
         if decoder is None:
-            # A model's vocabulary may be padded beyond its tokenizer's.
+            # The vocabulary of a model may be padded, so it is larger than the tokenizer's.
             text = self._whole[token] if token < len(self._whole) else ""
             if text is not None:
                 return text
@@ -166,7 +167,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers: decodes a short window of tokens with and without the new ones."""
+    """A detokenizer for all other tokenizers. The new text is the difference between decoding a
+    short window of tokens with and without the new tokens."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer

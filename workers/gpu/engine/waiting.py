@@ -60,7 +60,7 @@ class WaitingQueue:
         return iter(self._returned)
 
     def append(self, sequence: Sequence) -> None:
-        """Adds a new sequence. Its arrival is later than all others."""
+        """Adds a new sequence, which must be the latest arrival."""
         self._newcomers[sequence] = None
         self._put(self._ordinary, sequence)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ....protocol.sampling import Sampling
-from ..engine.scheduler import MAX_HELD, SCORE_ROWS, Batch, Chunk
+from ..engine.scheduler import MAX_ADMITTED, SCORE_ROWS, Batch, Chunk
 from ..engine.sequence import Sequence
 from ..sampling.row_parameters import Row, Rows
 from ..sampling.sampler import draw, score
@@ -86,7 +86,7 @@ def largest_step_bytes(
     of_forward = _peak(device, lambda: _logits(runner, sampled))
     of_sampling = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
     of_scoring = _peak(device, lambda: _score(_logits(runner, scored), scored))
-    kept = MAX_HELD * max_num_seqs * loaded.vocab_size * torch.float32.itemsize
+    kept = MAX_ADMITTED * max_num_seqs * loaded.vocab_size * torch.float32.itemsize
     return max(of_sampling, of_scoring) + kept + (of_forward if layout.in_place else 0)
 
 
