@@ -179,7 +179,7 @@ def test_a_decision_that_never_arrives_ends_its_sequence_alone(
     bench.run(answers)
     assert bench.tokens(1) == alone(embedded, PROMPT, GREEDY)[:tokens]
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    assert f"no decision within {TIMEOUT_S:g} s" in bench.client(1).errors[0]
+    assert f"did not send a decision within {TIMEOUT_S:g} s" in bench.client(1).errors[0]
     assert bench.tokens(2) == alone(embedded, PROMPT, SEEDED)
     bench.check_nothing_is_left()
     assert [s.ended for step in bench.steps for s in step.sequences if s.request == 1][-1:] == (

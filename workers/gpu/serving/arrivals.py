@@ -1,5 +1,5 @@
-"""Passes requests from the bus to their engines, and loads models and tokenizes texts before
-that."""
+"""Passes requests from the bus to their engines. Before that, it loads models and tokenizes
+texts."""
 
 from __future__ import annotations
 
@@ -53,18 +53,17 @@ class Waiting:
     message: Request
     attachments: list[bytes] = field(default_factory=list)
     sent: list[Token] | None = None
-    """For a request that was moved to this worker: the entries that its client has received."""
+    """For a request that moved to this worker: the entries that its client has received."""
     attempt: int = 0
     """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
-    for the earlier attempt may still arrive. 0: the request is sent to a worker for the first
-    time."""
+    for the earlier attempt may still arrive. 0: no worker has run the request before."""
     job: Job[Tokens] | None = None
     """The tokenization of its texts; None while the model is being loaded."""
 
     @property
     def resumption(self) -> Resumption | None:
-        """The sequences of a stream that was moved here; None if its client has received
-        nothing."""
+        """The sequences of a stream that moved to this worker; None if its client has not received
+        anything."""
         return _resumption(self.message, self.sent or ())
 
 
@@ -97,7 +96,7 @@ class Arrivals:
         self._attempts = itertools.count(1)
         """The numbers of attempts, for controllers that are restarted."""
         self._logged = ("", 0)
-        """The last logged stage of loading, and the last logged tenth of it."""
+        """The last logged stage of loading, and the last logged tenth of that stage."""
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +109,7 @@ class Arrivals:
         return sum(waiting.job is None for waiting in list(self._waiting.values()))
 
     def stream(self, request: int) -> Stream | None:
-        """The stream of a request that waits here; None if it does not."""
+        """The stream of a waiting request; None if the request does not wait here."""
         waiting = self._waiting.get(request)
         return waiting.stream if waiting is not None else None
 
@@ -119,8 +118,8 @@ class Arrivals:
         return [waiting.stream for waiting in list(self._waiting.values())]
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Receives a request. Drops an earlier attempt of the same request, which sends nothing
-        more."""
+        """Receives a request. Drops an earlier attempt of the same request, which then sends
+        nothing more."""
         earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
@@ -219,7 +218,7 @@ class Arrivals:
         if not stream.model:
             raise RequestError(
                 Code.UNKNOWN_MODEL,
-                "the request names no model, and this worker has no default one; name a model",
+                "the request does not name a model, and this worker has no default model; name one",
                 path="$.model",
             )
         engine = self._models.get(stream.model)
@@ -394,8 +393,8 @@ class Arrivals:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """The request with a controller that heals its prompt: the given one, or one that allows any
-    text."""
+    """The request with a controller that heals the prompt: the request's own controller, or one
+    that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)
@@ -439,7 +438,7 @@ def _take_transcript(waiting: Waiting) -> None:
     if not waiting.attachments:
         raise RequestError(
             Code.BAD_MESSAGE,
-            "the request has moved here without a transcript, which is its last attachment",
+            "the moved request has no transcript; expected one as its last attachment",
         )
     *waiting.attachments, last = waiting.attachments
     del waiting.stream.frames[-1]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from .streams import Stream
 
 MAX_ENTRIES = 2048
-"""Entries that one pass of the loop may send. A larger answer also uses the budget of later
-passes."""
+"""Maximum number of entries that one pass of the loop sends. A larger answer also uses the budget
+of later passes."""
 
 
 class Attaching(NamedTuple):
@@ -29,9 +29,9 @@ class AttachQueue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, deque[Attaching]] = OrderedDict()
-        """By session, the next session first."""
+        """The ATTACHes of each session; the session whose turn is next comes first."""
         self._left = MAX_ENTRIES
-        """Entries that this pass may still send; negative after a large answer."""
+        """Number of entries that this pass may still send; negative after a large answer."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -88,7 +88,7 @@ def _one_by_one(body: bytes) -> Decisions:
             try:
                 named = _decode_name(entry)
             except _UNDECODABLE:
-                log.warning("an entry of a RESULT names no sequence: %s", error)
+                log.warning("an entry of a RESULT does not identify its sequence: %s", error)
             else:
                 found.invalid.append(Invalid(named.request, named.seq, str(error)))
     return found
@@ -102,12 +102,14 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
     if one.row is not None:
         if file is None or not 0 <= one.row < len(file.rows):
             rows = 0 if file is None else len(file.rows)
-            raise _no_mask(f"row {one.row} of a mask file that has {rows} rows")
+            raise _no_mask(f"row {one.row} of a mask file with {rows} rows")
         row: np.ndarray = file.rows[one.row]
         return row
     if one.attachment is not None:
         if not 0 <= one.attachment < len(attachments):
-            raise _no_mask(f"attachment {one.attachment} of a message that has {len(attachments)}")
+            raise _no_mask(
+                f"attachment {one.attachment} of a message with {len(attachments)} attachments"
+            )
         mask = attachments[one.attachment]
         if len(mask) % 4:
             raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
@@ -118,17 +120,17 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
 def bias_of(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> Bias | None:
-    """The bias of a decision; None if it has none. Raises ControllerError if the decision refers to
-    a bias that does not exist or is not valid."""
+    """The bias of a decision; None if the decision has no bias. Raises ControllerError if the
+    decision refers to a bias that does not exist or is not valid."""
     if one.bias_row is not None:
         if file is None or not 0 <= one.bias_row < len(file.rows):
             rows = 0 if file is None else len(file.rows)
-            raise _no_bias(f"row {one.bias_row} of a mask file that has {rows} rows")
+            raise _no_bias(f"row {one.bias_row} of a mask file with {rows} rows")
         return read_bias(file.biases[one.bias_row], vocab)
     if one.bias_attachment is not None:
         if not 0 <= one.bias_attachment < len(attachments):
             number, count = one.bias_attachment, len(attachments)
-            raise _no_bias(f"attachment {number} of a message that has {count}")
+            raise _no_bias(f"attachment {number} of a message with {count} attachments")
         bias = attachments[one.bias_attachment]
         if len(bias) % 4:
             raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
@@ -137,15 +139,16 @@ def bias_of(
 
 
 def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
-    """The other sampling options of a decision; None if it has none. Raises ControllerError if its
-    query names a token outside the vocabulary."""
+    """The sampling options of a decision other than mask and bias; None if it has no such options.
+    Raises ControllerError if the query names a token outside the vocabulary."""
     if one.query is None and one.override is None:
         return None
     tokens = one.query.tokens if one.query is not None else ()
     if tokens and max(tokens) >= vocab:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"its query names token {max(tokens)}; the model has {vocab} tokens",
+            f"the controller's query names token {max(tokens)}; the model has tokens 0 to "
+            f"{vocab - 1}",
         )
     return TokenOptions(one.query, one.override)
 
@@ -167,9 +170,9 @@ def just_samples(one: StepResult) -> bool:
     return one.action == "sample" and not more
 
 
-def _no_bias(what: str) -> ControllerError:
-    return ControllerError(Code.CONTROLLER_FAILED, f"its bias is {what}")
+def _no_bias(fault: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's bias is {fault}")
 
 
-def _no_mask(what: str) -> ControllerError:
-    return ControllerError(Code.CONTROLLER_FAILED, f"its mask is {what}")
+def _no_mask(fault: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's mask is {fault}")

@@ -42,7 +42,8 @@ class LiveStreams:
     """The streams whose requests an engine runs, by request.
 
     ``post`` sends frames over a link. ``release`` frees the state of an ended stream in the engine
-    and in steering; it may be called if nothing is left. ``name``: the name of the worker.
+    and in steering; it may be called when the state is already freed. ``name``: the name of the
+    worker.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LiveStreams:
         self._kept = KeptStreams()
         self._history = History(lambda request: self._streams.get(request) or self.kept(request))
         self._recipients: dict[str, Recipients] = {}
-        """By model: the recipients of the current batch, while its streams do not change."""
+        """By model: the recipients of the current batch, as long as its streams do not change."""
         self.num_outputs = 0
         """Number of outputs that were sent for all streams."""
         self.inconsistent = False
@@ -79,11 +80,11 @@ class LiveStreams:
         stream.metrics = self.metrics.of(stream.model)
 
     def get(self, request: int) -> Stream | None:
-        """The live stream of a request; None if it has none."""
+        """The live stream of a request; None if the request does not have one."""
         return self._streams.get(request)
 
     def kept(self, request: int) -> Stream | None:
-        """The stream of a request that ended a moment ago; None if it is not stored."""
+        """The stream of a request that has just ended; None if the stream is not stored."""
         return self._kept.get(request)
 
     def reported(self) -> Iterator[Stream]:
@@ -138,9 +139,9 @@ class LiveStreams:
     def _recipients_of(
         self, columns: TokenColumns, new: dict[int, tuple[Stream, list[Token]]]
     ) -> Recipients | None:
-        """The recipients of these rows; None if none of their streams is live. A stream whose first
-        token is in this step gets it as an entry in ``new``, together with the usage of its
-        prompt."""
+        """The recipients of the rows of ``columns``; None if all their streams have ended. If a
+        stream's first token is in this step, the token is added to ``new`` as an entry, which also
+        reports the usage of the prompt."""
         for known in self._recipients.values():
             if known.sequences == columns.sequences:
                 return known
@@ -164,7 +165,7 @@ class LiveStreams:
         if not any(rest):
             return None
         found = Recipients(columns.sequences, rest)
-        # From the next step on, the streams that begin here get rows too.
+        # From the next step on, the streams that begin in this step get rows too.
         found.sequences = None
         self._recipients[first.model] = found
         return found
@@ -196,7 +197,7 @@ class LiveStreams:
             if not new:
                 if columns is None or columns.texts is None:
                     raise
-                # A text cannot be encoded: each row is sent on its own, as an entry.
+                # A text cannot be encoded: each row is sent separately, as an entry.
                 for row in self._rows_as_entries(columns):
                     self._deliver([row])
                 return
@@ -268,8 +269,8 @@ class LiveStreams:
         return len(entries)
 
     def send_journal(self, stream: Stream) -> None:
-        """Sends the request and all entries of a stream to the broker of its link, which takes it
-        over."""
+        """Sends the request and all entries of a stream to the broker of the stream's link, which
+        takes the stream over."""
         self._dissolve()
         entries = self._history.of(stream)
         self._post(journal_frames(stream, entries), stream.link)
@@ -314,7 +315,7 @@ class LiveStreams:
         try:
             self._release(stream)
         except Exception:
-            text = "what the engine keeps of request %d was not freed"
+            text = "the engine's state of request %d was not freed"
             log.exception(text, stream.request, extra=about(stream.request))
             self.inconsistent = True
         logs.end(stream.request)

@@ -71,15 +71,17 @@ class MaskFiles:
         self._users: Counter[tuple[int, int]] = Counter()
 
     def open(self, worker: int, words: int) -> MaskFile | None:
-        """Adds a user to the file of a controller worker, and opens it if needed; None if that
-        fails."""
+        """Counts a request that uses the file of a controller worker, and opens the file if needed.
+        Returns None if the file cannot be opened."""
         key = (worker, words)
         self._users[key] += 1
         if key not in self._files:
             try:
                 self._files[key] = MaskFile(words)
             except OSError as error:
-                log.warning("masks are sent in messages, as they cannot be shared: %s", error)
+                log.warning(
+                    "masks are sent in messages, because a memory file cannot be opened: %s", error
+                )
                 self._files[key] = None
         return self._files[key]
 
@@ -88,7 +90,8 @@ class MaskFiles:
         return self._files.get((worker, words))
 
     def close(self, worker: int, words: int) -> None:
-        """Removes a user of the file of a controller worker. The last one closes it."""
+        """Ends a request's use of the file of a controller worker. The last request closes the
+        file."""
         key = (worker, words)
         self._users[key] -= 1
         if not self._users[key]:

@@ -50,15 +50,16 @@ class RequestTexts(NamedTuple):
 
     def tokens(self, wanted: Callable[[], bool] = lambda: True) -> Tokens:
         """Tokenizes the texts; may be called on another thread. Returns early, with fewer tokens,
-        when ``wanted`` returns False. The tokenizer's special beginning (BOS) is added only at the
-        start.
+        when ``wanted`` returns False. The tokenizer's special first token (BOS) is added only if
+        the text is the first part of the prompt.
 
         Raises RequestError if the texts have too many tokens or cannot be encoded.
         """
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine refuses this number of tokens, and further parts cannot reduce it.
+                # The engine will refuse the tokens so far, and further parts cannot make them
+                # fewer.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)
@@ -93,7 +94,8 @@ def request_texts(
     if own < 0:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the prompt names {len(message.buffers)} buffers and came with {len(attachments)}",
+            f"the request names {len(message.buffers)} buffers but has {len(attachments)} "
+            "attachments",
             path="$.buffers",
         )
     kept, body = attachments[own:], attachments[0] if own and message.prompt is None else b""
@@ -101,7 +103,7 @@ def request_texts(
     if num_ids > max_tokens:
         raise RequestError(
             Code.PROMPT_TOO_LONG,
-            f"the request needs {num_ids + 1} tokens, at least one generated token included; "
+            f"the request needs {num_ids + 1} tokens, including at least one generated token; "
             f"{loaded.name} takes at most {max_tokens}",
             path="$.prompt",
         )
@@ -119,7 +121,7 @@ def request_texts(
 
 
 def tokenize(text: str, tokenizer: Any, *, start: bool) -> list[int]:
-    """The token ids of a text. ``start``: the text begins the sequence, so special beginnings are
+    """The token ids of a text. ``start``: the text begins the sequence, so special first tokens are
     added.
 
     Raises RequestError if the tokenizer cannot encode the text.

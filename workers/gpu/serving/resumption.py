@@ -19,15 +19,16 @@ from ....protocol.worker_messages import Replay
 
 @dataclass(slots=True)
 class Given:
-    """The entries of a sequence that its client already has and that its restarted controller
-    repeats. They are not sent again."""
+    """The outputs that a restarted controller of a sequence repeats. They are not sent again,
+    because the client already has them."""
 
     entries: int = 0
-    """Entries after the resume point: appended and dropped tokens."""
+    """Number of entries after the resume point: appended and dropped tokens."""
     log_chars: int = 0
-    """Characters of its log since its last sampled token or its beginning."""
+    """Number of characters of the controller's log since the sequence's last sampled token, or
+    since its beginning."""
     writes: int = 0
-    """Number of writes to variables since its last sampled token or its beginning."""
+    """Number of writes to variables since the sequence's last sampled token or its beginning."""
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.log_chars or self.writes)
@@ -85,13 +86,13 @@ class Resumed:
             self.alive, self.replay.ended, self.replay.last = False, True, sampled
 
     def reach(self) -> None:
-        """Moves the resume point after all entries so far."""
+        """Moves the resume point to the end of the entries so far."""
         for entry in self._behind:
             _apply(self.tokens, entry)
         self._behind.clear()
 
     def settle(self) -> None:
-        """Counts the entries that will be repeated. No more entries follow."""
+        """Counts the entries that the controller will repeat. Called after the last entry."""
         self.given.entries = len(self._behind)
 
 
@@ -120,7 +121,8 @@ class Resumption:
 def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resumption:
     """The sequences of a stream whose client has received ``entries``.
 
-    ``n``: number of sequences at the beginning, before any fork. ``steered``: it has a controller.
+    ``n``: number of sequences at the beginning, before any fork. ``steered``: the stream has a
+    controller.
     """
     sequences = {seq: Resumed(seq) for seq in range(n)}
     for entry in entries:

@@ -19,11 +19,12 @@ class Steered:
 
     engine: Engine
     eos: frozenset[int]
-    """The tokens that end its sequences, unless the controller decides otherwise."""
+    """The end-of-sequence tokens, which end a sequence unless the controller decides otherwise."""
     link: int = 0
-    """The link to the broker of its client, over which its controller worker is reached."""
+    """The link to the client's broker, which forwards messages to the controller worker."""
     attempt: int = 0
-    """The attempt in its START. Messages that answer an earlier attempt may still arrive."""
+    """``Start.attempt`` of the last START. Messages that answer an earlier attempt may still
+    arrive."""
     worker: int = 0
     """The id of the controller worker that runs the controller; 0 until it has answered."""
     same_machine: bool = False
@@ -31,7 +32,7 @@ class Steered:
     file: MaskFile | None = None
     """The mask file; None if the system could not make one."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
-    """By sequence: last outputs that are sent after the controller's last round."""
+    """By sequence: the last output, which is sent after the controller's last round."""
     stopped: set[int] = field(default_factory=set)
     """Sequences whose controller has stopped or failed. Their end is not reported to the
     controller."""
@@ -40,7 +41,7 @@ class Steered:
     """With ``inspect``, by sequence: duration of the controller's rounds since the last sampled
     token, in microseconds."""
     takes_drafts: bool = False
-    """Whether the controller gives masks along drafts."""
+    """Whether the controller computes masks along drafts."""
     constrained: bool = False
     """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
@@ -65,8 +66,9 @@ class Steered:
             self.notes[one.seq] = (before[0] + logs, [*before[1], *storage])
 
     def repeats(self, output: TokenOutput) -> bool:
-        """Whether an output repeats an appended or dropped token that the client has from before
-        the controller was restarted. Outputs from the next sampled token or end on are new."""
+        """Whether an output repeats an appended or dropped token that the client already received
+        before the controller was restarted. From the next sampled token or the end on, all outputs
+        are new."""
         given = self.given.get(output.seq)
         if given is None or output.parent is not None:
             return False

@@ -39,12 +39,14 @@ from .steered import Steered
 
 log = logging.getLogger(__name__)
 
-EMPTY_MASK = "its controller allows no token that may come here; allow one at least, or stop"
+EMPTY_MASK = (
+    "the controller's mask and bias forbid all possible tokens; allow at least one, or stop"
+)
 
 PATIENCE = 0.25
 """How long a batch waits for missing decisions, as a fraction of the forward's duration."""
 PATIENCE_S = (0.0003, 0.005)
-"""The least and the greatest wait, in seconds."""
+"""The shortest and the longest wait, in seconds."""
 POLL_S = 0.0005
 """While decisions are missing: interval of checking whether the forward has finished, in
 seconds."""
@@ -95,10 +97,11 @@ class Steering:
         """Sequences whose decision has not arrived, with the time when it is overdue. The time is
         ``inf`` for suspended sequences and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """By sequence without logits: its fork decision, and the decisions that must follow the
-        fork."""
+        """By sequence that has a fork decision but no logits yet: the fork decision, and the
+        decisions that must be applied after the fork."""
         self._behind: dict[Key, Key] = {}
-        """By sequence whose decisions must follow such a fork: the sequence that is forked."""
+        """By sequence with a decision in ``_forks`` that must be applied after a fork: the sequence
+        that is forked."""
         self._files = MaskFiles()
 
     @property
@@ -142,9 +145,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. It is known for
-        sequences whose constraint has sent its decision: the mask allows an end-of-sequence token
-        exactly if the text is complete."""
+        """Records how the texts of a request end, before the request is cancelled. The end is
+        known if the constraint of a sequence has sent its decision: the mask allows an
+        end-of-sequence token exactly if the text is complete."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -182,8 +185,8 @@ class Steering:
     # --- the step -------------------------------------------------------------------------------
 
     def decide(self, engine: Engine, step: PendingStep, receive: Callable[[float], None]) -> None:
-        """Between forward and sampling: receives decisions while the forward runs and for a moment
-        after it, and defers the sequences without a decision.
+        """Called between forward and sampling. Receives decisions while the forward runs and for a
+        moment after it, and then defers the sequences without a decision.
 
         ``receive`` processes bus messages. Its argument is the longest wait for the first message,
         in seconds.
@@ -208,7 +211,7 @@ class Steering:
             engine.defer(request, seq)
 
     def sampled(self, engine: Engine, outputs: StepOutputs) -> StepOutputs:
-        """After sampling: sends STEPs to the controller workers. Returns the outputs for
+        """Called after sampling: sends STEPs to the controller workers. Returns the outputs for
         clients."""
         updates: dict[int, list[StepSequence]] = {}
         others, columns = outputs.others, outputs.columns
@@ -252,7 +255,7 @@ class Steering:
         ends: list[TokenOutput] = []
         for key in [key for key, due in self._awaited.items() if due <= now]:
             steered = self._requests[key[0]]
-            text = f"its controller worker sent no decision within {self._timeout_s:g} s"
+            text = f"the controller worker did not send a decision within {self._timeout_s:g} s"
             log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
             ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
         return ends
@@ -283,7 +286,7 @@ class Steering:
         for entry in invalid:
             steered = self._steered_by(worker, entry.request, host, link, attempts)
             if steered is not None:
-                text = f"its controller worker sent a decision that is malformed: {entry.error}"
+                text = f"the controller worker sent a malformed decision: {entry.error}"
                 key = (entry.request, entry.seq)
                 log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
                 ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
@@ -311,21 +314,22 @@ class Steering:
     def _steered_by(
         self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
     ) -> Steered | None:
-        """The request of a decision from this worker. None if the request has ended, belongs to
-        another worker, is now at another broker, or was restarted after the decision."""
+        """The request of a decision from ``worker``. None if the request has ended, if another
+        worker runs its controller, if it is now at another broker, or if the controller was
+        restarted after the decision."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None
         if not steered.worker:
             if attempts.get(request, 0) != steered.attempt:
-                log.debug("a decision for request %d is of an earlier start: it is void", request)
+                log.debug("ignored a decision of an earlier attempt of request %d", request)
                 return None
             steered.worker = worker
             steered.same_machine = host == machine_id()
             if steered.same_machine:
                 steered.file = self._files.open(worker, steered.engine.mask_words)
         elif steered.worker != worker:
-            text = "request %d is not worker %d's: its decision is void"
+            text = "ignored a decision for request %d from worker %d: another worker runs it"
             log.warning(text, request, worker, extra=about(request))
             return None
         return steered
@@ -396,7 +400,8 @@ class Steering:
         elif not self._changed(steered, one):
             del self._awaited[key]
         elif one.action == "fork" and not engine.ready(*key):
-            # Without logits, each fork would compute the remaining tokens separately.
+            # If the sequence forked before it has logits, each fork would compute the remaining
+            # tokens.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
@@ -406,11 +411,11 @@ class Steering:
     def _void(self, steered: Steered, key: Key, action: str) -> None:
         """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
         already has its decision."""
-        log.debug("the decision of %s for %s is void", action, key)
+        log.debug("ignored the decision %s for %s, which does not wait for one", action, key)
         self._awaited.pop(key, None)
         if action == "sample" and not steered.engine.alive(*key):
-            # The controller decided while the sequence ended, and now waits for a token: this STEP
-            # reports the end.
+            # The sequence ended while the controller decided. The controller now waits for a token,
+            # so this STEP reports the end.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
@@ -457,7 +462,8 @@ class Steering:
         if known or len(set(children)) < len(children):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"its fork numbers the new sequences {children}; each needs a number of its own",
+                f"the fork numbers the new sequences {children}; expected unused, different "
+                "numbers",
             )
 
     # --- failures -------------------------------------------------------------------------------
@@ -470,8 +476,8 @@ class Steering:
         key = (one.request, one.seq)
         if isinstance(error, TokenbusError):
             return self._fail(steered, key, error.message, error.code)
-        log.error("the decision of %s for %s cannot be applied", one.action, key, exc_info=error)
-        text = f"its decision cannot be applied: {type(error).__name__}: {error}"
+        log.error("the decision %s for %s cannot be applied", one.action, key, exc_info=error)
+        text = f"the controller's decision cannot be applied: {type(error).__name__}: {error}"
         return self._fail(steered, key, text, Code.INTERNAL)
 
     def _fail(self, steered: Steered, key: Key, error: str, code: Code | str) -> list[TokenOutput]:
@@ -508,13 +514,13 @@ class Steering:
                 updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
-        """The update of an output for its controller; None if the controller need not be notified.
+        """The update that reports an output to its controller; None if no report is needed.
 
         If a sequence ends, but not at its controller's decision, the controller runs a last round.
         The last output is stored until that round is complete.
         """
         reason, token, stop = output.finish_reason, output.token, ""
-        # An appended token has no log-probability, and its controller knows it.
+        # An appended token has no log-probability. The controller has chosen the token itself.
         drawn = [token] if token is not None and output.logprob is not None else []
         if reason is None:
             if not drawn:
@@ -531,7 +537,8 @@ class Steering:
                     reason = "stop"
                 self._await((output.request, output.seq))
                 if output.shortened and isinstance(output.stop, str):
-                    # The controller gets the stop string, because it judges the text before it.
+                    # The controller receives the stop string, because it needs the text before the
+                    # string.
                     stop = output.stop
                 shortened = output.shortened and not stop
                 end = output._replace(finish_reason=reason, shortened=shortened)
@@ -542,7 +549,7 @@ class Steering:
         return update
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
-        """Adds drafts to the updates of sequences whose controllers give masks along drafts."""
+        """Adds drafts to the updates of sequences whose controllers compute masks along drafts."""
         takers = {
             (update.request, update.seq): update
             for sequences in updates

@@ -18,7 +18,8 @@ from typing import Generic, TypeVar
 from ....protocol.text_bounds import SEGMENT_CHARS
 
 MAX_INLINE_BYTES = 1024
-"""Texts of up to this size are tokenized at once, which costs less than another thread."""
+"""Texts of up to this size are tokenized on the calling thread, which takes less time than another
+thread."""
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Tokenization(Generic[T]):
         self._lane(job).submit(job)
 
     def drop(self, job: Job[T]) -> None:
-        """Drops a job whose result is not needed any more."""
+        """Drops a job whose result is no longer needed."""
         job.wanted = False
         self._lane(job).drop(job)
 
@@ -87,7 +88,7 @@ class _Lane(Generic[T]):
         self._finish = finish
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, deque[Job[T]]] = OrderedDict()
-        """By client, the next client first."""
+        """The jobs of each client; the client whose turn is next comes first."""
         self._running = False
 
     def submit(self, job: Job[T]) -> None:

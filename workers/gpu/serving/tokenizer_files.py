@@ -18,7 +18,7 @@ KEPT = 2
 
 
 class _Answer(msgspec.Struct):
-    """``Msg`` with a tokenizer that is encoded already."""
+    """``Msg`` with a tokenizer that is already encoded."""
 
     stream_id: int
     tokenizer: msgspec.Raw
@@ -54,14 +54,14 @@ def tokenizer_files(loaded: LoadedModel) -> TokenizerFiles:
     tokenizer, json = loaded.tokenizer, loaded.tokenizer_json
     if json is None:
         if tokenizer is None:
-            what = "has no tokenizer; send its prompts as token ids"
+            fault = "has no tokenizer; send its prompts as token ids"
         else:
             kind = type(tokenizer).__name__
-            what = (
-                f"has a {kind}, which the tokenizers library cannot represent; have the worker "
-                "tokenize, by sending prompts as text"
+            fault = (
+                f"has a {kind}, which the tokenizers library cannot represent; send prompts "
+                "as text, which the worker tokenizes"
             )
-        raise RequestError(Code.UNSUPPORTED, f"the model {loaded.name} {what}", path="$.model")
+        raise RequestError(Code.UNSUPPORTED, f"the model {loaded.name} {fault}", path="$.model")
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):
         # Among several named templates, "default" is the one without tools or documents.

@@ -34,7 +34,7 @@ def test_bits_beyond_the_vocabulary_mean_nothing(system: System) -> None:
 def test_an_empty_mask_is_reported(system: System, temperature: float) -> None:
     error = system.controller_error(guest(mid=set_word(MASK_AT, FREE)), temperature=temperature)
     assert error == (
-        "its controller allows no token that may come here; allow one at least, or stop"
+        "the controller's mask and bias forbid all possible tokens; allow at least one, or stop"
     )
 
 
