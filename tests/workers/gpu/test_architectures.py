@@ -146,7 +146,7 @@ def test_a_quantized_checkpoint_loads_as_transformers_loads_it(tmp_path: Any) ->
 
 def test_a_model_that_hides_its_attention_is_refused_by_name() -> None:
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**GROUPED))
-    with pytest.raises(ModelLoadError, match="StableLmForCausalLM keeps keyword arguments"):
+    with pytest.raises(ModelLoadError, match="StableLmForCausalLM does not pass keyword arguments"):
         wrap_model("stablelm", model.eval())
 
 

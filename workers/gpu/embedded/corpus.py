@@ -1,4 +1,5 @@
-"""The text that the embedded model learns from: the Python standard library, and made patterns.
+"""The text that the embedded model learns from: the Python standard library, and generated
+patterns.
 
 Two sources, both free to use: the sources of the interpreter's own standard library (PSF license),
 and records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, calls).
@@ -32,7 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and other people's code."""
 
 HELD_OUT_PART = 32
-"""One in this many, by the hash of its text, is held out: a module with all its functions."""
+"""One in this number of modules is held out, with all its functions, chosen by the hash of its
+text."""
 
 _FIRST = [
     "Ada",

@@ -86,7 +86,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """All texts one after another, each behind an end token: ``[num_tokens]``."""
+    """All texts one after another, each after an end token: ``[num_tokens]``."""
     encoded = tokenizer.backend_tokenizer.encode_batch_fast(list(texts))
     return torch.tensor([t for text in encoded for t in (0, *text.ids)], dtype=torch.int64)
 

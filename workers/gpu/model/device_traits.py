@@ -1,4 +1,5 @@
-"""How an engine runs on each kind of device. Its parts ask this, not the device's name."""
+"""The properties of each kind of device. The engine reads these properties instead of the device's
+name."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ class DeviceTraits(NamedTuple):
     """The properties of a kind of device that decide how an engine runs there."""
 
     overlaps: bool
-    """Steps overlap with the host's work unless the settings say otherwise. On a CPU, the forward
-    and the worker's Python would only take each other's time."""
+    """Whether steps overlap with the host's work by default. On a CPU, the forward and the worker's
+    Python would compete for the cores."""
     scattered_reads: bool
-    """Scattered blocks are read at full speed, so that mirrors of keys and values are not kept."""
+    """Whether scattered blocks are read at full speed, so that mirrors are not needed."""
     host_memory: bool
-    """The forward runs in the memory of the process, on the threads of torch."""
+    """Whether the forward runs in the memory of the process, on the threads of torch."""
     draft_costs: lengths.Costs
 
 

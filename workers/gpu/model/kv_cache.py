@@ -23,11 +23,11 @@ TRITON_BLOCK_SIZE = 64
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
-"""On a CPU the cache takes at most this many bytes, and this part of the free memory."""
+"""The maximum size of the cache on a CPU: ``CPU_BYTES``, and this fraction of the free memory."""
 
 
 Kernel = Literal["gather", "varlen", "fa3", "triton"]
-"""An attention: SDPA over gathered blocks, or the kernel that reads blocks in place."""
+"""The attention: SDPA over gathered blocks, or a kernel that reads blocks in place."""
 _ATTENTIONS: dict[Kernel, str] = {
     "gather": "SDPA over gathered blocks",
     "varlen": "FlashAttention over blocks",
@@ -80,7 +80,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
-        # Initialized with zeros: a masked position still meets 0 * value, and 0 * NaN is NaN.
+        # Zeros, because the value at a masked position is multiplied by 0, and 0 * NaN is NaN.
         self.layers = {
             index: (
                 torch.zeros(
@@ -126,7 +126,7 @@ class KVCache:
 
 
 class Mirror:
-    """A contiguous copy of the keys and values of a group of decodes, kept from step to step.
+    """A contiguous copy of the keys and values of a group of decodes, reused from step to step.
 
     By layer: keys and values ``[batch * kv_heads, room, dim]``. ``room`` is a multiple of the block
     size. The keys of one head are contiguous.

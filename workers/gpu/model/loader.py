@@ -41,7 +41,7 @@ PROBE_TOLERANCE = 0.05
 deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
 
 FUSED_TOLERANCE = 1e-3
-"""``PROBE_TOLERANCE`` of the fused decoder in float32, whose attention is that of the probe."""
+"""The tolerance for the fused decoder in float32, which runs with the same attention."""
 
 
 class ModelLoadError(Exception):
@@ -55,7 +55,8 @@ class LoadedModel:
     name: str
     model: Any
     tokenizer: Any
-    """None if the checkpoint has none: requests must then use token ids."""
+    """The tokenizer; None if the checkpoint does not contain one. Requests must then use token
+    ids."""
     vocab_size: int
     context_length: int
     """Maximum number of tokens of prompt and output together."""
@@ -63,7 +64,7 @@ class LoadedModel:
     special_tokens: dict[str, int]
     """The special tokens by role, for controllers."""
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON; empty without one."""
+    """SHA-256 of the tokenizer's canonical JSON; empty without a tokenizer."""
     tokenizer_json: bytes | None
     """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
     second. None if that library cannot represent it."""
@@ -175,7 +176,7 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Atte
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any
     ) -> Any:
         if given.get("packed_batch") != PROBE:
-            raise ModelLoadError(f"{kind} keeps keyword arguments from its attention")
+            raise ModelLoadError(f"{kind} does not pass keyword arguments to its attention")
         if given.get("s_aux") is not None:
             raise ModelLoadError(f"{kind} uses attention sinks")
         if not getattr(module, "is_causal", True):
@@ -205,11 +206,11 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Atte
         raise ModelLoadError(
             f"the engine cannot run {name!r}: {kind} does not use transformers' attention interface"
         )
-    away = difference(found, expected)
-    if not away <= PROBE_TOLERANCE:
+    distance = difference(found, expected)
+    if not distance <= PROBE_TOLERANCE:
         raise ModelLoadError(
-            f"the engine cannot run {name!r}: {kind} does something to its attention that the "
-            f"engine does not know (its logits are off by {away:.3g} of their spread)"
+            f"the engine cannot run {name!r}: {kind} changes its attention in a way that the "
+            f"engine does not support (its logits differ by {distance:.3g} standard deviations)"
         )
     return layers, options
 
@@ -244,10 +245,10 @@ def _fused(
                 packed_batch=PROBE,
             ).logits[0]
             found = decoder.forward(ids, positions, ids, None, attend)
-        away = difference(found.float(), expected.float())
+        distance = difference(found.float(), expected.float())
         limit = FUSED_TOLERANCE if found.dtype == torch.float32 else PROBE_TOLERANCE
-        if not away <= limit:
-            raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+        if not distance <= limit:
+            raise NotFusible(f"the logits would differ by {distance:.3g} standard deviations")
     except Exception as error:
         why = _reason(error)
         log.info("%s runs as transformers' modules, since it cannot be fused: %s", name, why)
@@ -273,8 +274,8 @@ def _read(
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The greatest difference of logits, relative to their standard deviation."""
-    away = (found - expected).abs().max() / (expected.std() + 1e-6)
-    return away.item()
+    distance = (found - expected).abs().max() / (expected.std() + 1e-6)
+    return distance.item()
 
 
 def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch.Tensor:

@@ -29,7 +29,8 @@ DEVICE_PART = 0.9
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
-"""Steps until a batch has random numbers of many steps (``races.Ahead``), and replaces them."""
+"""Number of steps until a batch has computed the random numbers of many steps (``races.Ahead``) and
+replaces them."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling that takes the most memory: it sorts the vocabulary."""
 
@@ -73,8 +74,8 @@ def largest_step_bytes(
 ) -> int:
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    It is the sum of three: the peak of the largest step; the pool of the graphs, whose forwards are
-    not larger than that step's; and the kept rows of deferred sequences.
+    The result is the sum of three sizes: the peak of the largest step; the pool of the graphs,
+    whose forwards are not larger than that step's; and the kept rows of deferred sequences.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

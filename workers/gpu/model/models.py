@@ -138,8 +138,8 @@ class Models:
             if self._ranks is not None:
                 self._ranks.drop(name)
         if evicted:
-            # torch caches freed memory, which the size of the next model's KV cache would not
-            # count.
+            # torch caches freed memory, which would not count as free for the KV cache of the
+            # next model.
             torch.cuda.empty_cache()
         return evicted
 

@@ -13,7 +13,7 @@ from .kv_cache import Layout
 from .step_tensors import StepTensors
 
 PROBE_TOKENS = 4
-"""Tokens of a prompt with which a faster forward is compared with the model's own."""
+"""Number of tokens of the prompt with which a faster forward is compared with the model's own."""
 
 
 class Probes:
@@ -39,7 +39,7 @@ class Probes:
         return backend.compute(ids, positions, rows, tensors.context(packed)).float()
 
     def clear(self) -> None:
-        """Removes what the forwards have written."""
+        """Clears the block to which the forwards have written."""
         self._tensors.cache.clear_blocks([self._spare])
 
     def _packed(self, start: int, count: int) -> Packed:

@@ -77,7 +77,7 @@ decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
 
 
 class Ranks:
-    """The other ranks, as seen by rank 0; ``size`` includes rank 0.
+    """The other ranks, for rank 0. ``size``: number of ranks, including rank 0.
 
     One command runs at a time: collective operations must have the same order on all ranks.
     """
@@ -86,8 +86,8 @@ class Ranks:
         self._together = threading.Lock()
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        # A file without a name instead of a port, because a free port may be taken before it is
-        # used.
+        # The ranks connect over a file without a name. A port that is free now may be taken
+        # before the ranks use it.
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(
@@ -101,7 +101,7 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         os.environ.update(rendezvous(0, size, meeting))
         join(device)
-        log.info("%d ranks are together", size)
+        log.info("all %d ranks have joined", size)
 
     @contextmanager
     def loading(self, name: str, options: dict[str, Any]) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Ranks:
         for process in self._processes:
             assert process.stdin is not None
             rest = message
-            # A rank that has ended takes the worker with it; see _watch.
+            # The rank has ended, so ``_watch`` ends the worker.
             with suppress(BrokenPipeError):
                 while rest:
                     rest = rest[process.stdin.write(rest) :]
@@ -158,8 +158,8 @@ class Ranks:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._closing:
-            # Without this rank no forward can end: the worker exits and is restarted.
-            log.error("rank %d ended with %d, and the worker with it", rank, code)
+            # Without this rank, forwards cannot be completed: the worker exits and is restarted.
+            log.error("rank %d ended with status %d; the worker exits", rank, code)
             os._exit(1)
 
 

@@ -28,18 +28,18 @@ DEFAULTS = ForwardOptions()
 
 @dataclass(slots=True)
 class Forward:
-    """A forward that was handed to the device."""
+    """A forward that was submitted to the device queue."""
 
     num_rows: int
     work: Work[torch.Tensor]
-    """Gives the logits ``[num_rows, vocab]`` (float32) of the tokens from each chunk's
-    ``first_row`` to its end."""
+    """The work that computes the logits ``[num_rows, vocab]`` (float32) of the tokens from each
+    chunk's ``first_row`` to its end."""
 
 
 class Runner:
     """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
 
-    ``queue``: where rank 0 hands its work to the device.
+    ``queue``: the device queue to which rank 0 submits its work.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Runner:
         tensors = StepTensors(self._cache, loaded.device)
         self.backend = choose_backend(loaded, tensors, layout, options)
         self._longest = -(-loaded.context_length // layout.block_size)
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         self._mirrors: Mirrors | None = None
         if not self._traits.scattered_reads:
             per_token = token_bytes(loaded.layers, loaded.dtype)
@@ -115,25 +115,28 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
-        """The copies of keys and values that a forward of this size reads; None if it reads their
-        blocks. Copies that exist are then outdated and forgotten."""
+        """The mirrors that a forward of this size reads; None if it reads blocks in place. All
+        existing mirrors then become invalid."""
         if not self.backend.reads_blocks(num_tokens, num_sequences):
             return self._mirrors
         self.forget_mirrors()
         return None
 
     def launch(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
-        """Hands the forward of a step to the device. ``drawn`` gives, in the queue's turn, the
-        tokens of the sampling before it: the ids that are not known here."""
+        """Submits the forward of a step to the device queue.
+
+        ``drawn`` is called when the queue reaches the forward. It returns the tokens of the
+        previous sampling, whose ids the host does not know yet.
+        """
         if packed.copies:
-            # Not a part of the forward: where that fails, the blocks are in their tables all the
-            # same.
+            # The copies are separate work, because the block tables contain the copied blocks even
+            # if the forward fails.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
         return Forward(len(packed.rows), work)
 
     def forget_mirrors(self) -> None:
-        """A forward that was launched was not computed."""
+        """Makes all mirrors invalid, because a launched forward was not computed."""
         if self._mirrors is not None:
             self._mirrors.forget()
 
@@ -144,7 +147,7 @@ class Runner:
             self._ranks.clear(self._name, blocks)
 
     def follow(self, packed: Packed) -> None:
-        """A rank's part of a forward that rank 0 runs."""
+        """Runs the part of a rank other than 0 in a forward."""
         self._copy_blocks(packed)
         self.forward(packed)
 
@@ -153,7 +156,7 @@ class Runner:
         return self.backend.forward(packed, drawn)
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Rank 0's part of a forward, in the queue's turn."""
+        """Rank 0's part of a forward, called when the queue reaches it."""
         tokens = drawn() if drawn is not None and packed.fed is not None else None
         if self._ranks is None:
             return self.forward(packed, tokens)

@@ -35,7 +35,7 @@ class StepTensors:
             return self.tensor(packed.ids)
         if len(packed.fed) == len(packed.ids):
             return _drawn(packed, drawn, self.tensor)
-        # A copy: on a CPU, the tensor is the memory of the array.
+        # The ids are copied, because on a CPU the tensor shares the memory of the array.
         return self._fed(packed, drawn, *self._together([packed.ids.copy(), packed.fed]))
 
     def inputs(

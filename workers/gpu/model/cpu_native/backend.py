@@ -87,9 +87,9 @@ def native_decoder(name: str, plain: FusedBackend, layout: Layout) -> NativeDeco
         found = native.forward(packed.ids, packed, 1)
         wanted = probes.logits(plain, packed)
         probes.clear()
-        away = difference(found, wanted)
-        if not away <= FUSED_TOLERANCE:
-            raise Unsupported(f"its logits would be off by {away:.3g} of their spread")
+        distance = difference(found, wanted)
+        if not distance <= FUSED_TOLERANCE:
+            raise Unsupported(f"its logits would differ by {distance:.3g} standard deviations")
     except Unsupported as why:
         log.info("%s: torch computes all of its steps: %s", name, why)
         return None

@@ -1,10 +1,10 @@
 /* The forward of a decoder for few tokens, in float32, in one call.
  *
- * A token of a small model costs more in calls of small operations than in arithmetic, and one row
- * times a matrix is bound by memory bandwidth. So the weights are read once for all tokens, in the
- * order of their addresses, and the operations between the products are fused. Keys and values are
- * read from their blocks in place. The result is that of FusedDecoder (fused/decoder.py). The
- * structures must match those of decoder.py in this folder. */
+ * For one token of a small model, calls of small operations take longer than the arithmetic, and
+ * the product of one row and a matrix is bound by memory bandwidth. So the weights are read once
+ * for all tokens, in the order of their addresses, and the operations between the products are
+ * fused. Keys and values are read from their blocks in place. The result is that of FusedDecoder
+ * (fused/decoder.py). The structures must match those of decoder.py in this folder. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@
 #include "vectors.h"
 
 typedef struct {
-    const float *gain; /* Null: there is no such norm. */
+    const float *gain; /* Null: the layer does not have this norm. */
     int64_t size;
     float eps;
 } Norm;
@@ -26,10 +26,10 @@ typedef struct {
     Product qkv, output, gate_up, down;
     float *keys, *values; /* [blocks, block_size, kv_heads, dim] */
     int64_t heads, kv_heads, dim;
-    int64_t window;   /* 0: none */
-    int64_t rotation; /* Which of the step's; -1: none */
+    int64_t window;   /* 0: no window */
+    int64_t rotation; /* Index in the step's rotations; -1: no rotation */
     int64_t activation;
-    float scale, softcap, residual_scale; /* softcap 0: none */
+    float scale, softcap, residual_scale; /* softcap 0: no cap */
 } Layer;
 
 typedef struct {
@@ -45,21 +45,21 @@ typedef struct {
 typedef struct {
     const float *cos, *sin; /* [.., dim]; the first half of the sines is negated. */
     int64_t dim;
-    int64_t by_position; /* A row for each position; 0: one for each token of the step. */
+    int64_t by_position; /* 1: a row for each position; 0: a row for each token of the step. */
 } Rotation;
 
 typedef struct {
     int64_t num_tokens, num_rows, threads;
     const int64_t *ids, *positions, *slots; /* [num_tokens] */
-    const int64_t *const *blocks;     /* [num_tokens]: the blocks of each one's sequence */
-    const int64_t *rows;              /* [num_rows]: the tokens whose logits are wanted */
+    const int64_t *const *blocks;     /* [num_tokens]: the blocks of each token's sequence */
+    const int64_t *rows;              /* [num_rows]: the tokens whose logits are computed */
     const Rotation *rotations;
     float *logits; /* [num_rows, vocab] */
 } Step;
 
 enum {
-    PART_FLOATS = 1 << 13, /* Weights of a part of a product, about, */
-    MANY_PARTS = 64,       /* unless there would be more parts than that. */
+    PART_FLOATS = 1 << 13, /* Approximate number of weights of a part of a product, */
+    MANY_PARTS = 64,       /* except that a product has at most about this number. */
     RUN = 8,               /* Tokens of one sequence whose attention is computed together. */
     SCORED = 4,            /* Queries whose scores are computed together. */
     MAX_QUERIES = LANES == 8 ? 4 : 8, /* Queries whose values are summed up together. */
@@ -262,8 +262,9 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
     }
 }
 
-/* The scores of some queries at the positions of transposed keys. The order of summation is that of
- * `scores_of`, to the last bit: entries that are LANES apart one after the other, then neighbours. */
+/* The scores of some queries at the positions of transposed keys. The sums are added in the order
+ * of `scores_of`, so that the results have equal bits: entries that are LANES apart in turn, then
+ * neighbours. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -307,7 +308,7 @@ INLINE Vector scores_of(const Kept *keys, const float *from, int64_t count, cons
     return sums_of(found);
 }
 
-/* Stores the scores of a query at positions from this one on, if the query attends to them. */
+/* Stores the scores of a query at `count` positions, if the query attends to them. */
 INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector scores) {
     int64_t skipped = query->first > at ? query->first - at : 0;
     int64_t wanted = (query->end < at + count ? query->end - at : count) - skipped;
@@ -345,8 +346,9 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
     }
 }
 
-/* Adds the values at some positions, times their weights, to the sums of some queries: of each so
- * many vectors, from entry at on; of the last one so many lanes. */
+/* Adds the values at the positions first to end - 1, times their weights, to the sums of `count`
+ * queries. Only `vectors` vectors of each value are added, from entry `at` on. If `lanes` is less
+ * than LANES, only this number of lanes is read. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
     Vector total[2 * MAX_QUERIES];
@@ -408,7 +410,7 @@ INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, 
         weigh_all(values, queries + q, 1, at, vectors, lanes);
 }
 
-/* The queries of one key head, of the tokens of a run and of some of its heads. */
+/* The attention of the tokens of a run, for some query heads that share one key head. */
 static void attend(const Attention *a, int64_t run, int64_t kv_head, int64_t head, int64_t heads) {
     const Layer *layer = a->layer;
     const Step *step = a->step;
@@ -538,7 +540,7 @@ __attribute__((visibility("default"))) int decoder_forward(const Decoder *decode
         scores = most(scores, layer->heads * longest);
     }
     int64_t hidden = decoder->hidden;
-    int64_t runs = (tokens * 2 + 64) / 64 * 64; /* Integers of two floats. */
+    int64_t runs = (tokens * 2 + 64) / 64 * 64; /* In floats; an int64_t takes two. */
     float *all = floats(runs + tokens * (3 * hidden + wide + narrow + scores) + 6 * 64);
     if (!all)
         return -1;

@@ -1,9 +1,9 @@
 """The forward of few tokens on a CPU in one call of native code (``decode.c``).
 
-It computes what a ``FusedDecoder`` does, with the same weights and the same KV cache, and reads
-keys and values from their blocks in place. The libraries are compiled when the package is built. If
-this machine has no library, or the native code does not support a part of the model, torch computes
-all steps.
+The native code computes the same as a ``FusedDecoder``, with the same weights and the same KV
+cache, and reads keys and values from their blocks in place. The libraries are compiled when the
+package is built. If this machine has no library, or the native code does not support a part of the
+model, torch computes all steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Forwards of more tokens are bound by arithmetic, in which oneDNN is as fast."""
+"""Maximum number of tokens of a native forward. Larger forwards are bound by arithmetic, in which
+oneDNN is as fast."""
 MAX_SEQUENCES = 16
-"""With more sequences of long texts, torch's attention over contiguous copies is faster."""
+"""Maximum number of sequences of a native forward. With more sequences of long texts, torch's
+attention over contiguous copies is faster."""
 NO_EMBEDDING = -2
 """The result of ``decoder_forward`` if an id has no embedding."""
 EMBEDDINGS_COMPARED = 64
@@ -273,7 +275,7 @@ class NativeDecoder:
         )
         failed = self._call(self._native, byref(step))
         if failed == NO_EMBEDDING:
-            raise IndexError(f"a token is not in the vocabulary: one of {ids.tolist()}")
+            raise IndexError(f"one of the tokens {ids.tolist()} is outside the vocabulary")
         if failed:
             raise MemoryError(f"no memory for a forward of {len(positions)} tokens")
         del kept

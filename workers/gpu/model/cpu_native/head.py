@@ -21,7 +21,7 @@ ROWS = range(1, 65)
 TYPICAL_ROWS = 32
 MIN_VOCAB = 8192
 MAX_BYTES = 1 << 30
-"""Larger output layers are not copied."""
+"""Maximum size of an output layer that is copied, in bytes."""
 
 
 class PackedHead:
@@ -59,7 +59,7 @@ def packed_head(model: Any) -> PackedHead | None:
     if type(layer) is not torch.nn.Linear or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     weight = layer.weight
-    # A quantized weight is a tensor of another type that looks like this one.
+    # A quantized weight is a subclass of Tensor that reports the same properties.
     plain = type(weight.data) is torch.Tensor
     if not plain or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None

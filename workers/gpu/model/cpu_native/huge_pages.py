@@ -23,7 +23,7 @@ _MADV_COLLAPSE = 25
 
 
 def collapse(weights: Iterable[torch.Tensor]) -> int:
-    """Collapses weights on a CPU into huge pages, as far as the system supports it. Returns their
+    """Collapses weights on a CPU into huge pages, as far as the system supports it. Returns the
     number of huge pages. Addresses and values do not change. Takes about a second for some GB."""
     pages = set()
     for weight in weights:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def library() -> CDLL | None:
-    """The native code for this machine; None if none was compiled for it."""
+    """The native code for this machine; None if no code was compiled for it."""
     machine = platform.machine()
     processor = _processor(machine)
     path = Path(__file__).parent / f"decode-{machine}-{processor}.so"
@@ -29,7 +29,7 @@ def library() -> CDLL | None:
     try:
         found = CDLL(str(path))
     except OSError as error:
-        log.warning("%s cannot be loaded, so that torch computes all steps: %s", path, error)
+        log.warning("%s cannot be loaded, so torch computes all steps: %s", path, error)
         return None
     found.decoder_forward.argtypes = [c_void_p, c_void_p]
     found.rows_reduce.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p]
@@ -39,7 +39,7 @@ def library() -> CDLL | None:
 
 def _processor(machine: str) -> str:
     """The name of the instruction set for which compiled code exists and that this processor has;
-    empty if none."""
+    empty if there are none."""
     if machine == "aarch64":
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}

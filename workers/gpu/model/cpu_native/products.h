@@ -17,10 +17,10 @@ typedef struct {
 
 enum {
     BLOCK_OUTS = 16, /* Outputs that are computed for all rows before the next ones. */
-    TILE_OUTS = 2,   /* Outputs of a tile, */
-    TILE_ROWS = LANES == 8 ? 4 : 8, /* and its rows: as the registers have room for its sums. */
-    MAX_SUMS = 16,                 /* Of a tile, or as many as there are lanes. */
-    FEW_ROWS = 2,                   /* Up to here memory decides, beyond it arithmetic. */
+    TILE_OUTS = 2,   /* Outputs of a tile. */
+    TILE_ROWS = LANES == 8 ? 4 : 8, /* Rows of a tile, whose sums fit in the registers. */
+    MAX_SUMS = 16,                 /* Maximum number of sums: of a tile, or LANES. */
+    FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
     LINE = 16,                      /* Floats of a line of the processor's cache. */
 };
 
@@ -30,10 +30,11 @@ typedef struct {
     int vectors;
 } Ahead;
 
-/* Adds up products of so many rows of weights and of x: a vector for each, by rows of x. */
+/* Multiplies `outs` rows of weights with `rows` rows of x. `found` gets a vector of partial sums
+ * for each pair, by rows of x. */
 INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
                  Ahead ahead) {
-    /* Not in `found`: the compiler would store it in each round. */
+    /* The compiler would store `found` in each round, but keeps a local array in registers. */
     Vector sums[MAX_SUMS];
     int64_t at = 0;
     for (int i = 0; i < outs * rows; i++)
@@ -59,7 +60,7 @@ INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int 
         found[i] = sums[i];
 }
 
-/* y[t * stride + n] of so many tiles, one behind the other. */
+/* Computes y[t * stride + n] for `count` consecutive tiles. */
 INLINE void tiles(const float *w, const float *x, int64_t in, float *y, int64_t stride, int count,
                   int outs, int rows, Ahead ahead) {
     Vector found[MAX_SUMS];
@@ -74,7 +75,7 @@ INLINE void tiles(const float *w, const float *x, int64_t in, float *y, int64_t 
     }
 }
 
-/* So many outputs for so many rows of x, in tiles of so many. */
+/* Computes `count` outputs for `rows` rows of x, in tiles of `outs` outputs. */
 INLINE void block(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                   int64_t count, int outs, int rows, Ahead ahead) {
     const int together = LANES > outs * rows ? LANES / outs / rows : 1;
@@ -87,7 +88,7 @@ INLINE void block(const float *w, const float *x, int64_t in, float *y, int64_t 
         tiles(w + n * in, x, in, y + n, stride, 1, 1, rows, (Ahead){0, 0});
 }
 
-/* The same for at most TILE_ROWS rows. */
+/* Computes `count` outputs for at most TILE_ROWS rows of x. */
 INLINE void some_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                       int64_t count, int64_t rows, Ahead ahead) {
     switch (rows) {

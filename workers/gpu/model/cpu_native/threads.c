@@ -8,14 +8,15 @@
 enum {
     MAX_THREADS = 64,
     MAX_PARTS = 1 << 12,
-    /* Rounds that a thread waits for others before it offers them its core: some 50 us. */
+    /* Rounds that a thread waits for others before it yields its core: about 50 us. */
     PATIENCE = 1000,
     /* Rounds that a thread waits for the next call before it sleeps. */
     IDLE = 100,
 };
 
-/* The state of the current loop in one word, so that one operation takes a part: the number of the
- * loop, of threads that may take parts, of parts, and of parts that have been taken. */
+/* The state of the current loop in one word, so that a thread takes a part by one atomic operation:
+ * the loop's number, and the numbers of threads that may take parts, of parts, and of taken
+ * parts. */
 #define WORD(loop, threads, parts) \
     ((uint64_t)(loop) << 40 | (uint64_t)(threads) << 32 | (uint64_t)(parts) << 16)
 #define ALLOWED(word) ((word) >> 32 & 0xff)
@@ -26,7 +27,7 @@ static struct {
     _Atomic uint64_t word;
     char apart[56];
     _Atomic int64_t done;
-    /* Written before the word, read by who has taken a part. */
+    /* Written before the word; read only by threads that have taken a part. */
     Loop loop;
     const void *context;
     int64_t items, part;
@@ -55,7 +56,7 @@ static void wait_a_moment(int *rounds) {
         sched_yield();
 }
 
-/* Computes parts of the current loop as the thread of this number. Returns whether it got any. */
+/* Computes parts of the current loop as number `thread`. Returns whether it computed any. */
 static int take(int64_t thread) {
     int any = 0;
     uint64_t word = atomic_load_explicit(&now.word, memory_order_acquire);

@@ -1,10 +1,10 @@
 /* Threads that compute parts of a loop, for loops of some ten microseconds on cores that other
  * processes share.
  *
- * A loop is divided into parts, which threads take one by one. A thread that does not run takes
- * none, and no thread waits for it. If only the caller runs, it computes the whole loop. (OpenMP
- * assigns each thread its share beforehand: if another process occupies the core of one thread, all
- * others wait for a time slice.) */
+ * A loop is divided into parts, which threads take one by one. A thread that is not scheduled takes
+ * none, and the others do not wait for it. If only the caller runs, it computes the whole loop.
+ * (OpenMP assigns each thread its share beforehand: if another process occupies the core of one
+ * thread, all others wait for a time slice.) */
 
 #ifndef TOKENBUS_THREADS_H
 #define TOKENBUS_THREADS_H
@@ -19,7 +19,8 @@ typedef void (*Loop)(const void *context, int64_t first, int64_t end);
 void threads_begin(int64_t count);
 void threads_end(void);
 
-/* Runs a loop over items, in parts of this size. Only between threads_begin and threads_end. */
+/* Runs a loop over items, in parts of this size. Called only between threads_begin and
+ * threads_end. */
 void threads_run(Loop loop, const void *context, int64_t items, int64_t part);
 
 #endif

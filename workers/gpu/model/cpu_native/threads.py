@@ -21,7 +21,8 @@ TRIAL = 4
 """Number of steps of a trial. A step that takes ``SLOWER`` times as long as usual ends the
 trial."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
-"""Number of steps until the next trial. It doubles with each trial that changes nothing."""
+"""The first and the greatest number of steps until the next trial. The number doubles with each
+trial that changes nothing."""
 BETTER = 0.93
 """A trial must take at most this fraction of the usual time to be adopted."""
 SLOWER = 1.5
@@ -47,16 +48,16 @@ class _Size:
 
 
 class ThreadChooser:
-    """The number of threads for each forward, at most ``most``."""
+    """The number of threads for each forward, at most ``max_threads``."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_threads: int) -> None:
+        self.max_threads = max_threads
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_tokens: int) -> int:
         """The number of threads for the next forward, of ``num_tokens`` tokens."""
-        if self.most == 1 or num_tokens > MAX_TOKENS:
-            return self.most
+        if self.max_threads == 1 or num_tokens > MAX_TOKENS:
+            return self.max_threads
         size = self._size(num_tokens)
         if not size.trial and size.until_trial <= 0 and len(size.times) == WINDOW:
             size.trial = self._other(size)
@@ -65,7 +66,7 @@ class ThreadChooser:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Records the duration of that forward, in seconds."""
-        if self.most == 1 or num_tokens > MAX_TOKENS:
+        if self.max_threads == 1 or num_tokens > MAX_TOKENS:
             return
         size = self._size(num_tokens)
         if size.trial:
@@ -87,15 +88,15 @@ class ThreadChooser:
         size = self._sizes.get(number)
         if size is None:
             nearest = min(self._sizes, key=lambda other: abs(other - number), default=None)
-            size = _Size(self.most)
-            if nearest is not None and self._sizes[nearest].threads != self.most:
+            size = _Size(self.max_threads)
+            if nearest is not None and self._sizes[nearest].threads != self.max_threads:
                 size.threads, size.until_trial = self._sizes[nearest].threads, WINDOW
             self._sizes[number] = size
         return size
 
     def _other(self, size: _Size) -> int:
         """The number of threads to try: alternately half and twice the current number."""
-        fewer, more = max(1, size.threads // 2), min(self.most, 2 * size.threads)
+        fewer, more = max(1, size.threads // 2), min(self.max_threads, 2 * size.threads)
         down = more == size.threads or (size.down and fewer < size.threads)
         size.down = not down
         return fewer if down else more

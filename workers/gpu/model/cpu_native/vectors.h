@@ -1,4 +1,4 @@
-/* Vectors of float32 as wide as the processor's, and what a decoder computes with them. */
+/* Vectors of float32 of the processor's width, and the functions that a decoder needs. */
 
 #ifndef TOKENBUS_VECTORS_H
 #define TOKENBUS_VECTORS_H
@@ -80,7 +80,7 @@ INLINE float sum(Vector values) {
     (__builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7))
 #endif
 
-/* The sum of each of as many vectors as there are lanes. */
+/* The sum of each of LANES vectors. */
 INLINE Vector sums_of(Vector *values) {
     for (int count = LANES / 2; count; count /= 2)
         for (int i = 0; i < count; i++)
@@ -88,7 +88,7 @@ INLINE Vector sums_of(Vector *values) {
     return values[0];
 }
 
-/* The first halves of two vectors, an entry of each in turn; and the second halves. */
+/* Interleaves the entries of the first halves, and of the second halves, of two vectors. */
 #if LANES == 16
 #define FIRST_HALVES(a, b) \
     __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
@@ -121,8 +121,8 @@ INLINE Vector choose(Integers which, Vector yes, Vector no) {
     return (Vector)(((Integers)yes & which) | ((Integers)no & ~which));
 }
 
-/* e to the power of each; as a float32 has it to within 2 units in the last place, from the least
- * normal number to the greatest, beyond which it stays. Source: Cephes, expf. */
+/* e to the power of each entry, accurate to 2 units in the last place. Entries are clamped to -87.3
+ * and 88, so that the result is a finite normal number. Source: Cephes, expf. */
 INLINE Vector exponential(Vector x) {
     const float bias = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer. */
     x = choose(x < all(-87.3f), all(-87.3f), x);
@@ -140,7 +140,7 @@ INLINE Vector exponential(Vector x) {
     return found * (Vector)scale;
 }
 
-/* Applies this to count values in place, with a name for each vector of them. */
+/* Replaces count values in place by an expression, in which `name` is the current vector. */
 #define FOR_EACH(values, count, name, expression)                            \
     do {                                                                     \
         int64_t at = 0;                                                      \

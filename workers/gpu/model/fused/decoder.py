@@ -1,10 +1,11 @@
 """A decoder's forward in few operations, over the weights of a transformers model.
 
-One token of a small model costs more in small operations than in matrix products: transformers'
-modules run some hundred of them for each token. ``FusedDecoder`` is the same computation without
-module calls. It has one product for queries, keys and values, and one for both halves of a gated
-MLP. The rotary embedding is applied in place, and the product adds the residual. ``fused_model``
-derives it from the model's structure. It is used only if its logits equal the model's own.
+For one token of a small model, small operations take longer than matrix products: transformers'
+modules run about a hundred small operations for each token. ``FusedDecoder`` computes the same
+without module calls. It has one product for queries, keys and values, and one for both halves of a
+gated MLP. The rotary embedding is applied in place, and the product adds the residual.
+``fused_model`` derives the decoder from the model's structure. The decoder is used only if its
+logits equal the model's own.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class RmsNorm:
     def __init__(self, gain: torch.Tensor, eps: float) -> None:
         self.gain = gain
         self.eps = eps
-        # rms_norm is a dozen operations on a CPU, this is four: x * gain * sqrt(dim) over the
-        # hypotenuse of its norm and sqrt(dim * eps).
+        # On a CPU, torch's rms_norm takes a dozen operations and this formula four: x * gain *
+        # sqrt(dim), divided by the hypotenuse of the norm of x and sqrt(dim * eps).
         self._few = gain.device.type == "cpu" and gain.dtype == torch.float32
         self._scaled = gain * len(gain) ** 0.5
         self._floor = torch.tensor((len(gain) * eps) ** 0.5, dtype=gain.dtype, device=gain.device)
@@ -118,7 +119,7 @@ class Layer:
     qkv: Projection
     head_norms: HeadNorms | None
     rotation: str | None
-    """The name of the layer's rotary embedding; None: the layer has none."""
+    """The name of the layer's rotary embedding; None: the layer does not rotate."""
     options: AttentionOptions
     output: Projection
     mlp: GatedMlp
@@ -210,8 +211,8 @@ class FusedDecoder:
         attend: Attend,
     ) -> torch.Tensor:
         """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``. If
-        ``rows`` has the length of ``ids``, it must be all of them in order. ``context`` is passed
-        to ``attend``."""
+        ``rows`` has the length of ``ids``, it must contain all tokens in order. ``context`` is
+        passed to ``attend``."""
         hidden = self.embedded(ids)
         rotations = {kind: self.rotation(hidden, positions, kind) for kind in self.kinds}
         for layer in self.layers:

@@ -60,7 +60,7 @@ def fused_model(
     _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     assert base is not None
     config = model.config.get_text_config()
-    # A lookup of embeddings reads whole rows.
+    # Embeddings are looked up by rows, so tied weights are not stored by input.
     tied = model.lm_head.weight is base.embed_tokens.weight
     rotary = _Rotary(base.rotary_emb, config)
     layers = [
@@ -197,7 +197,7 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise NotFusible("its linear layers have hooks")
     if len({layer.bias is None for layer in layers}) > 1:
-        raise NotFusible("some of its projections have a bias and others have none")
+        raise NotFusible("some of its projections have a bias and others do not")
     bias = None
     if layers[0].bias is not None:
         bias = torch.cat([layer.bias.detach() for layer in layers])
@@ -213,7 +213,7 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
 
 
 def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
-    """The matrix of which ``parts`` are the rows, if the model was joined before; else None."""
+    """The matrix whose rows are ``parts``, if the layers were joined before; else None."""
     first = parts[0]
     storage, strides = first.untyped_storage(), first.stride()
     at = first.data_ptr()

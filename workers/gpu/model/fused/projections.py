@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import linear
 
 TYPICAL_ROWS = 32
-"""Rows for which oneDNN chooses the order of the packed weights."""
+"""The number of rows for which oneDNN optimizes the order of the packed weights."""
 PART_OF_MEMORY = 0.25
 """Packed copies take at most this fraction of the available memory."""
 
@@ -45,7 +45,7 @@ class Projection:
         self._splits = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._by_input = weight.t()
         self._parts: dict[int, torch.Tensor] = {}
-        """By number of threads."""
+        """The parts of the weights, by number of threads."""
 
     def pack(self, budget: int) -> int:
         """Makes a copy of the weights in oneDNN's order, if they can be packed and take at most
@@ -123,7 +123,7 @@ def stored_by_input(weight: torch.Tensor) -> bool:
 def can_be_packed(weight: torch.Tensor) -> bool:
     """Whether a weight is a plain float32 or bfloat16 tensor on a CPU for which oneDNN has
     kernels."""
-    # A quantized weight is a tensor of another type that looks like this one.
+    # A quantized weight is a subclass of Tensor that reports the same properties.
     if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
         return False
     if weight.dtype == torch.bfloat16:

@@ -29,7 +29,7 @@ _NOTHING = torch.empty(())
 class Group:
     """Chunks of similar size, padded to a rectangle of ``batch`` rows of ``width`` tokens.
 
-    They are the packed tokens ``[start, end)``. Chunks of one token need no padding.
+    The chunks are the packed tokens ``[start, end)``. Chunks of one token need no padding.
     """
 
     start: int
@@ -46,17 +46,19 @@ class Group:
     places: torch.Tensor | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool = False
-    """All chunks begin at position 0: plain causal attention among the new tokens."""
+    """Whether all chunks begin at position 0: the new tokens attend only to each other."""
     level: bool = False
-    """For decodes: all are at the same position, so no mask is needed."""
+    """For decodes: whether all are at the same position, so that no mask is needed."""
     mirror: Mirror | None = None
-    """For decodes: the contiguous copy of their keys and values."""
+    """For decodes: the contiguous copy of the sequences' keys and values."""
     continues: bool = False
-    """The mirror contains all tokens except the new ones; else it is filled from blocks."""
+    """Whether the mirror contains all tokens except the new ones; else it is filled from blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By sliding window (0: none), made once per step: ``[batch, 1, width, length]``."""
+    """The masks by sliding window (0: no window), each made once per step: ``[batch, 1, width,
+    length]``."""
     places_in_mirror: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By number of key heads, made once per step: ``[(end - start) * kv_heads]``."""
+    """The places of the new tokens in the mirror, by number of key heads, each made once per step:
+    ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """The term that is added to the scores: 0 if a token attends to a key, else -inf."""
@@ -94,7 +96,8 @@ class Group:
         v: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values of these sequences from the mirror, each ``[batch * kv_heads,
-        room, dim]``. ``k`` and ``v``: those of the new tokens, which ``cache`` already contains."""
+        room, dim]``. ``k`` and ``v``: the keys and values of the new tokens, which ``cache``
+        already contains."""
         if not self.continues:
             return mirror.fill(layer, cache, self.blocks.view(len(self.positions), -1))
         return mirror.add(layer, k, v, self._added(mirror, k.shape[1]))
@@ -314,7 +317,7 @@ def dot_product(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The mask that transformers makes for this attention: none."""
+    """Makes no mask for transformers, because this attention does not use one."""
 
 
 def register(name: str, function: Callable[..., Any]) -> None:

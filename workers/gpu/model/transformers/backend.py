@@ -21,8 +21,9 @@ from .attention import NAME, NAME_COMPILED
 log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
-"""Compiled forms of one function. torch.compile makes one for each combination of no, one or
-several rows, one or several tokens, and the classes that share a decorator; its default is 8."""
+"""Maximum number of compiled forms of one function; torch's default is 8. torch.compile makes a
+form for each combination of no, one or several rows, one or several tokens, and the classes that
+share a decorator."""
 
 
 class TransformersBackend(ForwardBackend):
@@ -93,9 +94,9 @@ def compiled_backend(
     found, why = CompiledBackend(tensors, model), ""
     try:
         for packed, own in zip(probed, wanted, strict=True):
-            away = difference(probes.logits(found, packed), own)
-            if not away <= limit:
-                why = f"its logits would be off by {away:.3g} of their spread"
+            distance = difference(probes.logits(found, packed), own)
+            if not distance <= limit:
+                why = f"its logits would differ by {distance:.3g} standard deviations"
     except Exception as error:
         why = f"it failed: {error}"
     probes.clear()
