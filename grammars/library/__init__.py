@@ -60,5 +60,7 @@ def _blocks(section: str) -> tuple[str, ...]:
 
 def _read(name: str, kind: str) -> str:
     if name not in names(kind):
-        raise KeyError(f"{name!r} is not in the library; there are {', '.join(names(kind))}")
+        raise KeyError(
+            f"{name!r} is not in the library; it must be one of {', '.join(names(kind))}"
+        )
     return (files(__name__) / f"{name}.{kind}").read_text(encoding="utf-8")

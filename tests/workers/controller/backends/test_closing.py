@@ -166,7 +166,7 @@ def test_a_text_that_never_fits_is_cut_and_says_so() -> None:
     run = Steered(program, BYTES, "[a-z]{900}")
     while run.mid() is not None:
         run.post([1 + ord("b")])
-    assert "not closed: max_tokens is 100" in run.log.take()
+    assert "the text is not closed: max_tokens is 100" in run.log.take()
 
 
 def check_whole(text: bytes) -> bool:

@@ -274,7 +274,7 @@ def test_a_grammar_without_a_token_that_goes_on_ends_with_the_text_so_far(
         assert run.mid() == {token}
         run.post([token])
     with pytest.raises(
-        ControllerError, match=r"no token of this model's vocabulary .* so far: 'ab'"
+        ControllerError, match=r"any token of this model's vocabulary .* so far: 'ab'"
     ):
         run.mid()
 
@@ -304,7 +304,11 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         ("regex", r"(a)\1", "back-reference"),
         ("regex", "(a|b)*a(a|b){20}", "states"),
         ("regex", b"\xff", "UTF-8"),
-        ("regex", '{"library": "nope"}', "'nope' is not in the library; there are email, iso_date"),
+        (
+            "regex",
+            '{"library": "nope"}',
+            "'nope' is not in the library; it must be one of email, iso_date",
+        ),
         ("regex", '{"pattern": "a", "flags": 1}', "an object with the fields pattern, flags"),
         ("substring", "a" * 70_000, "65,536"),
         ("substring", '{"library": "c"}', 'the field.* library; it must be text, {"text": TEXT}'),
@@ -327,7 +331,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
             "most is 1; it must be an integer of at least 2",
         ),
         ("substring", "", "is empty; it must be a text"),
-        ("yacc", "jsno", "'jsno' is not in the library; there are arithmetic, c, json"),
+        ("yacc", "jsno", "'jsno' is not in the library; it must be one of arithmetic, c, json"),
         (
             "combination",
             '{"regex": "a", "flags": 1}',
@@ -348,7 +352,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         (
             "combination",
             '{"stop_at": "x", "of": {"yacc": "json"}}',
-            "stop_at.of is yacc, .* must be a text, regex",
+            "stop_at.of is yacc, .* must be a text, a regex",
         ),
         (
             "combination",
@@ -395,7 +399,7 @@ def test_no_more_grammars_are_compiled_at_once_than_the_machine_can_do(
 ) -> None:
     monkeypatch.setattr(yacc_compiler, "_turns", threading.Semaphore(0))
     monkeypatch.setattr(yacc_compiler, "TURN_S", 0.0)
-    with pytest.raises(UnavailableError, match="2 grammars have been compiled") as caught:
+    with pytest.raises(UnavailableError, match="at most 2 grammars at a time") as caught:
         Steered(named(constraints, "yacc"), WORDS, '%start s\n%%\ns: "new here" ;')
     assert caught.value.retry_after_s == 1
 

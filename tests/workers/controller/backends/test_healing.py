@@ -184,6 +184,6 @@ class Own:
 
 def test_a_controller_of_ones_own_is_refused() -> None:
     own = Own()
-    with pytest.raises(RequestError, match="built-in constraint, or with none"):
+    with pytest.raises(RequestError, match="is not a built-in constraint"):
         HealingProgram(own, 1 + ord("a")).start(host("", vocabulary(TOKENS)))
     assert own.closed

@@ -121,7 +121,7 @@ def test_a_value_that_is_whole_where_its_tokens_end_is_complete(client: Client) 
 def test_the_log_of_a_complete_value_does_not_say_that_it_was_closed(client: Client) -> None:
     sequence = ended(client, "regex", "[0-9]{3,}", max_tokens=6)
     assert sequence.constraint == "complete"
-    assert sequence.logs == "ended here, where the text is complete: max_tokens is 6\n"
+    assert sequence.logs == "the text was ended here, where it is complete: max_tokens is 6\n"
 
 
 def first_token(client: Client, text: str) -> int:

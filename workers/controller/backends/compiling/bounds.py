@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TURN_S = 30.0
-"""How long a grammar waits for a process, in seconds; after that its request has to be sent
-again."""
+"""Maximum time that a grammar waits for a process, in seconds; after that, the client has to send
+the request again."""
 WALL_S = 120.0
-"""How long the process may take by the clock, in seconds; after that the request has to be sent
+"""Maximum wall-clock time of a task, in seconds; after that, the client has to send the request
 again. Only CPU time decides whether a grammar is refused: this bound is exceeded only if a busy
 machine gives the process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
 """Less than the stack of the worker's threads (``sandbox.HOST_STACK_BYTES``): a grammar that
 compiles in the process also compiles in the worker."""
 BLAME_SHARE = 0.25
-"""How much longer the search for the most expensive part of a refused grammar may take, relative to
+"""Maximum CPU time of the search for the most expensive part of a refused grammar, as a share of
 ``cpu_s``."""
 
 
@@ -24,28 +24,28 @@ class Bounds:
     """The bounds of compiling one grammar."""
 
     cpu_s: float = 1.5
-    """CPU time, in seconds; the setting ``grammar_compile_s``."""
+    """Maximum CPU time, in seconds; the setting ``grammar_compile_s``."""
     memory_bytes: int = 1024**3
-    """Memory; the setting ``grammar_compile_bytes``."""
+    """Maximum memory; the setting ``grammar_compile_bytes``."""
 
     @property
     def too_slow(self) -> str:
-        """The error for a grammar that takes longer."""
+        """The error for a grammar whose compilation exceeds ``cpu_s``."""
         return (
-            f"compiling it takes more than {self.cpu_s:g} s of CPU time, the limit that "
+            f"compiling the grammar takes more than {self.cpu_s:g} s of CPU time, the limit that "
             "grammar_compile_s sets"
         )
 
     @property
     def too_large(self) -> str:
-        """The error for a grammar that takes more memory."""
+        """The error for a grammar whose compilation exceeds ``memory_bytes``."""
         return (
-            f"compiling it takes more than {self.memory_bytes >> 20} MiB of memory, the limit that "
-            "grammar_compile_bytes sets"
+            f"compiling the grammar takes more than {self.memory_bytes >> 20} MiB of memory, the "
+            "limit that grammar_compile_bytes sets"
         )
 
 
-TOO_DEEP = "it is nested too deeply: llguidance's stack overflowed"
+TOO_DEEP = "the grammar is nested too deeply: llguidance's stack overflowed"
 
 
 class RefusedGrammar(Exception):

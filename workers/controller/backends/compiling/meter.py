@@ -1,4 +1,4 @@
-"""Measures how long grammars are compiled, and counts the requests whose grammar was already
+"""Measures the time of compiling grammars, and counts the requests whose grammar was already
 compiled."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures one compilation, including the wait for a process; its request has no mask for
-        this time."""
+        """Measures one compilation, including the wait for a process. The request has no mask until
+        it ends."""
         began = time.perf_counter()
         outcome = "failed"
         try:

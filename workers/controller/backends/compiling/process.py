@@ -51,7 +51,7 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # A task with its own bounds may raise its own error; ``blame`` bounds its parts.
+        # A task that bounds its own time gets spare time, so that its own error comes first.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

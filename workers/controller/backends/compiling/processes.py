@@ -32,7 +32,7 @@ class Processes:
     """The processes of a worker. Thread-safe."""
 
     def __init__(self, limits: Bounds) -> None:
-        """``limits`` are those of one task."""
+        """``limits``: the bounds of one task."""
         self.limits = limits
         self._turns = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
@@ -71,8 +71,8 @@ class Processes:
             if not self._turns.acquire(timeout=bounds.TURN_S):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
-                    f"{AT_ONCE} grammars have been compiled for {bounds.TURN_S:g} s, which is as "
-                    "many as may be at once; try again",
+                    f"the grammar has waited {bounds.TURN_S:g} s to be compiled, because this "
+                    f"worker compiles at most {AT_ONCE} grammars at a time; try again",
                     retry_after_s=1.0,
                 )
             try:
@@ -109,7 +109,7 @@ class Processes:
             if isinstance(error, TimeoutError):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
-                    f"compiling the grammar was not over after {bounds.WALL_S:g} s, as this "
+                    f"compiling the grammar did not end within {bounds.WALL_S:g} s, because this "
                     "machine is busy; try again",
                     retry_after_s=5.0,
                 ) from None

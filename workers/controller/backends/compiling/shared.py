@@ -1,4 +1,4 @@
-"""Compiles a grammar once for several simultaneous requests, and remembers refusals."""
+"""Compiles a grammar once for several simultaneous requests, and caches refusals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .bounds import RefusedGrammar
 T = TypeVar("T")
 
 KEPT_REFUSALS = 256
-"""Refusals that are remembered."""
+"""Maximum refusals that are cached."""
 REFUSED_S = 60.0
-"""How long a refusal is remembered, in seconds. A compilation that took too long on a busy machine
-is then tried again."""
+"""Time for which a refusal is cached, in seconds. After that, a compilation that took too long on a
+busy machine is tried again."""
 
 
 class _Flight(Generic[T]):
@@ -34,12 +34,13 @@ class Shared(Generic[T]):
     """Runs one compilation for each key at a time; further requests for the key receive the same
     result.
 
-    Thread-safe. Results are not stored afterwards. Errors are: a refused grammar is refused again
-    at once, for ``REFUSED_S``.
+    Thread-safe. Results are not cached. Refusals are cached for ``REFUSED_S``: the same grammar is
+    refused again without compiling.
     """
 
     def __init__(self, wall_s: float) -> None:
-        """``wall_s``: how long a request waits for another one's compilation, in seconds."""
+        """``wall_s``: maximum time that a request waits for another request's compilation, in
+        seconds."""
         self._wall_s = wall_s
         self._lock = threading.Lock()
         self._flights: dict[object, _Flight[T]] = {}
@@ -81,7 +82,8 @@ class Shared(Generic[T]):
         if not done:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"another request has had this grammar compiled for {self._wall_s:g} s; try again",
+                f"this grammar has been compiling for {self._wall_s:g} s for another request; "
+                "try again",
                 retry_after_s=5.0,
             )
         if flight.error is not None:

@@ -13,11 +13,12 @@ _LENGTH = struct.Struct("<I")
 
 
 class Task(msgspec.Struct):
-    """The task of a process."""
+    """A task for a process that compiles."""
 
     kind: Kind
     cpu_s: float
-    """Limit on its CPU time; the kernel ends a process that exceeds it."""
+    """Limit on the task's CPU time, in seconds; the kernel ends a process that exceeds the
+    limit."""
     grammar: bytes
     failed: str = ""
     """For ``blame``: the reason why this grammar was refused."""

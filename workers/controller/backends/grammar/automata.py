@@ -1,7 +1,7 @@
 """Compiles the argument of a regular constraint to its tables, within a time limit.
 
-Quick compilations run in the worker (``quickly``), others in a separate process. Each raises
-RequestError if its argument is not valid, or if compiling it takes longer.
+Quick compilations run in the worker (``quickly``), others in a separate process. Each function
+raises RequestError if its argument is not valid, or if compiling takes longer than the limit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .combination import automata, read_combination
 from .refusals import refusal
 
 QUICK_S = 0.02
-"""CPU time, in seconds, of a compilation in the worker itself, where rounds need the interpreter
-lock. Most patterns take a few milliseconds."""
+"""Maximum CPU time, in seconds, of a compilation in the worker itself, where rounds need the
+interpreter lock. Most patterns take a few milliseconds."""
 MAX_STATES = 65_000
-"""Most states of an automaton; the guest counts them in 16 bits."""
+"""Maximum states of an automaton; the guest counts them in 16 bits."""
 
 Maker = Callable[[bytes, float], bytes]
 """Compiles an argument to tables, within a number of seconds of CPU time."""

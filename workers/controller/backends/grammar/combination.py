@@ -8,10 +8,10 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-each with an optional ``max_tokens``. A part is *regular* if it and its inner parts have the forms
-of the first and the last three lines, or are literal texts, and have no ``max_tokens``. A regular
-part is compiled to one automaton. The inner parts of any other part are run one after another, by
-``parts``.
+each with an optional ``max_tokens``. Literal texts and the forms of the first line are *regular*.
+So are the forms of the last three lines, if their inner parts are regular and have no
+``max_tokens``. A regular part is compiled to one automaton. The inner parts of any other part are
+run one after another, by ``parts``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def regular(self) -> bool:
-        """Whether it compiles to one automaton: its inner parts are regular and have no
+        """Whether the part compiles to one automaton: its inner parts are regular and have no
         ``max_tokens``."""
         inside = all(part.regular and part.max_tokens is None for part in self.parts)
         return self.kind not in _OTHERS and inside
@@ -85,8 +85,8 @@ class _Reading:
         self._parts += 1
         if self._parts > MAX_PARTS or depth > DEEPEST:
             raise refusal(
-                f"combination: {place} is beyond the bounds: at most {MAX_PARTS:,} parts, nested "
-                f"at most {DEEPEST} deep, are allowed"
+                f"combination: {place} exceeds the bounds of a combination: it may have at most "
+                f"{MAX_PARTS:,} parts, nested at most {DEEPEST} deep"
             )
         if isinstance(given, str):
             return Part("text", place, given)
@@ -138,9 +138,9 @@ class _Reading:
                 of = (self.part(given["of"], f"{place}.of", depth),) if "of" in given else ()
                 if of and not (of[0].regular and of[0].max_tokens is None):
                     raise refusal(
-                        f"combination: {place}.of is {of[0].kind}, which is not one automaton; it "
-                        "must be a text, regex, choice, substring, or made of these, without "
-                        "max_tokens"
+                        f"combination: {place}.of is {of[0].kind}, which does not compile to one "
+                        "automaton; it must be a text, a regex, a choice or a substring, or "
+                        "consist of these, without max_tokens"
                     )
                 return Part(name, place, value, of, max_tokens=max_tokens)
         wanted = "a list of texts" if name == "choice" else "a list of parts"
@@ -197,9 +197,7 @@ class _Making:
     def _made(self, place: str, make: Callable[[float], Dfa]) -> Dfa:
         left = self._deadline - time.thread_time()
         if left <= 0:
-            raise refusal(
-                f"combination: {place}: compiling it takes longer than {self._seconds:g} s"
-            )
+            raise refusal(f"combination: {place}: compiling takes longer than {self._seconds:g} s")
         try:
             return make(left)
         except (ValueError, UnicodeEncodeError) as error:

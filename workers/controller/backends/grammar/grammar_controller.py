@@ -14,13 +14,13 @@ from .grammar_instance import ANY, COMPLETE, FORCED
 from .shared_instances import Shared
 
 SHOWN = 200
-"""Characters of the text so far that an error message shows."""
+"""Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""The text is closed when at most this number of tokens is left beyond those that closing it takes,
-and at most a sixteenth of ``max_tokens``."""
+"""The text is closed when this number of tokens, or a sixteenth of ``max_tokens`` if that is less,
+is left in addition to the tokens that complete the text."""
 LOOK_EVERY = 32
-"""The closing of a text is computed at least every this many tokens; more often if the room that is
-left, or that is missing, is less than eight times this number."""
+"""Maximum number of tokens between two computations of the closing. The interval is shorter if less
+than eight times this number of tokens is left or missing."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -40,7 +40,7 @@ class GrammarController:
         self._last_closing: tuple[int, bytes] | None = None
         """The last length at which a closing fitted in ``max_tokens``, and its text."""
         self._bytewise = False
-        """Whether the last tokenized closing has hardly fewer tokens than bytes."""
+        """Whether the last tokenized closing had more than one token for every two bytes."""
         self._closed = False
         self._end: ConstraintEnd | None = None
         """How the text ends, once it is closed."""
@@ -72,8 +72,8 @@ class GrammarController:
             return interface.COMPLETE
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            "no token of this model's vocabulary can follow under the grammar; the text so far: "
-            f"{self._shown()}",
+            "the grammar does not allow any token of this model's vocabulary here; the text so "
+            f"far: {self._shown()}",
         )
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
@@ -104,7 +104,7 @@ class GrammarController:
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The instance and the sequence's number in it, unless the text ends here or its closing
+        """The instance and the sequence's number in it; None if the text ends here or its closing
         has to be computed."""
         length = len(self._text) + 1
         if self._closed or length >= self._check_at or length >= self._host.max_tokens:
@@ -118,7 +118,8 @@ class GrammarController:
         self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text; else whether the grammar accepts it."""
+        """``closed`` if closing has changed the text; else ``complete`` if the grammar accepts the
+        text, or ``cut``. With ``stop``, the text before that stop string counts."""
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             return "complete" if tokens is not None and self._accepts(tokens) else "cut"
@@ -146,8 +147,9 @@ class GrammarController:
             self._guest.end(place)
 
     def _closing(self) -> Answer | None:
-        """The splice that closes the text, if there would be no room for it later; else None."""
-        # The last token ends a sequence by its length, whether its text is complete or not.
+        """The answer that closes the text, if it could not be closed later; else None."""
+        # One token is not usable: the token number ``max_tokens`` ends a sequence even if its text
+        # is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)
@@ -163,7 +165,7 @@ class GrammarController:
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
-            self._log(f"not closed: max_tokens is {most}, which leaves no room for it")
+            self._log(f"the text is not closed: max_tokens is {most}, which is too small for it")
             return None
         at, text = self._last_closing
         tokens = self._host.vocabulary.tokenize(text)
@@ -177,13 +179,13 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _look_after(self, tokens: int) -> None:
-        """Computes the closing again after an eighth of this many tokens: until then, it cannot
-        have changed the decision."""
+        """Schedules the next computation of the closing after an eighth of ``tokens``: an earlier
+        one would lead to the same decision."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
-        """An upper bound of the tokens of a closing; None if it cannot be written in tokens. A long
-        text takes long to tokenize: if one token for each byte fits in ``room``, the number of
+        """An upper bound of the tokens of a closing; None if the vocabulary cannot write it. Long
+        texts take long to tokenize, so if one token for each byte fits in ``room``, the number of
         bytes is returned."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)

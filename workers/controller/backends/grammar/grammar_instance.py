@@ -23,12 +23,13 @@ from ...wasm.host_functions import HostFunction, make_linker
 from ...wasm.instance import Guest, Template
 
 MEMORY_BYTES = 128 * 1024 * 1024
-"""Memory of one guest: a vocabulary of 131,072 tokens takes 8 MB, the rest is for masks. When it is
-full, the cache of masks is cleared."""
+"""Memory of one guest: a vocabulary of 131,072 tokens takes 8 MB, the rest is for masks. When the
+memory is full, the cache of masks is cleared."""
 OPEN_S = 5.0
 """Limit on reading the vocabulary and the tables, in seconds of CPU time."""
 MASK_S = 2.0
-"""Limit on one mask, in seconds of CPU time. The first in a lexer state takes milliseconds."""
+"""Limit on computing one mask, in seconds of CPU time. The first mask in a lexer state takes
+milliseconds."""
 
 ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: some token other than the end of the sequence is allowed."""
@@ -180,8 +181,8 @@ class GrammarInstance:
             return flags
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
-        """Appends one token to each of several sequences and writes the masks of the next ones, in
-        one call. ``turns``: the sequences and their tokens, as many as ``masks``.
+        """Appends one token to each of several sequences and writes the masks of the next tokens,
+        in one call. ``turns``: the sequences and their tokens, as many as ``masks``.
 
         A sequence takes part only if its token can follow, and the next mask is cached, allows a
         token and forces none. Returns which sequences took part; the others are unchanged.
@@ -201,8 +202,9 @@ class GrammarInstance:
             return done
 
     def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes the masks after each token of a draft; returns how many. It stops if a token
-        cannot follow, no token may follow or a byte is forced. The sequence is unchanged."""
+        """Writes the mask after each token of a draft; returns the number of masks written. Writing
+        stops at a token that the grammar does not allow, after which it allows no token, or after
+        which a byte is forced. The sequence is unchanged."""
         with self._lock:
             self._alive()[_ARG] = place
             copy = self._call("fork")
@@ -258,8 +260,8 @@ class GrammarInstance:
 
     @property
     def found(self) -> int:
-        """How many masks were computed since its memory was created, without those from the
-        cache."""
+        """Number of masks computed since the guest's memory was created; masks from the cache do
+        not count."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 
@@ -293,7 +295,7 @@ class GrammarInstance:
         if place < 0:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "this grammar has as many sequences on this worker as it can hold; try again",
+                "this grammar has the maximum number of sequences on this worker; try again",
             )
         return place
 
@@ -307,7 +309,7 @@ class GrammarInstance:
                 if address:
                     into[:] = self._mask_at(address)
         except BaseException:
-            # The tokens are appended, but the rounds of these sequences have not ended.
+            # The guest has already appended the tokens, so the rounds cannot be repeated.
             self.dead = True
             raise
 

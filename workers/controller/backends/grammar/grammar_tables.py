@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 * 1024**2
 """Maximum bytes of tables on disk."""
 WORTH_S = 0.02
-"""Tables that took longer to make, in seconds, are written to disk."""
+"""Tables that took longer than this to compile, in seconds, are written to disk."""
 KEPT = 256
-"""Sizes of the in-memory caches: for patterns, choices, texts and grammars each."""
+"""Maximum tables in each in-memory cache: of patterns, of choices, of texts and of grammars."""
 COMBINATIONS_KEPT = 64
-"""The size of the cache of combinations; the tables of a combination may take a megabyte or
+"""Maximum combinations in the in-memory cache; the tables of a combination may take a megabyte or
 more."""
 GRAMMAR_CHARACTERS = 1 << 20
 """Maximum characters of a grammar that the compiler accepts."""
@@ -119,7 +119,7 @@ class Tables:
             )
         if re.fullmatch(r"\w+", text) and text not in self._names:
             known = ", ".join(sorted(self._names))
-            raise refusal(f"yacc: {text!r} is not in the library; there are {known}")
+            raise refusal(f"yacc: {text!r} is not in the library; it must be one of {known}")
         if text in self._names:
             text = library.grammar(text)
         if len(text) > GRAMMAR_CHARACTERS:

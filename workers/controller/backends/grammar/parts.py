@@ -1,9 +1,10 @@
 """Runs the parts of a combination that is not one automaton, one after another, token by token.
 
-A plan has the parts as positions and which positions may follow each, as in Glushkov's
-construction. A sequence is in several positions at once if its text so far can be parsed in several
-ways. Each has a controller of its own, and the mask is the union of their masks. A token belongs to
-one part: no token spans the end of one part and the beginning of the next.
+A plan lists the parts as positions and, for each position, the positions that may follow, as in
+Glushkov's construction. A sequence is in several positions at once if its text so far can be parsed
+in several ways. Each position has a controller of its own, and the mask is the union of their
+masks. A token belongs to one part: no token spans the end of one part and the beginning of the
+next.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Start = Callable[[Part, Host], Constraint]
 
 @dataclass(slots=True)
 class Plan:
-    """The parts of a combination by position; ``follow[p]`` may come after part p."""
+    """The parts of a combination by position. Each position in ``follow[p]`` may come after
+    position p."""
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
@@ -126,7 +128,7 @@ class PartsController:
         self._complete = plan.empty
         """Whether the text so far is complete in a way that has ended."""
         self._closed = False
-        """Whether that way has closed its text."""
+        """Whether the way that has completed the text has closed it."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -214,7 +216,8 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text ends in the way that is nearest to a complete value."""
+        """How the text ends in the first way that is at the end of the plan; ``cut`` if all ways
+        are before it. With ``stop``, the text before that stop string counts."""
         if stop:
             return self._end_before(stop)
         if self._complete:
@@ -260,8 +263,8 @@ class PartsController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _end_before(self, stop: bytes) -> ConstraintEnd:
-        """Parses the text before ``stop`` again, because the ways of the whole text differ from
-        those of this part."""
+        """Parses the text before ``stop`` again, because the ways of the whole text differ from the
+        ways of its beginning."""
         tokens = tokens_before(stop, self._text, self._host.vocabulary)
         if tokens is None:
             return "cut"

@@ -45,7 +45,7 @@ class Shared:
         self.key = key
         self.users = 0
         self.saved = saved
-        """How many masks the last snapshot has."""
+        """Number of masks in the last snapshot."""
         self.saved_at = float("-inf")
         self.worth_saving = False
         """Whether masks take longer to compute than to read from disk, as for a yacc grammar."""
@@ -100,7 +100,7 @@ class SharedInstances:
         return shared
 
     def close(self) -> None:
-        """Writes the snapshots that are worth it, when the worker stops."""
+        """Writes snapshots of the instances that are ``worth_saving``, when the worker stops."""
         with self._lock:
             every = list(self._all.values())
         for shared in every:

@@ -19,15 +19,16 @@ from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
 
 AT_ONCE = 2
-"""Maximum number of grammars that are compiled at the same time; further ones wait."""
+"""Maximum number of grammars that are compiled at the same time; further grammars wait."""
 TURN_S = 30.0
-"""How long a grammar waits, in seconds; after that its request must be sent again."""
+"""Maximum time that a grammar waits, in seconds; after that, the client has to send the request
+again."""
 MAX_SECONDS = 20
 CPU_S = 25
 """Limit on CPU time, in case the compiler exceeds its own bound."""
 WALL_S = 300.0
-"""How long compiling may take by the clock, in seconds, if a busy machine gives the compiler hardly
-any CPU time; after that the request has to be sent again."""
+"""Maximum wall-clock time of compiling, in seconds, which only a busy machine exceeds; after that,
+the client has to send the request again."""
 MEMORY_BYTES = 2 * 1024**3
 
 _WRONG = 3
@@ -44,18 +45,18 @@ class _Wrong(msgspec.Struct):
 
 
 def compile_apart(text: str) -> bytes:
-    """The tables of a grammar (``CompiledGrammar.to_bytes``). Call it only where the thread's slot
-    is free for others.
+    """The tables of a grammar (``CompiledGrammar.to_bytes``). The caller frees its thread's slot
+    during the call (``pool.waiting``).
 
     Raises GrammarError if the grammar is not valid or exceeds the bounds above. Raises
-    UnavailableError if other grammars are compiled for so long that it has to wait too long, or if
-    the machine is too busy.
+    UnavailableError if the grammar waits longer than ``TURN_S`` for others, or if the machine is
+    too busy.
     """
     if not _turns.acquire(timeout=TURN_S):
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"{AT_ONCE} grammars have been compiled for {TURN_S:g} s, which is as many as may be "
-            "at once; try again",
+            f"the grammar has waited {TURN_S:g} s to be compiled, because this worker compiles at "
+            f"most {AT_ONCE} grammars at a time; try again",
             retry_after_s=1.0,
         )
     try:
@@ -69,8 +70,8 @@ def compile_apart(text: str) -> bytes:
     except subprocess.TimeoutExpired:
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"compiling the grammar was not over after {WALL_S:g} s, as this machine is busy; try "
-            "again",
+            f"compiling the grammar did not end within {WALL_S:g} s, because this machine is busy; "
+            "try again",
             retry_after_s=5.0,
         ) from None
     finally:
@@ -87,7 +88,10 @@ def compile_apart(text: str) -> bytes:
             f"compiling the grammar takes more than {MEMORY_BYTES >> 20} MiB of memory"
         )
     said = done.stderr.decode("utf-8", "replace").strip()
-    raise ServiceError(Code.INTERNAL, f"the compiler failed ({done.returncode}): {said[-300:]}")
+    raise ServiceError(
+        Code.INTERNAL,
+        f"the grammar compiler failed with exit code {done.returncode}: {said[-300:]}",
+    )
 
 
 def _main() -> int:

@@ -1,9 +1,9 @@
 """Finds the part of a grammar because of which llguidance refuses it.
 
-Parts are compiled alone, the largest first, each in a copy of this process with little time. If a
-part fails in the same way as the whole grammar, its own parts are tried. So the error for a schema
-that takes hours to compile names the smallest expensive part, and the error for an unsupported key
-names its place.
+Each part is compiled alone, in a fork of this process with a short time limit, the largest part
+first. If a part fails in the same way as the whole grammar, its own parts are tried. So the error
+for a schema that takes hours to compile names the smallest expensive part, and the error for an
+unsupported key names its place.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..compiling.bounds import TOO_DEEP
 from .trial import check
 
 PART_SHARE = 1 / 12
-"""Share of the time that one part may take; a part that takes longer counts as failed in the same
-way."""
+"""Share of the search's CPU time that one part may take. A part that takes longer counts as too
+expensive."""
 MIN_S = 0.02
 """Minimum time for each part, in seconds."""
 MAX_PARTS = 32
@@ -30,15 +30,16 @@ MAX_PARTS = 32
 MANY = 8
 """If a keyword has more parts than this, the error names their number."""
 MAX_PATH_CHARACTERS = 160
-"""Most characters of a path that an error message shows."""
+"""Maximum characters of a path in an error message."""
 
 _SUSPECTED = "took too much"
 """The outcome of a part whose process was killed."""
 _TOO_MUCH = re.compile(
-    "^compiling it takes more|fuel exhausted|too large|too many|items; max|Unable to determine"
+    "^compiling the grammar takes more|fuel exhausted|too large|too many|items; max"
+    "|Unable to determine"
 )
-"""Reasons that mean excessive cost. One part may fail with such a reason while another is killed
-first."""
+"""Error messages about excessive cost. They count as the same failure as a killed process, because
+either limit may be exceeded first."""
 
 Schema = dict[str, Any]
 
@@ -50,8 +51,8 @@ _RULE = re.compile(r"^([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MULTILI
 
 
 def blamed(grammar: str, failed: str, cpu_s: float) -> str:
-    """`` (in PART)`` for a grammar that was refused with the reason ``failed``. Empty if no single
-    part causes the failure, or if it is not found in ``cpu_s`` seconds of CPU time."""
+    """`` (in PART)``, where PART causes the refusal ``failed`` of the grammar. Empty if the search
+    does not find such a part in ``cpu_s`` seconds of CPU time."""
     search = _Search(failed, cpu_s)
     [given] = json.loads(grammar)["grammars"][:1] or [{}]
     if isinstance(given.get("json_schema"), dict):
@@ -133,7 +134,8 @@ def _parts(root: Schema, path: str, node: Schema) -> Iterator[tuple[str, Schema]
 
 
 def _size(part: tuple[str, Schema]) -> int:
-    """The suspected cost of a part: the length of its text, and the numbers of its repetitions."""
+    """An estimate of a part's cost: the length of its text plus the numbers in it, which may be
+    counts of repetitions."""
     text = json.dumps(part[1])
     return len(text) + sum(min(int(n), 10_000) for n in re.findall(r"\d{2,9}", text)[:1000])
 

@@ -1,5 +1,6 @@
-"""Decides when the text of a sequence under an llguidance grammar is closed, and with which
-tokens."""
+"""Decides when to close the text of a sequence under an llguidance grammar, and with which tokens.
+Closing a text means to append the tokens that complete it while ``max_tokens`` has room for
+them."""
 
 from __future__ import annotations
 
@@ -18,35 +19,37 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Closing begins when at most this number of tokens is left beyond those that closing takes, and at
-most a sixteenth of ``max_tokens``. Then everything that may end does, such as a string at the end
-of a word. Under a grammar that is not a schema, the text is closed at this point."""
+"""Closing begins when this number of tokens, or a sixteenth of ``max_tokens`` if that is less, is
+left in addition to the tokens that complete the text. The open values of a schema then end where
+they may, for example a string at the end of a word. The text of another grammar is closed at
+once."""
 LOOK_EVERY = 32
-"""The closing of a text is computed again after a quarter of the tokens that are left beyond those
-that closing takes. If at most ``NEAR`` are left, it is computed at least every this many tokens."""
+"""The completion of a text is computed again after a quarter of the spare tokens, which are left in
+addition to those that complete the text. If at most ``NEAR`` spare tokens are left, the interval is
+at most this number of tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""A completion that surely fits is estimated to have tokens of this many bytes."""
+"""Assumed bytes per token of a completion that is certain to fit, so that it is not tokenized."""
 AMPLE = 256
-"""If more tokens than this are left beyond the shortest text, the growth of a schema's text is
-computed after the first sampled token and not before it."""
+"""If the shortest text leaves more tokens than this, the growth of a schema's text is computed
+after the first sampled token and not before it."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    A text that may end anywhere, and continue with anything, is not closed: it ends by its length.
+    A text that may end anywhere and continue with anything is not closed: it may continue up to
+    ``max_tokens``.
 
     Under a schema, each item that a token begins adds at most ``Grammar.growth`` tokens to the
-    completion that the text requires. While there is room for that, masks are unchanged. The
-    completion of the text is computed when that room is used up. From then on (``near_end``), masks
-    have only tokens after which the text can be completed.
+    completion that the text requires. While the remaining tokens have room for this growth, masks
+    are unchanged. When that room is used up, the completion of the text is computed. From then on,
+    masks allow only tokens after which the text can be completed (``near_end``).
 
-    Under another grammar, the completion is computed at intervals that become shorter as the
-    remaining room does. If the completion has become longer than the remaining room, the text is
-    cut back to where it was last computed. This removes at most a quarter of the room at that
-    point.
+    Under another grammar, the completion is computed at intervals that shrink with the remaining
+    room. If the completion no longer fits, the text is cut back to the place where a completion
+    last fitted. The cut removes at most a quarter of the room that was left there.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -59,11 +62,11 @@ class Closing:
         self._tokenized: tuple[bytes, list[int]] = (b"", [])
         """The last tokenized completion, and its tokens."""
         self._last: tuple[int, bytes] | None = None
-        """The last length at which a completion fitted in ``max_tokens``, and the completion. The
-        latter is None if none was searched for, or the search found none."""
+        """The last length of the text at which a completion fitted in ``max_tokens``, and that
+        completion; None if no search has found one."""
         self._item: int | None = 0 if grammar.is_schema else None
-        """Number of tokens by which one item extends the required completion; 0 until it is known;
-        None for a grammar that is not a schema."""
+        """Number of tokens by which one item extends the required completion; 0 until this number
+        is computed; None for a grammar that is not a schema."""
         self._credit = 0
         """Number of tokens by which the text and its required completion may grow before the
         completion is computed again."""
@@ -71,16 +74,17 @@ class Closing:
         self._sets: TokenSets
         """The token sets of the vocabulary, once ``_item`` is known."""
         self._restricts = False
-        """Whether masks are restricted, independently of the credit."""
+        """Whether each mask is restricted to tokens after which the text can be completed
+        (``near_end``)."""
         self._low = 0
-        """Masks are restricted while the credit is at most this number."""
+        """While the credit is at most this number, masks exclude tokens that begin many items."""
         self.narrows = False
         """Whether ``restrict`` would restrict the next mask."""
         self._lost = False
         """Whether a search found neither a completion of a schema's text nor a text of the schema.
         Set by the constructor and ``look``; cleared when a search finds a completion."""
         self._free = False
-        """Whether the last restricted mask was of a string of any text."""
+        """Whether the last restricted mask belongs to a string that may contain any text."""
         self.check_at = NEVER
         """The length of the text at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
@@ -119,8 +123,8 @@ class Closing:
         return other
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
-        """Records that tokens were appended to the text. ``forced``: no other tokens could
-        follow."""
+        """Records that tokens were appended to the text. ``forced``: the grammar allowed no other
+        tokens."""
         if self._item is None or self._lost or not tokens:
             return
         if self._restricts:
@@ -134,8 +138,8 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """The restrictions of the masks after the tokens of a draft, None for a mask without one;
-        up to where the completion has to be computed."""
+        """The restriction of the mask after each token of a draft, up to the first place where the
+        completion has to be computed; None for a mask that is not restricted."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -149,7 +153,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens that begin few enough items, so that there is room for their completion."""
+        """The tokens whose items can be completed within ``credit``, by an upper bound; None if
+        these are all tokens."""
         assert self._item is not None
         if credit > self._low:
             return None
@@ -184,7 +189,8 @@ class Closing:
             self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
-        """The tokens that close the text, if forced tokens would leave no room for it."""
+        """The answer that closes the text, if the forced tokens would leave no room for closing it;
+        else None."""
         found, tokens = self._tokenized
         room = self._most - length
         if not self._restricts or room - len(tokens) > len(forced):
@@ -196,7 +202,7 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """The tokens that close the text, if there would be no room for it later; else None."""
+        """The answer that closes the text, if it could not be closed later; else None."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):
@@ -217,7 +223,8 @@ class Closing:
             self._look_at_intervals(length)
             return None
         if takes is None and room > 0:
-            # The search may find a completion soon, for example after a string that it cannot end.
+            # A later search may find a completion, for example after the end of a string that this
+            # search cannot end.
             self._restricts = False
             self._set_credit(min(room, 4 * LOOK_EVERY))
             self._look_after(length, self._credit)
@@ -227,8 +234,9 @@ class Closing:
         return self._closed(length - at, self._written(found) or [])
 
     def _begins(self, length: int) -> bool:
-        """Computes by how much the text may grow; returns whether there surely is room for that. At
-        this point the completion is at most the shortest text plus the appended tokens."""
+        """Computes the tokens by which one item extends the completion; returns whether the text
+        certainly has room for more items. At this point, the completion has at most the tokens of
+        the shortest text plus the appended ones."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -279,7 +287,8 @@ class Closing:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _goes_back_to_start(self) -> bool:
-        """Whether a shortest text of the grammar is found, and fits in ``max_tokens``."""
+        """Uses the shortest text of the grammar as the last completion; returns False if a search
+        does not find it or if it does not fit in ``max_tokens``."""
         tokens, text = self._grammar.shortest_tokens, self._grammar.shortest_text
         if tokens is None or text is None or len(tokens) > self._host.max_tokens:
             return False
@@ -287,9 +296,9 @@ class Closing:
         return True
 
     def _look_at_intervals(self, length: int) -> None:
-        """Handles a failed search for both a completion and a shortest text. A schema's text is
-        searched again after a quarter of the tokens that are left; under another grammar the text
-        is not closed."""
+        """Called if neither a completion nor a shortest text was found. For a schema, the search
+        runs again after a quarter of the remaining tokens. The text of another grammar is not
+        closed."""
         self._lost = self._item is not None
         self.check_at = NEVER
         if self._lost:
@@ -300,8 +309,9 @@ class Closing:
         self.check_at = length + (quarter if spare > NEAR else min(LOOK_EVERY, quarter))
 
     def _takes(self, found: bytes | None, room: int) -> int | None:
-        """The number of tokens of a completion; None if none was found, or the vocabulary cannot
-        write it. It is tokenized only if it might not fit; otherwise the number is an estimate."""
+        """The number of tokens of a completion; None if ``found`` is None or if the vocabulary
+        cannot write it. A completion that certainly fits is not tokenized; its number is an
+        estimate."""
         if found is None:
             return None
         if self._item is not None:
@@ -315,18 +325,18 @@ class Closing:
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes) -> list[int] | None:
-        """The tokens of a completion; a suffix of the last tokens if the text is a suffix of the
-        last completion."""
+        """The tokens of a completion. They are taken from the last tokenized completion if it ends
+        with them."""
         text, tokens = self._tokenized
         if found == text:
             return tokens
-        behind = len(text) - len(found)
-        if behind > 0 and text.endswith(found):
+        dropped = len(text) - len(found)
+        if dropped > 0 and text.endswith(found):
             number = 0
-            while behind > 0:
-                behind -= len(self._host.vocabulary.token(tokens[number]))
+            while dropped > 0:
+                dropped -= len(self._host.vocabulary.token(tokens[number]))
                 number += 1
-            if not behind:
+            if not dropped:
                 self._tokenized = found, tokens[number:]
                 return tokens[number:]
         written = self._tokens_of(found)
@@ -341,7 +351,8 @@ class Closing:
             return None
 
     def _is_free(self, found: bytes) -> bool:
-        """Whether the text is one that ends by its length, as if there were no grammar."""
+        """Whether the text may end here and may continue with nearly any text, so that it is not
+        closed."""
         if found or self._completion is None:
             return False
         with self._grammar.lock:

@@ -1,7 +1,7 @@
 """A short completion of a text under an llguidance grammar, by a bounded search over its masks.
 
-llguidance has no call for this. The search uses a matcher of the same grammar whose vocabulary is
-the 256 bytes; a step takes a microsecond.
+llguidance itself does not compute completions. The search uses a matcher of the same grammar whose
+vocabulary is the 256 bytes; a step takes a microsecond.
 
 The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
 closing quote of a string is allowed. It appends that byte and starts again, until the text may end.
@@ -31,8 +31,8 @@ AT_ONCE = 1024
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
-"""Maximum states that are visited on the way to one place; after that the best way so far
-continues."""
+"""Maximum states that are visited to reach one place; after that, the search takes the best way so
+far."""
 FEW_NEAR = 16
 """After this many states within a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
@@ -43,9 +43,9 @@ to lead to the same state."""
 MAX_RUN = 1_024
 """Maximum length of a part of a string that is filled with one character."""
 FREE_BYTES = 128
-"""In free text, more bytes than this may follow."""
+"""Text is free if more bytes than this may follow."""
 MAX_TAILS = 8
-"""How many suffixes of the last completion are tried at each place."""
+"""Maximum suffixes of the last completion that are tried at each place."""
 
 _VALUES = (b"0", b'""', b"[]", b"{}", b"null", b"true", b"false")
 """Values that are tried first if a value may begin."""
@@ -76,8 +76,8 @@ _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
 _STAY, _ADVANCED = -1, -2
-"""Special values in place of the next byte of a way: no byte, and no byte after the forced
-bytes."""
+"""Values of ``_Way.byte`` for a way without a next byte, before and after its forced bytes were
+appended."""
 _Mask = int
 
 
@@ -105,7 +105,7 @@ class Completions:
         return Completion(self, self._matcher.deep_copy())
 
     def shortest(self, until: float) -> bytes | None:
-        """The completion of the empty text, whose suffix may complete other texts."""
+        """A completion of the empty text; its suffixes may complete other texts."""
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
             found = _Search(self, matcher, 0, b"").run(b"", until)
@@ -113,7 +113,7 @@ class Completions:
         return self._shortest
 
     def distinct(self, text: bytes, found: bytes | None, matcher: LLMatcher) -> bytes | None:
-        """A completion without repeated names, if names are counted."""
+        """The completion ``found`` of a text, without repeated names if names are counted."""
         if found is None or not self.counts_names:
             return found
         return with_distinct_names(text, found, partial(_completes, matcher))
@@ -145,7 +145,8 @@ class Completion:
         """The beginning of the current string."""
         self._known: bytes | None = None
         self._since = 0
-        """Bytes appended since the last completion was found, if it does not begin with them."""
+        """Number of bytes appended since the last completion was found; 0 while it began with all
+        of them."""
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
@@ -229,13 +230,14 @@ class Completion:
 
 
 class _Way(NamedTuple):
-    """A way to the next place."""
+    """One way to the next place, as far as the search has followed it."""
 
     length: int
     others: int
-    """How often its next byte was not the first that was tried."""
+    """Number of bytes of the way that were not the first byte tried at their place."""
     repeats: int
-    """How often the bytes that may follow that byte are the same as for a byte tried before it."""
+    """Number of bytes of the way after which the same bytes may follow as after a byte tried
+    earlier."""
     byte: int
     """The next byte, or one of the special values above."""
     path: bytes
@@ -243,7 +245,7 @@ class _Way(NamedTuple):
     """The matcher before ``byte``."""
     quoted: int
     before: _Mask
-    """The mask before that of the matcher."""
+    """The mask that allowed the last byte; 0 at the beginning."""
 
     def cost(self, near: bool) -> int:
         """Ways with a lower cost continue first. At first the length counts, so that the shortest
@@ -327,7 +329,7 @@ class _Search:
         return False
 
     def _go_on(self) -> bool:
-        """Advances to the next place; False if no byte may follow."""
+        """Advances to the next place; False if no byte may follow or the CPU time is used up."""
         few, most = self.steps + FEW_NEAR, self.steps + MAX_NEAR
         near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None
@@ -466,7 +468,7 @@ def _string(string: bytes, quoted: int, text: bytes) -> bytes:
     """The new ``Completion._string`` after a text that leads to ``quoted``."""
     if not quoted:
         return b""
-    # An escaped quote cuts it too: a match then begins after the quote.
+    # An escaped quote also counts as a beginning: a match then begins after that quote.
     _, quote, inside = text.rpartition(b'"')
     return inside if quote else string + text
 

@@ -1,7 +1,7 @@
 """Names that occur twice in one object of JSON.
 
 A grammar counts each occurrence, while a JSON reader counts a name once. So under a schema with
-``minProperties``, a completion must not repeat one name.
+``minProperties``, a completion must not repeat a name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Name(NamedTuple):
     begin: int
     end: int
     before: frozenset[bytes]
-    """All names of the object before it."""
+    """All names that precede this one in the object."""
 
 
 def counts_names(grammar: str) -> bool:
@@ -33,19 +33,19 @@ def counts_names(grammar: str) -> bool:
     return _COUNTED.search(grammar) is not None
 
 
-def repeated(text: bytes, behind: int) -> Name | None:
-    """The first repeated name of a text that ends after the first ``behind`` bytes."""
-    return next(_repeated(text, behind), None)
+def repeated(text: bytes, begin: int) -> Name | None:
+    """The first repeated name of a text, of the names that end at byte ``begin`` or later."""
+    return next(_repeated(text, begin), None)
 
 
 def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]) -> bytes:
-    """A completion ``found`` of a text in which repeated names are replaced by others, if the
-    grammar allows them. ``fits``: whether other bytes complete the text."""
+    """The completion ``found`` of a text, with its repeated names replaced by other names that the
+    grammar allows. ``fits`` returns whether bytes complete the text."""
     for _ in range(MAX_NAMES):
         name = repeated(text + found, len(text))
         if name is None:
             break
-        # The part of a name that the text already has stays.
+        # If the text ends with the beginning of a name, that beginning cannot be replaced.
         begin, end = max(name.begin - len(text), 0), name.end - len(text)
         begun = text[name.begin :] if begin == 0 else b""
         for other in _others(found[begin:end]):
@@ -58,7 +58,7 @@ def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]
     return found
 
 
-def _repeated(text: bytes, behind: int) -> Iterator[Name]:
+def _repeated(text: bytes, begin: int) -> Iterator[Name]:
     objects: list[set[bytes]] = []
     for part in _PARTS.finditer(text):
         first = part[0][:1]
@@ -69,7 +69,7 @@ def _repeated(text: bytes, behind: int) -> Iterator[Name]:
                 objects.pop()
         elif part[2] is not None and objects:
             names = objects[-1]
-            if part[1] in names and part.end(1) >= behind:
+            if part[1] in names and part.end(1) >= begin:
                 yield Name(*part.span(1), frozenset(names))
             names.add(part[1])
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from .plain import target, unrolled
 
 MAX_PARTS = 200
-"""Schemas that one value may have to match."""
+"""Maximum schemas that one value may have to match."""
 MAX_VALUES = 500
 """Maximum values and parts that are visited."""
 MAX_IN_ALL = 20_000
 """Maximum values that are visited for all items of a schema: about 20 ms."""
 MAX_ENUM = 2_000
-"""Values of an ``enum``."""
+"""Maximum values of an ``enum``."""
 MAX_DEPTH = 40
 """Maximum nesting of values."""
 MAX_CHARACTERS = 4_000
@@ -30,12 +30,12 @@ NUMBER = 40
 FORMAT = 64
 """Maximum characters of a shortest string of a format."""
 ESCAPED = 2
-"""Maximum bytes of a character of a shortest string: hardly any needs more."""
+"""Assumed bytes for each character of a pattern in a shortest match; few characters need more."""
 
-UNTOLD = 256
+UNKNOWN_BYTES = 256
 """Assumed bytes of an item whose bound is unknown."""
-INSIDE = 32
-"""Assumed bytes of an item inside itself."""
+RECURSIVE_BYTES = 32
+"""Assumed bytes of an item that contains itself (a recursive schema)."""
 
 Schema = dict[str, Any]
 _NO_SCHEMAS = frozenset(("enum", "const", "default", "examples"))
@@ -74,15 +74,15 @@ def least_bytes(root: Any) -> int | None:
 
 
 def growth(root: Any) -> Growth:
-    """The bounds of a schema. An item with an unknown bound counts ``UNTOLD``, an item inside
-    itself ``INSIDE``."""
+    """The bounds of a schema's growth. An item with an unknown bound counts as ``UNKNOWN_BYTES``,
+    an item that contains itself as ``RECURSIVE_BYTES``."""
     item = len("null")
     string = 0
     left = [root]
     try:
-        lengths = _Lengths(root, INSIDE)
+        lengths = _Lengths(root, RECURSIVE_BYTES)
     except (_UnknownError, AttributeError):
-        return Growth(UNTOLD, UNTOLD)
+        return Growth(UNKNOWN_BYTES, UNKNOWN_BYTES)
     lengths.total = MAX_IN_ALL
     while left:
         one = left.pop()
@@ -125,12 +125,13 @@ def _of_item(lengths: _Lengths, schema: Any) -> int:
     try:
         return min(lengths.anew(schema), MAX_CHARACTERS)
     except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
-        return UNTOLD
+        return UNKNOWN_BYTES
 
 
 class _Lengths:
     def __init__(self, root: Any, inside: int | None = None) -> None:
-        """``inside``: the assumed size of a value inside itself; None: such a value is an error."""
+        """``inside``: the assumed bytes of a value that contains itself; None: such a value raises
+        an error."""
         self._root = root
         self._inside = inside
         self._active: set[int] = set()
@@ -138,7 +139,7 @@ class _Lengths:
         """By the id of a schema: the schema, so that the id stays unique, and its length, if the
         length does not depend on the enclosing schemas."""
         self._cycles = 0
-        """How often a value inside itself was met."""
+        """Number of times that a value that contains itself was visited."""
         self._left = MAX_VALUES
         self.total = MAX_VALUES
         """Maximum values that are visited in all calls of ``anew``."""
@@ -148,7 +149,7 @@ class _Lengths:
                 raise _UnknownError
 
     def anew(self, schema: Any) -> int:
-        """The bound of one of several schemas, each counted separately."""
+        """The bound of one schema. Each call may visit ``MAX_VALUES`` values."""
         self._active.clear()
         self._left = most = min(MAX_VALUES, self.total)
         try:
@@ -212,7 +213,7 @@ class _Lengths:
         while left:
             one = left.pop()
             if isinstance(one, bool) or id(one) in seen:
-                continue  # One alternative may require what another forbids.
+                continue  # ``false`` may be one of several alternatives.
             if not isinstance(one, dict) or len(seen) > MAX_PARTS:
                 raise _UnknownError
             seen.add(id(one))

@@ -19,7 +19,7 @@ from .matchers import Grammar
 from .trial import reason
 
 SHOWN = 200
-"""Characters of the text so far that an error message shows."""
+"""Maximum characters of the text so far in an error message."""
 AT_ONCE = 256
 """Tokens that are consumed in one call, which holds the interpreter lock."""
 
@@ -62,8 +62,8 @@ class MatcherController:
         return self._grammar.shortest_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Raises RequestError if even the shortest text has more than ``max_tokens``. It is not
-        called for a part of another constraint, because that part may be optional."""
+        """Raises RequestError if even the shortest text has more than ``max_tokens``. For a part of
+        another constraint, this method is not called, because the part may be optional."""
         most, least = self._host.max_tokens, self._grammar.least
         if least is not None and least <= most:
             return
@@ -85,8 +85,8 @@ class MatcherController:
         used up, and stops if no token is allowed.
 
         compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
-        forced, the mask has only that one, so compute_ff_tokens is called only if the mask has
-        hardly any words set.
+        forced, the mask allows only that token, so compute_ff_tokens is called only if few words of
+        the mask are nonzero.
         """
         if self.closing.end is not None:
             return COMPLETE
@@ -175,7 +175,8 @@ class MatcherController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text; else whether the grammar accepts it."""
+        """``closed`` if closing has changed the text; else ``complete`` if the grammar accepts the
+        text, or ``cut``. With ``stop``, the text before that stop string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher = self._matcher
@@ -233,14 +234,14 @@ class MatcherController:
         self._grammar.give_up()
         why = self._matcher.get_error()
         if why.startswith("NoExtension") or not why:
-            why = "no token of this model's vocabulary can follow under the grammar"
+            why = "the grammar does not allow any token of this model's vocabulary here"
         return self._error(Code.CONTROLLER_FAILED, reason(why))
 
     def _too_slow(self, took: float) -> ControllerError:
         most = self._host.limits.mid_s
         return self._error(
             Code.CONTROLLER_TIMEOUT,
-            f"parsing a token took {1000 * took:.0f} ms of CPU time, as the grammar is too "
+            f"parsing a token took {1000 * took:.0f} ms of CPU time, because the grammar is too "
             f"ambiguous; at most {1000 * most:g} ms are allowed",
         )
 

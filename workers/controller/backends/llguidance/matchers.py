@@ -31,9 +31,10 @@ from .token_sets import TokenSets
 from .trial import parser_limits, plain_limits, reason, step_error
 
 Found = tuple[bytes | None, list[int] | None]
-"""The shortest text of a grammar and its tokens; None if there is none."""
+"""The shortest text of a grammar and its tokens; both are None if no text was found."""
 SEARCH_S = 0.05
-"""CPU time of a search for a shortest text in the worker; a longer search runs in a process."""
+"""Maximum CPU time of a search for a shortest text in the worker, in seconds; a longer search runs
+in a separate process."""
 KEPT_TOKENIZERS = 4
 KEPT_TEXTS = 1024
 SHORT = 100
@@ -71,14 +72,16 @@ class _Wrapper:
 
 class Tokens:
     """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. A
-    vocabulary without any receives one after its last token, which is cleared in each mask."""
+    vocabulary without such a token receives one after its last token, whose bit is cleared in each
+    mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about 0.4 s for 131,072 tokens and holds the interpreter lock."""
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # It must not refer to ``self``: the garbage collector cannot see llguidance's references.
+        # The wrapper must not refer to ``self``: the garbage collector does not see llguidance's
+        # references.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -148,8 +151,8 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """Upper bound of the tokens by which a text of a schema grows with one item, from the
-        length of the schema. ``growth`` is hardly larger, and takes longer to compute."""
+        """An estimate, from the length of the schema, of the maximum tokens by which one item
+        extends a text. ``growth`` takes longer to compute."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
@@ -193,8 +196,8 @@ class Grammar:
             return matcher.deep_copy()
 
     def completion(self) -> Completion:
-        """The completion of a text at its beginning. Its calls need ``lock``, as those of matchers
-        do."""
+        """A completion for a text that has not begun. The caller holds ``lock`` around its calls,
+        as around those of matchers."""
         with self.lock:
             return self._all_completions().start()
 
@@ -259,7 +262,7 @@ class Matchers:
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
-            plain = not step_error(matcher)  # The error from the process names the faulty part.
+            plain = not step_error(matcher)  # The separate process finds the faulty part.
         if not plain:
             self.processes.check(grammar)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
@@ -275,10 +278,11 @@ class Matchers:
         return made
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
-        """The shortest text of a compiled grammar, and its tokens; empty if a search finds none, or
-        none that the vocabulary can write.
+        """The shortest text of a compiled grammar, and its tokens; both are None if a search does
+        not find a text that the vocabulary can write.
 
-        Simultaneous requests share one search; the others give their slots back meanwhile.
+        Simultaneous requests share one search; the requests that wait for it free their threads'
+        slots.
         """
         return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 

@@ -1,8 +1,8 @@
 """Restricts masks when few tokens are left beyond those that complete a text of JSON.
 
-Such a mask has only tokens after which the text can surely be completed. These are prefixes of the
-known completion, tokens that continue a string of any text, and tokens for which a search finds
-another completion that fits.
+A restricted mask allows only tokens after which the text can certainly be completed. These are the
+prefixes of the known completion, tokens that continue a string of any text, and tokens after which
+a search finds another completion that fits.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from .completion import Completion
 from .token_sets import TokenSets, Words, allowed, has, put
 
 MAX_OTHERS = 8
-"""Tokens of one mask that are tried in addition to the prefixes of the completion."""
+"""Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Additional tokens of a completion that begins with another token than its first one."""
+"""Maximum tokens that a completion gains if it is written with a different first token."""
 FEW = 64
-"""If a mask has more tokens than this, only those of one byte are tried."""
+"""If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 60
 """Maximum states that searches for other completions visit in one sequence."""
 AT_ONCE = 2
-"""Searches for one mask at most."""
+"""Maximum searches for one mask."""
 NAMED = 3
 """Number of tokens by which a freely chosen name may grow if it could be mistaken for one of the
 schema's names."""
 PATTERN = 8
-"""Number of tokens by which a string of any text may grow if it could have a pattern."""
+"""Number of tokens by which a string of any text may grow if it might have to match a pattern."""
 MANY = 256
-"""If a mask within a string has more tokens than this, they are not names or values from a list."""
+"""If a mask inside a string has more tokens than this, the string is not a name or a value from a
+list."""
 
 Tokenize = Callable[[bytes], Sequence[int] | None]
 
@@ -49,9 +50,9 @@ class NearEnd:
         """The last completion, and the tokens that are prefixes of it."""
         self._set = sets.whole
         self._kept: list[int] = []
-        """The set that restricted the last mask of a string, in addition to ``_set``."""
+        """The tokens that the last mask of a string allowed in addition to ``_set``."""
         self.rests: dict[int, bytes] = {}
-        """The completion of the text after some tokens of the last mask."""
+        """For some tokens of the last mask: the completion of the text after the token."""
 
     def restrict(
         self,
@@ -66,14 +67,15 @@ class NearEnd:
         """Restricts a mask at a place where ``found``, with the tokens ``tokens``, completes the
         text and ``spare`` more tokens are left. ``ending``: open values should end soon.
 
-        Returns None, except in a string of any text that ``found`` completes. Then it returns how
-        many more tokens the completion may need after any tokens of ``TokenSets.whole``.
+        In a string of any text that ``found`` completes, returns the number of tokens by which the
+        completion may grow after tokens of ``TokenSets.whole``. Elsewhere returns None.
         """
         sets = self._sets
         self.rests = {}
         room = len(tokens) + spare
         kept = [token for token in self._ends if has(words, token)]
-        # After another prefix than its first token, the rest may take more tokens.
+        # If the text continues with a prefix of ``found`` other than its first token, the rest may
+        # take more tokens.
         if found != self._begun[0]:
             self._begun = found, sets.prefixes(found)
         first = list(tokens[:1]) if spare <= REWRITTEN else self._begun[1]
@@ -82,7 +84,7 @@ class NearEnd:
             name = found.startswith(b'":')
             more: int | None
             if sets.is_free(words) and (not self._string or found.startswith(b'"')):
-                # A pattern that any text may follow hardly needs many more tokens.
+                # If any text may follow, the match of a pattern needs few more tokens.
                 more = NAMED if name else min(self._string, PATTERN)
                 whole = spare > more
             else:
@@ -106,8 +108,8 @@ class NearEnd:
         return None
 
     def restrict_again(self, words: Words, found: bytes) -> bool:
-        """Restricts a mask like the last one, in the same string of any text for which ``restrict``
-        returned a number; returns whether the string is still of that kind."""
+        """Restricts a mask as ``restrict`` restricted the last one, if the text is still in a
+        string of any text; returns whether it is."""
         if not self.is_free(words, found):
             return False
         words &= self._set
@@ -129,7 +131,7 @@ class NearEnd:
         tokenize: Tokenize,
     ) -> list[int]:
         """Other tokens after which a search found a completion that fits in ``room`` tokens. The
-        completion ``found`` needs fewer tokens than that, by more than one."""
+        completion ``found`` needs at least two tokens less than ``room``."""
         text = self._sets.text
         fitting: list[int] = []
         digits = self._sets.digits
@@ -166,8 +168,8 @@ class NearEnd:
     def _search(
         self, completion: Completion, written: bytes, room: int, tokenize: Tokenize
     ) -> bytes | None:
-        """A completion after a token, if it surely also fits after a longer token with the same
-        text."""
+        """A completion of the text after a token; None if the search finds none, or if it might not
+        fit in ``room`` tokens."""
         after = completion.copy()
         rest = after.find() if after.append(written) else None
         self._steps -= after.steps
@@ -179,5 +181,5 @@ def _is_searched(completion: Completion, found: bytes) -> bool:
     """Whether to search for other completions; not in a string that is a value."""
     if not completion.in_string:
         return True
-    _, quote, behind = found.partition(b'"')
-    return bool(quote) and behind.startswith(b":")
+    _, quote, after = found.partition(b'"')
+    return bool(quote) and after.startswith(b":")

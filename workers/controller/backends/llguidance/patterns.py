@@ -1,9 +1,9 @@
-"""Short matches of a schema's patterns, and its required names, which a search over masks alone
-hardly finds.
+"""Finds short matches of a schema's patterns, and its required names. A search over masks alone
+rarely finds either.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
-so that masks do not lead to it. The results are only candidates, which the matcher accepts or
-rejects.
+so that masks do not lead a search to the match. The results are only candidates, which the matcher
+accepts or rejects.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from .....grammars.regex import Dfa, RegexError, compile_regex
 
 MAX_PATTERNS = 32
-"""Patterns of a schema that are compiled."""
+"""Maximum patterns of a schema that are compiled."""
 MAX_NAMES = 200
-"""Required names that are tried."""
+"""Maximum required names that are tried."""
 MAX_CHARACTERS = 1_000
-"""Longest pattern that is compiled."""
+"""Maximum characters of a pattern that is compiled."""
 MAX_STATES = 5_000
 """Maximum states of the automaton of one pattern."""
 
@@ -28,7 +28,7 @@ _WRITTEN = [byte for byte in range(0x20, 0x7F) if byte not in b'"\\']
 
 
 class Pattern:
-    """A pattern, and for each state of its automaton the first byte of a shortest match."""
+    """A pattern, and for each state of its automaton the next byte of a shortest match."""
 
     def __init__(self, automaton: Dfa) -> None:
         self._automaton = automaton

@@ -1,4 +1,5 @@
-"""Whether compiling a JSON schema is surely quick, from the properties that make llguidance slow.
+"""Decides whether compiling a JSON schema is certainly quick, from the properties that make
+llguidance slow.
 
 A schema has bounded time and stack if all of this holds:
 
@@ -18,29 +19,30 @@ import re
 from typing import Any, NamedTuple
 
 MAX_TEXT = 256 * 1024
-"""Characters of a schema."""
+"""Maximum characters of a schema."""
 MAX_DEPTH = 40
 """Maximum nesting of arrays and objects."""
 MAX_LEVELS = 400
 """Maximum nesting of arrays and objects, including targets of references: llguidance's stack has up
 to 7 kB for each level."""
 MAX_NODES = 1_500
-"""Objects of a schema. One object with this many properties, which llguidance compares, takes 0.2 s
-of CPU time; other schemas take less."""
+"""Maximum objects of a schema. An object with this number of properties, which llguidance compares
+with each other, takes 0.2 s of CPU time; other schemas take less."""
 MAX_COPIES = 500
-"""Alternatives that one intersection may result in, and objects that are intersected."""
+"""Maximum alternatives that result from one intersection, and maximum objects that are
+intersected."""
 MAX_ENUM = 50
-"""Values of an ``enum`` next to other schemas."""
+"""Maximum values of an ``enum`` next to other schemas."""
 MAX_ITEMS = 500
-"""Sum of the bounds of arrays."""
+"""Maximum sum of ``minItems`` and ``maxItems`` of all arrays."""
 MAX_PATTERN = 1_500
-"""Characters of one pattern."""
+"""Maximum characters of one pattern."""
 MAX_PATTERNS = 20_000
-"""Characters of all patterns."""
+"""Maximum characters of all patterns together."""
 MAX_UNROLLED = 2_000
-"""Characters of one pattern with its repetitions written out."""
+"""Maximum characters of one pattern with its repetitions written out."""
 MAX_NAMED = 3
-"""Patterns for names of one object."""
+"""Maximum patterns for the names of one object's properties."""
 MAX_MULTIPLE = 10_000
 
 _OPTIONS = ("anyOf", "oneOf", "allOf")
@@ -92,7 +94,7 @@ Schema = dict[str, Any]
 
 
 def is_plain(text: str, root: Any) -> bool:
-    """Whether compiling a schema is surely quick. ``text``: the schema as it was read."""
+    """Whether compiling a schema is certainly quick. ``text``: the schema as it was read."""
     if len(text) > MAX_TEXT:
         return False
     nodes, depth = _nodes(root)
@@ -141,7 +143,8 @@ class _Plain:
         self._root = root
         self._nodes = nodes
         self._counts: dict[int, _Counts] = {}
-        """By the id of a value; a value that is being counted refers to itself."""
+        """The counts by the id of a value; ``_ENDLESS`` while a value is being counted, so that a
+        value that contains itself exceeds the bounds."""
 
     def holds(self, depth: int) -> bool:
         items = patterns = 0

@@ -16,7 +16,7 @@ from .matchers import Matchers
 from .spacing import spaced_lark, spaced_schema
 
 MAX_BYTES = 1024 * 1024
-"""Most bytes of a schema or a grammar. The cost of compiling it is bounded by ``compiling``."""
+"""Maximum bytes of a schema or a grammar. ``compiling`` bounds the cost of compiling it."""
 
 _LEXEME = re.compile(
     r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -60,7 +60,8 @@ class LarkProgram:
         self._matchers = matchers
 
     def start(self, host: Host) -> MatcherController:
-        """Raises RequestError, with llguidance's reason, if the argument is not such a grammar."""
+        """Raises RequestError, with llguidance's reason, if the argument is not a grammar of this
+        dialect."""
         text = _argument(host, "lark", "a grammar")
         for lexeme in _LEXEME.finditer(text):
             if lexeme["special"]:

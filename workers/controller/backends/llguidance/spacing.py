@@ -1,4 +1,5 @@
-"""The white space of JSON under a schema: bounded, so that no model fills its tokens with it."""
+"""Bounds the white space of JSON under a schema, so that a model cannot use up its tokens with
+white space."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 OPTIONS = "x-guidance"
-"""The key of a schema with llguidance's options for it, and with ``indent``."""
+"""The key of a schema that holds llguidance's options and our option ``indent``."""
 FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
 """White space between lexemes if a schema allows it without its own pattern: one space, or a line
-end and an indentation. llguidance does not allow two in a row."""
+end and an indentation. llguidance does not allow two such lexemes in a row."""
 MAX_INDENT = 16
-"""Most spaces of one level of ``indent``."""
+"""Maximum spaces of one level of ``indent``."""
 
 _DUMPED: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""As Python's ``json.dumps``: most of the text between values is forced."""
+"""The white space of Python's ``json.dumps``: most of the text between values is forced."""
 _FLEXIBLE: JsonCompileOptions = {
     "whitespace_flexible": True,
     "item_separator": ",",
     "key_separator": ":",
 }
-"""llguidance's default, which holds for a schema inside of a Lark grammar."""
+"""llguidance's default, which applies to a schema inside a Lark grammar."""
 
 _LEXEME = re.compile(
     r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
@@ -75,7 +76,7 @@ def spaced_lark(text: str) -> str:
         try:
             schema, end = _DECODER.raw_decode(text, at)
         except ValueError:
-            continue  # llguidance reports it, with its place.
+            continue  # llguidance reports the error with its place.
         options = _bounded(schema.pop(OPTIONS, {}), _FLEXIBLE)
         lines = "\n" * text.count("\n", at, end)
         parts.append(json.dumps({**schema, OPTIONS: options}) + lines)
@@ -129,7 +130,7 @@ def _is_finite(automaton: Dfa) -> bool:
     for targets in following:
         for target in targets:
             left[target] += 1
-    # Kahn's order: a state in a cycle never has all of the transitions into it removed.
+    # Kahn's algorithm: the transitions into a state of a cycle are never all removed.
     removed, free = 0, [state for state in range(automaton.num_states) if not left[state]]
     while free:
         removed += 1

@@ -11,7 +11,8 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum items that a token begins: of the set ``few``, of the set ``some``, and of all tokens."""
+"""Maximum items that a token of the sets ``few`` and ``some`` begins, and the largest count in
+``starts``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
@@ -24,18 +25,20 @@ _SAMPLE = (
 
 
 class TokenSets:
-    """The facts about the tokens of a vocabulary as parts of JSON."""
+    """Sets and counts of a vocabulary's tokens, read as parts of JSON."""
 
     def __init__(
         self, tokens: Sequence[bytes], words: int, tokenize: Callable[[bytes], Sequence[int]]
     ) -> None:
-        """``words``: u32 words of a mask. Takes about 0.2 s for 131,072 tokens."""
+        """``words``: number of u32 words of a mask. Takes about 0.2 s for 131,072 tokens."""
         whole, ending, few, some = [], [], [], []
         starts = bytearray(len(tokens))
         by_text: dict[bytes, int] = {}
         for number, token in enumerate(tokens):
             if not token:
-                few.append(number)  # A mask has such a token only if it ends the text.
+                few.append(
+                    number
+                )  # A mask has a token without text only if the token ends the text.
                 some.append(number)
                 continue
             by_text.setdefault(token, number)

@@ -1,8 +1,8 @@
-"""Whether llguidance compiles a grammar, and the bounds for every grammar.
+"""Checks whether llguidance compiles a grammar, and sets the bounds of every grammar.
 
-llguidance can only be bounded from outside. So each new grammar, unless it is a plain schema
-(``plain``), is first compiled in a separate process (``compiling.processes``), for a vocabulary of
-bytes, and takes one step there.
+llguidance's time and memory can only be bounded from outside. So each new grammar, unless it is a
+plain schema (``plain``), is first compiled in a separate process (``compiling.processes``), for a
+vocabulary of bytes, and takes one step there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 100_000
 """Maximum lexer states of one grammar, shared by all its sequences; a state has about 0.5 kB. A
-string of bounded length takes about 5 per character."""
+string of bounded length takes about 5 states per character."""
 PLAIN_FUEL = 200_000
 """llguidance's fuel for building the lexer of a plain schema: about 4 ms of CPU time."""
 PLAIN_SIZE = 100_000
 """Maximum symbols in the productions of a plain schema."""
 SHOWN = 400
-"""Most characters of a reason that an error message shows."""
+"""Maximum characters of a reason in an error message."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -44,13 +44,13 @@ def reason(error: str) -> str:
     lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)
     if text.startswith("NoExtension"):
-        text = "it allows no text at all"
+        text = "the grammar does not allow any text"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def compiled(grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher of a grammar over bytes, and the error of compiling it and taking one step; empty
-    if there is none."""
+    """A matcher of a grammar over bytes, and the error of compiling the grammar and taking one
+    step; the error is empty if both succeed."""
     made = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
     matcher = made if made.is_error() else made.deep_copy()
     if not matcher.is_error():

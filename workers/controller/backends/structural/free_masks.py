@@ -1,8 +1,8 @@
 """Token masks of the parts of a structure that have no schema: free text, and literal texts.
 
-In free text nearly all tokens are allowed. Only a token that has a watched text in it, or the rest
-of one that has begun, may be forbidden, or may begin or end a part. These tokens are found by
-binary search in the sorted tokens, and are followed byte by byte; all others are skipped.
+In free text nearly all tokens are allowed. Only a token that contains a watched text, or the rest
+of a watched text that has begun, may be forbidden or may begin or end a part. These tokens are
+found by binary search in the sorted tokens, and are followed byte by byte; all others are skipped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _ANY: Final = re.compile(b"(?s).")
 KEPT_MASKS = 128
 """Maximum cached masks, of 16 kB at 131,072 tokens. Most of a text is in one state."""
 KEPT_FORBIDDEN = 1024
-"""Maximum cached states inside JSON, with their forbidden tokens, of which there are hardly ever
-any."""
+"""Maximum states inside JSON whose forbidden tokens are cached. Most states forbid none."""
 
 
 class TokenTable:
@@ -107,7 +106,8 @@ class FreeMasks:
         return self._special.get(token) or self.table.vocabulary.token(token)
 
     def get(self, state: State) -> bytes:
-        """The mask of a state, without ends of the sequence. JSON in tags has no mask here."""
+        """The mask of a state, without end-of-sequence tokens. JSON in tags has no mask here: its
+        mask comes from the schema."""
         return self._kept(self._masks, KEPT_MASKS, state, self._made)
 
     def forbidden(self, state: State) -> list[int]:
@@ -127,7 +127,7 @@ class FreeMasks:
         return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
     def marks(self, state: State) -> re.Pattern[bytes]:
-        """The bytes that may change a state; all others do not."""
+        """A pattern of the bytes that may change a state; other bytes do not change it."""
         json = self.automaton.holds_json(state)
         free = self._is_free(state) or state.mode == "value"
         if not free or state.near or (state.tags and state.mode != "content"):
@@ -223,7 +223,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow: of the begins of tags, or of an end."""
+        """The rests of the literal texts that may follow: of the beginnings of tags, or of the ends
+        of parts."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

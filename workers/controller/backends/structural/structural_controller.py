@@ -48,11 +48,11 @@ class StructuralController:
         self._settled: State | None = None
         """The state of free text whose mask was written last."""
         self._settled_mask = b""
-        """That mask, including ends of the sequence."""
+        """The mask of ``_settled``, including end-of-sequence tokens."""
         self._settled_until = 0
-        """Number of tokens of the part up to which it is valid."""
+        """Number of tokens of the part up to which ``_settled_mask`` is valid."""
         self._marked = masks.marks(self._state).search
-        """Finds bytes in a token that may leave this state."""
+        """Finds a byte in a token that may leave the settled state."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # These tokens close the value; all of them belong to it.
+            # A backtrack closes the value; all appended tokens belong to the value.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -246,7 +246,8 @@ class StructuralController:
         return _any(mask)
 
     def _of_schema(self, inner: Constraint, mask: memoryview) -> Answer:
-        """A round in a value, of a tag or as the rest of the answer."""
+        """The answer of a round inside a value, which is the JSON of a tag or the rest of the
+        answer."""
         answer = inner.mid_process((self._host.seq,), mask)
         state = self._state
         if answer.action is Action.STOP:
@@ -257,11 +258,11 @@ class StructuralController:
         if answer.action is Action.SPLICE:
             return answer
         if not self._forbid(state, mask):
-            raise self._error("the schema has only what would end the tag, or must not be in it")
+            raise self._error("the tag forbids every token that its schema allows here")
         return answer
 
     def _with_tags(self, answer: Answer, mask: memoryview) -> Answer:
-        """The mask of a value and of the tags that may replace it."""
+        """Writes the union of the masks of a value and of the tags that may replace it."""
         if answer.action is Action.SPLICE:
             mask[:] = bytes(len(mask))
             token = answer.tokens[0]
@@ -295,13 +296,13 @@ class StructuralController:
     def _take_back(self, count: int) -> None:
         """Removes the last tokens of the value, because it did not fit."""
         if count > len(self._before):
-            raise self._error(f"{count} tokens are taken back, more than the value has")
+            raise self._error(f"{count} tokens are removed, but the value has {len(self._before)}")
         self._state = self._before[-count]
         del self._before[-count:]
         del self._tokens[-count:]
 
     def _advance(self, token: int, followed: bool = False) -> None:
-        """``followed``: the controller of the value has already received the token."""
+        """Appends a token. ``followed``: the controller of the value has already received it."""
         before = self._state
         if before is self._settled and before is not None:
             text = self._host.vocabulary.token(token)
@@ -328,7 +329,8 @@ class StructuralController:
             self._enter()
 
     def _advance_value(self, token: int, after: State) -> None:
-        """A token of a value, or of a tag that replaces it."""
+        """Passes a token to the controller of the value, or closes that controller if the token
+        begins a tag that replaces the value."""
         inner = self._inner
         if inner is None:
             return
