@@ -1,6 +1,7 @@
 """Grammars and the tables that constrain a stream to them.
 
-``regex`` compiles regular expressions to automata over bytes, ``yacc`` LR(1) grammars to parse
-tables and a lexer, ``substring`` texts to automata of their parts; ``combine`` builds automata of
-several. ``guest`` is the engine that runs the tables in the sandbox.
+``regex`` compiles a regular expression to an automaton over bytes. ``yacc`` compiles an LR(1)
+grammar to parse tables and a lexer. ``substring`` compiles a text to the automaton of its
+substrings. ``combine`` combines several automata into one. ``guest`` is the engine that runs the
+tables in the sandbox.
 """

@@ -1,13 +1,14 @@
 """Every substring of a text, as an automaton over bytes.
 
-The suffix automaton, built byte by byte, in which a string may only begin at a character. A state
-is a set of ends: the places of the text at which its strings end. Two strings that end at the same
-places are followed by the same texts, so that there are at most two states for a byte of text.
+The automaton is the suffix automaton of the text, built byte by byte, in which strings begin only
+at the first byte of a character. A state stands for all strings that end at the same places of the
+text. The same texts follow all strings of a state, so the automaton has at most two states for each
+byte of text.
 
-The automaton is built on bytes and not on characters, so that nothing has to be expanded: in UTF-8
-the first byte of a character differs from the others. The empty string continues with a first byte
-only, and a state accepts if its strings end between two characters; all its strings begin at a
-character and end at the same places, so that this holds for all of them or none.
+The automaton is built from bytes and not from characters, so that it does not have to be expanded
+to bytes later: in UTF-8, the first byte of a character differs from the others. The empty string
+continues only with a first byte. A state accepts if its strings end between two characters, which
+is true for all of its strings or for none, as they end at the same places.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -22,25 +23,25 @@ from .regex.bounds import shown
 from .regex.dfa import Dfa
 
 MAX_TEXT_BYTES = 65_536
-"""Bytes of UTF-8 of a text."""
+"""Maximum bytes of a text in UTF-8."""
 MAX_STATES = 65_535
-"""States, the dead one included: the guest engine has 16 bits for a state."""
+"""Maximum states, including the dead state: the guest engine has 16 bits for a state."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
 _DEAD, _START = 0, 1
 _CONTINUES = bytes(byte & 0xC0 == 0x80 for byte in range(256))
 
 
 class SubstringError(ValueError):
-    """A text for which there is no automaton: too long, too many states, or a lone surrogate."""
+    """The text is too long, needs too many states, or has a lone surrogate."""
 
 
 def compile_substring(text: str) -> Dfa:
-    """The automaton of every substring of a text: whole characters, the empty text among them.
+    """The automaton of every substring of a text, in whole characters and including the empty text.
 
-    About 1.4 states for a byte of prose and at most 2; a few more than the minimal automaton has if
-    the end of the text also occurs elsewhere in it. Raises SubstringError if the text has more than
-    ``MAX_TEXT_BYTES`` bytes of UTF-8, needs more than ``MAX_STATES`` states, or has a lone
-    surrogate.
+    The automaton has about 1.4 states for each byte of prose, and at most 2. If the end of the text
+    also occurs elsewhere in it, it has a few states more than the minimal automaton. Raises
+    SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8, needs more than
+    ``MAX_STATES`` states, or has a lone surrogate.
     """
     try:
         data = text.encode()
@@ -54,7 +55,7 @@ def compile_substring(text: str) -> Dfa:
             f"(text {shown(text)})"
         )
     letters = sorted(set(data))
-    # Class 0 is that of all bytes that are not in the text, such as 0xFF.
+    # Class 0 contains all bytes that are not in the text, such as 0xFF.
     classes = bytearray(256)
     for number, byte in enumerate(letters, 1):
         classes[byte] = number
@@ -63,15 +64,15 @@ def compile_substring(text: str) -> Dfa:
         transitions, accepting = _states(data, bytes(classes), width)
     except _TooMany as error:
         raise SubstringError(
-            f"the text of {len(data):,} bytes makes more than {MAX_STATES:,} states; its first "
-            f"{error.fits:,} bytes do not, nor do {MAX_STATES // 2:,} bytes of any text "
-            f"(text {shown(text)})"
+            f"the text of {len(data):,} bytes needs more than {MAX_STATES:,} states; its first "
+            f"{error.fits:,} bytes fit, and so does every text of at most {MAX_STATES // 2:,} "
+            f"bytes (text {shown(text)})"
         ) from None
     return Dfa(bytes(classes), width, transitions, _START, accepting)
 
 
 class _TooMany(Exception):
-    """There are too many states; the first ``fits`` bytes do not need too many."""
+    """The automaton has too many states. The automaton of the first ``fits`` bytes fits."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)
@@ -79,11 +80,11 @@ class _TooMany(Exception):
 
 
 def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]:
-    """The transitions and which states accept."""
+    """The transitions, and 1 for each state that accepts."""
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
-    # For each state, the length of its longest string, and the state of the longest end of that
-    # string, itself begun at a character, that ends at more places.
+    # For each state: the length of its longest string, and its suffix link. The link leads to the
+    # state of the longest suffix of that string that begins at a character and ends at more places.
     length = [0, 0]
     link = [_DEAD, _DEAD]
     accepting = bytearray((0, 1))
@@ -113,7 +114,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
         if length[target] == longest:
             link.append(target)
             continue
-        # The shorter strings of the target end here too: they become a state of their own.
+        # The shorter strings of the target also end here, so they become a state of their own.
         split = new + 1
         if split >= MAX_STATES:
             raise _TooMany(at)

@@ -3,7 +3,7 @@
 Each operation returns a ``Dfa``, as the compilers of ``regex`` and ``substring`` do, so that a
 combination can be a part of another. One file for each step:
 
-    rows         bytes that no part distinguishes are one label; the rows of the parts by label
+    rows         the transitions of the parts by labels: all bytes with one label are equivalent
     places       the states of several parts in which a text may be: a subset construction
     stops        the state of a text in a part, and how much of a stop it ends with
     build        all states that are reached, their minimal automaton, and its table

@@ -1,4 +1,4 @@
-"""From the states of a combination to its table, within limits on states and time."""
+"""Builds the table of a combination from its states, within limits on states and time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Transitions, by label, up to which an automaton is minimised: about half a second."""
+"""Maximum transitions, by label, of an automaton that is minimised, which takes about half a
+second."""
 
 State = TypeVar("State", bound=Hashable)
 
 
 class CombinationError(ValueError):
-    """Parts that cannot be combined like this, or whose combination grows too large."""
+    """The parts cannot be combined in this way, or their combination is too large."""
 
 
 class Source(Protocol[State]):
@@ -33,16 +34,16 @@ class Source(Protocol[State]):
         """The next state for each label that has one."""
 
     def accepts(self, state: State) -> bool:
-        """Whether the text may end."""
+        """Whether the text may end in this state."""
 
 
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
     """The table of the combination; None if it matches no text.
 
-    It is minimal up to ``MAX_MINIMISED`` transitions. States are numbered in the order in
-    which they are reached by ascending bytes, as those of a pattern, so that a language has one
-    table up to there. The states are added to ``reached`` as they are found, so that the caller can
-    find the part that grew. Raises Exhausted beyond the limits.
+    An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
+    in the order in which ascending bytes reach them. So each such language has one table, the same
+    as that of a pattern. The states are added to ``reached`` as they are found, so that the caller
+    can find the part that is too large. Raises Exhausted beyond the limits.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

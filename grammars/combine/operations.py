@@ -1,4 +1,5 @@
-"""The operations: sequence, alternation, repetition, and a text that ends with a stop."""
+"""The operations on automata: sequence, alternation, repetition, and a text that ends with a
+stop."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from .places import END, Places, State, stride_of
 from .stops import Stopped
 
 MAX_STATES = 65_535
-"""States, the dead one included: the guest engine has 16 bits for a state."""
+"""Maximum states, including the dead state: the guest engine has 16 bits for a state."""
 MAX_STOP_BYTES = 1_024
-"""Bytes of UTF-8 of a stop."""
+"""Maximum bytes of a stop in UTF-8."""
 _LOOKED_AT = 200_000
-"""Number of places that are examined to find the part that grew."""
+"""Maximum places that are examined to find the part that is too large."""
 
 
 def sequence(
     parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of a text of each part, one after another.
+    """The automaton of a text of each part, concatenated in order.
 
-    ``max_states`` limits the states, also before minimisation; ``max_seconds`` the CPU time of this
-    thread. Raises CombinationError if ``parts`` is empty or a limit is exceeded. For an exceeded
-    limit, the message names the part that grew most.
+    ``max_states`` limits the states, also before minimisation; ``max_seconds`` limits the CPU time
+    of this thread. Raises CombinationError if ``parts`` is empty or a limit is exceeded. For an
+    exceeded limit, the message names the part with the most states in the combination.
     """
     _some("sequence", parts)
     stride = stride_of(parts)
@@ -43,7 +44,8 @@ def sequence(
 def alternation(
     parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of a text of any one of the parts. Limits and errors as of ``sequence``."""
+    """The automaton of the texts of any of the parts. Limits and errors are those of
+    ``sequence``."""
     _some("alternation", parts)
     stride = stride_of(parts)
     first = {number * stride + part.start for number, part in enumerate(parts)}
@@ -62,10 +64,11 @@ def repetition(
     max_states: int = MAX_STATES,
     max_seconds: float = 5.0,
 ) -> Dfa:
-    """The automaton of ``least`` to ``most`` texts of a part, one after another.
+    """The automaton of ``least`` to ``most`` texts of a part, concatenated.
 
     ``most`` is None for no upper bound. The limits are those of ``sequence``. Raises
-    CombinationError if a limit is exceeded, or if the counts are not in order.
+    CombinationError if a limit is exceeded, if ``least`` is negative, or if ``most`` is less than
+    ``least``.
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
@@ -78,7 +81,7 @@ def repetition(
         )
     if most == 0:
         return compile_regex("")
-    # A copy that matches the empty text may as well be left out.
+    # If the part matches the empty text, any number of copies matches it, so the minimum is 0.
     if _takes_nothing(part):
         least = 0
     copies = max(least, 1) if most is None else most
@@ -101,13 +104,14 @@ def stop_at(
 ) -> Dfa:
     """The automaton of the texts of a part that end with their first ``stop``.
 
-    The stop belongs to the text, and the text must match the part: it has the stop at its end, and
-    nowhere before, not even overlapping. A part of None matches every text.
+    The stop belongs to the text, and the whole text must match the part. The stop occurs only at
+    the end of the text: an earlier occurrence must not overlap the end either. A part of None
+    matches every text.
 
-    Limits and errors as of ``sequence``. Also raises CombinationError if the stop is empty, has
-    more than ``MAX_STOP_BYTES`` bytes or a lone surrogate, and if no text of the part ends with its
-    first stop, as with ``.*`` and a newline; to let the stop follow the part, use
-    ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
+    Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
+    has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if
+    texts of the part never end with their first stop, for example for ``.*`` and a newline. To let
+    the stop follow the part, use ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
     """
     try:
         data = stop.encode()
@@ -123,13 +127,13 @@ def stop_at(
         found = built(Stopped(inner, data, budget), budget, [])
     except Exhausted as over:
         raise CombinationError(
-            f"the text to the stop {shown(stop)} {over.what}: its part has {inner.num_states:,} "
-            f"by itself, the stop {len(data):,} bytes"
+            f"the text up to the stop {shown(stop)} {over.what}: the part alone has "
+            f"{inner.num_states:,} states, and the stop has {len(data):,} bytes"
         ) from None
     if found is None:
         raise CombinationError(
-            f"the language is empty: no text of the part ends with its first {shown(stop)}; a stop "
-            "that should follow the part must be a part too, after it in a sequence"
+            f"the language is empty: texts of the part never end with their first {shown(stop)}; "
+            "if the stop should follow the part, make a sequence of the part and the stop"
         )
     return found
 
@@ -156,7 +160,7 @@ def _placed(
     budget: Budget,
     counted_to: int | None = None,
 ) -> Dfa:
-    """The automaton of some places. Raises CombinationError beyond the limits."""
+    """The automaton of the copies of the parts. Raises CombinationError beyond the limits."""
     reached: list[State] = []
     try:
         found = built(Places(copies, first, after, budget, counted_to), budget, reached)
@@ -168,11 +172,11 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """The part that is in the most different sets of places, as text."""
+    """A text that names the part with the most different sets of places."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):
-        return f"its part, {parts[0].num_states:,} states by itself, grew"
+        return f"its part alone has {parts[0].num_states:,} states"
     sets: list[set[State]] = [set() for _ in copies]
     looked_at = 0
     for state in reversed(reached):
@@ -187,6 +191,6 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
     # Before the first state exists, all counts are 0 and the largest part is named.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
-        f"part {worst + 1} of {len(copies)}, {copies[worst].num_states:,} states by itself, "
-        "grew most"
+        f"part {worst + 1} of {len(copies)}, which alone has {copies[worst].num_states:,} states, "
+        "needs the most"
     )

@@ -1,8 +1,9 @@
 """Sets of places: the states of several parts in which a text may be at once.
 
 A place is a state of one copy of one part, as a number: the copy times ``stride``, plus the state.
-A state of the combination is the set of places in which a text may be. A place in which its part
-accepts adds the starts of the copies that may follow, and ``END`` if none has to.
+A state of the combination is the set of places in which a text may be. If the part accepts in a
+place, the set also contains the starts of the copies that may follow, and ``END`` if the text may
+end there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def stride_of(parts: Sequence[Dfa]) -> int:
 class Places:
     """The places of some copies of parts.
 
-    ``copies``: the parts in order, each as often as it is repeated; ``first``: the places before
-    the text; ``after[c]``: the places that the end of copy c adds. ``counted_to`` is for a
-    repetition: the copy from which on all copies are equivalent, see ``_needed``.
+    ``copies``: the parts in order, each as often as it is repeated. ``first``: the places at the
+    beginning of a text. ``after[c]``: the places that are added where copy c may end.
+    ``counted_to``, for a repetition: copies from this number on are equivalent (``_needed``).
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Places:
         self._entries = 0
 
     def row(self, state: State) -> dict[int, State]:
-        """The next set of places for each label that has one. Raises Exhausted on too many
-        places."""
+        """The next set of places for each label that has one. Raises Exhausted if the sets have too
+        many places."""
         stride = self.stride
         reached: dict[int, list[int]] = {}
         for place in state:
@@ -75,7 +76,7 @@ class Places:
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """These places, and those that the ends of copies among them add."""
+        """The given places, and the places that are added where one of their copies may end."""
         known = self._closures.get(places)
         if known is not None:
             return known
@@ -92,10 +93,10 @@ class Places:
         return state
 
     def _needed(self, places: set[int], counted_to: int) -> set[int]:
-        """The places without those that allow no more than the same state in another copy.
+        """The places without redundant ones: of equal states in copies from ``counted_to`` on, only
+        the state in the earliest copy is kept.
 
-        A text in copy c of a repetition to a last copy may end with this copy where c is at least
-        ``counted_to``; with an earlier one of these it can go on with more copies.
+        A text may end with any of these copies, and the earliest copy leaves the most repetitions.
         """
         ordered = sorted(places, reverse=True)
         bound = counted_to * self.stride

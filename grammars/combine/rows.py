@@ -10,10 +10,10 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MAX_TRANSITIONS = 1_000_000
-"""Limit on the transitions, by label, of the parts together, and of their combination: 150 MB."""
+"""Maximum transitions, by label, of all parts together, and of their combination: 150 MB."""
 
 Row = dict[int, int]
-"""For a state: the next state by label, without the labels that lead nowhere."""
+"""The transitions of a state: the next state by label. Labels without a next state are missing."""
 
 
 def joint_labels(classes: Sequence[bytes]) -> bytes:
@@ -60,5 +60,5 @@ def rows_of(part: Dfa, labels: bytes, budget: Budget) -> list[Row]:
 
 
 def too_many_transitions() -> Exhausted:
-    """The limit on transitions was exceeded."""
+    """The error for more than ``MAX_TRANSITIONS`` transitions."""
     return Exhausted(f"has more than {MAX_TRANSITIONS:,} transitions")

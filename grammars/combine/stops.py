@@ -1,8 +1,8 @@
-"""The state of a text in a part, and how much of a stop it ends with.
+"""The state of a text in a part, with the longest prefix of a stop that the text ends with.
 
-This is the longest beginning of the stop that the text ends with, by the automaton of D. Knuth,
-J. Morris and V. Pratt, Fast pattern matching in strings, SIAM Journal on Computing 6, 1977. Bytes
-are compared, not characters: a stop in UTF-8 is found between characters only.
+The prefix is found with the automaton of D. Knuth, J. Morris and V. Pratt, Fast pattern matching in
+strings, SIAM Journal on Computing 6, 1977. Bytes are compared, not characters: a stop in UTF-8 is
+found between characters only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stopped:
         self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
 
     def row(self, state: int) -> dict[int, int]:
-        """The next pair for each label that has one: none after the stop."""
+        """The next pair for each label that has one; empty after the stop."""
         if state == _STOPPED:
             return {}
         size = len(self.stop)
@@ -45,7 +45,7 @@ class Stopped:
         return row
 
     def accepts(self, state: int) -> bool:
-        """Whether the text ends with the stop and the part accepts it."""
+        """Whether the text ends with the stop and the part accepts the text."""
         return state == _STOPPED
 
 

@@ -3,7 +3,7 @@
     tables       reading the tables of a grammar or a regular expression
     vocabulary   the tokens as a tree by the classes of their bytes
     sequences    the state of lexer and parser of each sequence
-    parser       LR parsing on stacks that share what is below
+    parser       LR parsing on stacks that share their lower parts
     spellings    the terminals of each token from a lexer state
     masks        token masks: computed once, then cached
     closing      completing a text

@@ -1,5 +1,5 @@
-// Completing a text with few bytes: of a grammar by a shortest path over its stack, of a regular
-// expression by one over its states.
+// Completes a text with few bytes: under a grammar by a shortest path over the parser's stack,
+// under a regular expression by a shortest path over its states.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -10,7 +10,7 @@ enum { MAX_CLOSING = 4096, MAX_PLACES = 1 << 18, FAR = 0xffffffff };
 static uint8_t closing[MAX_CLOSING];
 static uint32_t closing_bytes;
 
-// The search through the lexer: the state before each, and the class that led there.
+// The search through the lexer: for each state, the state before it and the class that led to it.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
 // The search over the stack, by (index in the stack, nonterminal), up to MAX_PLACES.
@@ -87,7 +87,7 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Adds the rests of a state on top of `top` states; `cost` is that of the path so far.
+// Adds the rests of a state on top of `top` states; `cost` is the cost of the path so far.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];
@@ -100,8 +100,8 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
     }
 }
 
-// The rests that complete a stack, the last one first; returns how many, 0 if there is no path or
-// room.
+// Finds the rests that complete a stack, the last one first. Returns their number; 0 if a path was
+// not found, or if it has more than `most` rests.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
     if (depth * g.nonterminals > MAX_PLACES) return 0;
@@ -156,7 +156,8 @@ static bool close_grammar(sequence *s) {
     return true;
 }
 
-// Fills `closing` with bytes that complete a sequence's text. False if none were found.
+// Fills `closing` with bytes that complete a sequence's text. Returns false if such bytes were not
+// found.
 static bool close_text(const sequence *from) {
     static sequence s;
     assign(&s, from);

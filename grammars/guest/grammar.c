@@ -60,13 +60,14 @@ EXPORT("grammar_open") uint32_t export_open(void) {
     return 1;
 }
 
-// After a snapshot was restored: all slots of sequences are free.
+// Called after a snapshot was restored: marks all slots of sequences as free.
 EXPORT("grammar_wake") uint32_t export_wake(void) {
     for (uint32_t i = 0; i < sequence_count; i++) sequences[i]->used = false;
     return 1;
 }
 
-// A free slot for a new sequence, if need be in the memory of the mask cache; negative for none.
+// A free slot for a new sequence, if necessary in the memory of the mask cache; negative if all
+// slots are used.
 static int32_t new_place(void) {
     const int32_t place = free_place();
     if (place != NO_ROOM || chunk_count <= MIN_CHUNKS) return place;
@@ -93,7 +94,8 @@ EXPORT("grammar_end") uint32_t export_end(void) {
     return 1;
 }
 
-// Appends a token where it can follow. `scratch_sequence` is the sequence as it was before.
+// Appends a token if it can follow. `scratch_sequence` gets the state of the sequence before the
+// token.
 static bool add_token(sequence *s, uint32_t token) {
     assign(&scratch_sequence, s);
     const uint32_t place = token < v.size ? v.offsets[token] : 0;
@@ -114,10 +116,10 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// The usual rounds of `count` sequences: pairs of a sequence and a token in the inbox. Where the
-// token can follow, and the mask after it is in the cache, allows a token and forces none, the token
-// is appended, and the mask's address replaces it in the inbox; where not, 0 does, and the sequence
-// stays as it is.
+// Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. If the
+// token can follow, and the next mask is in the cache, allows a token and forces none, the token is
+// appended and the mask's address replaces the token in the inbox. Otherwise 0 replaces the token,
+// and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {
@@ -150,7 +152,7 @@ EXPORT("grammar_complete") uint32_t export_complete(void) {
     return look(s, g.has_parser ? stand_on(s) : 0).complete;
 }
 
-// The forced bytes, which must follow, at `block.out`; returns how many.
+// Writes the forced bytes to `block.out`; returns their number.
 EXPORT("grammar_forced") uint32_t export_forced(void) {
     assign(&scratch_sequence, at_place(block.arg));
     sequence *s = &scratch_sequence;
@@ -163,7 +165,8 @@ EXPORT("grammar_forced") uint32_t export_forced(void) {
     return forced_bytes;
 }
 
-// Few bytes that complete the text, at `block.out`; returns how many, or -1 if none were found.
+// Writes few bytes that complete the text to `block.out`; returns their number, or -1 if such bytes
+// were not found.
 EXPORT("grammar_closing") int32_t export_closing(void) {
     if (!close_text(at_place(block.arg))) return -1;
     copy(forced, closing, closing_bytes);

@@ -1,15 +1,16 @@
 // Token masks: computed once for what they depend on, then cached.
 //
-// Without a parser, a mask depends on the lexer state only. With one, it depends on as much of the
-// stack as computing it read, from the top down. So the cache is a tree whose edges are a lexer
-// state and then parser states; the path ends where that computation stopped reading.
+// Without a parser, a mask depends on the lexer state only. With a parser, a mask also depends on
+// the part of the stack that its computation read, from the top down. So the cache is a tree whose
+// edges are a lexer state and then parser states; a path ends where the computation stopped
+// reading.
 #ifndef GRAMMAR_MASKS_H
 #define GRAMMAR_MASKS_H
 
 #include "spellings.h"
 
 enum {
-    MASK_ANY = 1,       // some token is allowed, the end of the sequence aside
+    MASK_ANY = 1,       // some token other than the end of the sequence is allowed
     MASK_FORCED = 2,    // only one byte may follow, and the text is not complete
     MASK_COMPLETE = 4,  // the text may end here
     EDGES = 1 << 17,
@@ -70,7 +71,7 @@ static void forget(void) {
 
 // --- one mask ------------------------------------------------------------------------------------
 
-// Adds the tokens that a spelling and those that begin with it allow on a stack.
+// Adds the allowed tokens of a spelling, and of all spellings that begin with it, on a stack.
 static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack, uint32_t level) {
     const spelling *node = from->tree + spelled;
     uint32_t *set = viable_sets + level * g.words;
@@ -156,7 +157,7 @@ static void add_walk(uint32_t lexer) {
 
 // --- the cache -----------------------------------------------------------------------------------
 
-// The computed mask in the cache, where equal masks are one; 0 if there is no room.
+// Stores the computed mask in the cache, where equal masks are stored once; 0 if the cache is full.
 static const kept_mask *keep_work(void) {
     const uint32_t lanes_of = v.mask_words / 4;
     lanes mixed = {2166136261u, 0x9e3779b1u, 2654435761u, 40503u};
@@ -199,7 +200,7 @@ static edge *edge_from(uint32_t from, uint32_t state) {
     return edges + at;
 }
 
-// The cached result for a sequence; 0 if there is none.
+// The cached result for a sequence; 0 if the cache does not have it.
 static const result *known(const sequence *s) {
     if (!g.has_parser) return result_of[s->lexer];
     uint32_t from = s->lexer;
@@ -212,7 +213,8 @@ static const result *known(const sequence *s) {
     return 0;
 }
 
-// Adds a result to the tree, below all of the stack that was read. False if there is no room.
+// Adds a result to the tree, at the end of the path of the states that were read. Returns false if
+// the tree is full.
 static bool hang(const sequence *s, uint32_t read_from, result *found) {
     uint32_t from = s->lexer;
     for (uint32_t at = s->depth; at-- > read_from;) {
@@ -244,7 +246,7 @@ static const result *find_result(const sequence *s) {
     const outlook seen = look(s, stack);
     if (out_of_nodes) return 0;
     result *found = keep_result(seen);
-    // A result that depends on so much of a stack would fill the tree.
+    // A result that depends on a larger part of a stack is not cached, as it would fill the tree.
     if (found && s->depth - lowest > DEEPEST_KEPT) return found;
     return found && hang(s, lowest, found) ? found : 0;
 }

@@ -69,7 +69,7 @@ static void arena_give(uint8_t *block, uint32_t bytes) {
         chunks[chunk_count++] = block;
 }
 
-// At most a chunk, aligned to 16, not zeroed; 0 if there is no memory left.
+// Memory of at most a chunk, aligned to 16, not zeroed; 0 if the memory is full.
 static void *arena_take(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if (bytes > CHUNK) return 0;

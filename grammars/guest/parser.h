@@ -1,8 +1,10 @@
-// LR parsing on stacks: the stack of a sequence, and copies of it that share what is below.
+// LR parsing on stacks: the stack of a sequence, and stacks that are built on it and share its
+// lower part.
 //
-// A stack is identified by its top: an index in the sequence's own stack, or beyond these a node on
-// top of another stack. The lowest index of the sequence's own stack that was read is recorded: a
-// result holds for every stack with the same states from there up.
+// A stack is identified by its top: a number below DEEPEST is an index in the sequence's own stack,
+// a larger number is a node on top of another stack. `lowest` records the lowest index of the
+// sequence's own stack that was read: a result is valid for every stack with the same states from
+// this index up.
 #ifndef GRAMMAR_PARSER_H
 #define GRAMMAR_PARSER_H
 
@@ -64,8 +66,9 @@ static inline uint32_t reduced_by(uint32_t stack, uint32_t production) {
     return put(stack, to);
 }
 
-// Moves the top node of a stack on which no other is built down to the end of the nodes in use:
-// those of the stack itself, and the first `kept`. So a long chain of reductions needs few nodes.
+// Moves the top node of a stack down to the first place after the nodes in use, which are the other
+// nodes of the stack and the first `kept` nodes. Other stacks must not be built on the top node. So
+// a long chain of reductions needs few nodes.
 static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     const stack_node top = stack_nodes[stack - DEEPEST];
     uint32_t to = top.below < DEEPEST ? 0 : top.below - DEEPEST + 1;
@@ -112,7 +115,7 @@ static void viable(uint32_t stack, uint32_t *out) {
             for (uint32_t w = 0; w < words; w++) to[w] = ahead[w] & set[w];
             pending_stacks[count++] = reduced_by(stack, g.reduced[r]);
         }
-        // Of the pending stacks, the last one has the last nodes.
+        // The last pending stack has the last nodes.
         if (count == others + 1) {
             const uint32_t kept = others ? pending_stacks[others - 1] - DEEPEST + 1 : before;
             pending_stacks[others] = settled(pending_stacks[others], kept);

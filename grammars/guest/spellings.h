@@ -1,9 +1,10 @@
-// The terminals that each token completes from a lexer state, its spelling, and the kind of lexeme
-// that it leaves unfinished. Both are independent of the parser's stack.
+// Finds, for each token after a lexer state, its spelling (the terminals that it completes) and the
+// kind of lexeme that it leaves unfinished. Both are independent of the parser's stack.
 //
-// Most tokens complete no terminal: they stay in one lexeme. Tokens with the same spelling that
-// leave the same kind of lexeme unfinished are allowed together on every stack: they are one group.
-// So a mask needs one query of the parser for each group, along a tree of the spellings.
+// Most tokens do not complete a terminal: they stay inside one lexeme. Tokens with the same
+// spelling that leave the same kind of lexeme unfinished are allowed together on every stack: they
+// form one group. So a mask needs one query of the parser for each group, along a tree of the
+// spellings.
 #ifndef GRAMMAR_SPELLINGS_H
 #define GRAMMAR_SPELLINGS_H
 

@@ -20,7 +20,7 @@ static struct {
     const uint16_t *next;      // [lexer_states * classes]
     const uint16_t *accepted;  // [lexer_states]
 
-    // Of a parser.
+    // The tables of a parser.
     uint32_t terminals, nonterminals, states, words;
     const uint32_t *reachable;  // [lexer_states * words]
     const uint16_t *actions, *gotos, *lhs, *length;

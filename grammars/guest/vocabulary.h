@@ -1,8 +1,8 @@
 // The vocabulary as the grammar sees it: a tree of tokens by the classes of their bytes.
 //
 // Two bytes of one class lead to the same state from every lexer state, so tokens whose bytes have
-// the same classes are always allowed together: they share a node. Tokens with a byte that no lexer
-// state has a transition with are not in the tree.
+// the same classes are always allowed together: they share a node. The tree does not contain tokens
+// with a byte for which all lexer states lack a transition.
 #ifndef GRAMMAR_VOCABULARY_H
 #define GRAMMAR_VOCABULARY_H
 
@@ -105,7 +105,7 @@ static void merge(merging *m, const uint32_t *nodes, uint32_t count) {
     }
 }
 
-// Writes the nodes in preorder; `m` is used up.
+// Writes the nodes in preorder; destroys `m`.
 static void lay_out(merging *m) {
     const uint32_t count = m->count;
     uint8_t *class_of = stay(count), *depth = stay(count);

@@ -3,8 +3,8 @@
 The compilation of a pattern, one file for each step:
 
     syntax       Python's own parser reads the pattern; every node keeps its place in the text
-    tree         its nodes become characters, concatenations, alternations and repetitions; what no
-                 automaton can do is an error that names it
+    tree         the parser's nodes become characters, concatenations, alternations and repetitions;
+                 a construct that an automaton cannot express is an error
     charsets     the characters of a class, a category or a case-insensitive letter
     positions    Glushkov's automaton: which character may follow which
     subsets      the subset construction over classes of characters
@@ -14,8 +14,8 @@ The compilation of a pattern, one file for each step:
     blame        which part of a pattern needs too many states
 
 The public functions are ``compile_regex``, ``compile_lexer`` and ``compile_choice``. ``prepare``
-reads the Unicode tables in advance, which the first pattern with a category or ``(?i)`` would do
-otherwise. ``docs/grammars.md`` describes the syntax, its limits and its speed.
+reads the Unicode tables in advance; otherwise the first pattern with a category or ``(?i)`` reads
+them. ``docs/grammars.md`` describes the syntax, its limits and its speed.
 """
 
 from .bounds import RegexError

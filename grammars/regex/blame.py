@@ -2,7 +2,7 @@
 
 Parts are compiled alone, for a short time, from the whole pattern downwards: the search descends
 into a part that is itself too large. If only several items of a concatenation together are too
-large, the part is the shortest run of them.
+large, the result is the shortest run of such items.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 from .utf8 import to_bytes
 
 _TRIAL_SHARE = 0.15
-"""Share of the time for one part."""
+"""Share of the search's time that one part may take."""
 _TRIED = 20
-"""Number of items of one part that are tried, the longest first."""
+"""Maximum items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""A set with more ranges than this is taken for a Unicode category: a written class hardly has as
-many."""
+"""A set with more ranges than this counts as a Unicode category: a class in a pattern rarely has
+more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A part, and what it needs if compiled alone, as text."""
+    """A part of a pattern, and a text about the limit that it exceeds when compiled alone."""
 
     part: Tree
     what: str
 
-    def said(self, pattern: str) -> str:
-        """The part's text and place, and what it needs."""
+    def description(self, pattern: str) -> str:
+        """The part's text and place, and the limit that it exceeds."""
         part = self.part
         text = shown(pattern[part.start : part.end])
-        said = f"the part {text} at {part.start} to {part.end} alone {self.what}"
+        description = f"the part {text} at {part.start} to {part.end} alone {self.what}"
         if _widest(part) > _MANY_RANGES:
-            said += "; it has Unicode's categories, which (?a) keeps to ASCII"
-        return said
+            description += "; it contains Unicode categories, which (?a) restricts to ASCII"
+        return description
 
 
 def grown(
     tree: Tree, max_states: int, seconds: float, known: Exhausted | None = None
 ) -> Grown | None:
-    """The smallest part found that by itself needs more than ``max_states``, or too much time.
+    """The smallest part found that alone needs more than ``max_states``, or too much time.
 
     ``known``: the limit that the whole tree is known to exceed. Returns None if the whole tree is
     small enough when it is compiled alone, without the other patterns.

@@ -1,21 +1,22 @@
-"""Limits on the resources of a compilation, and the error of a pattern that cannot be compiled."""
+"""Limits on the resources of a compilation, and the error for a pattern that cannot be compiled."""
 
 from __future__ import annotations
 
 import time
 
 MAX_PATTERN_CHARACTERS = 200_000
-"""Characters of a pattern, or of all lexemes of a lexer together."""
+"""Maximum characters of a pattern, or of all lexemes of a lexer together."""
 MAX_ENTRIES = 2_000_000
-"""Positions in all states of a subset construction together, some 100 MB."""
+"""Maximum positions in all states of a subset construction together: some 100 MB."""
 _TICKS = 256
 
 
 class RegexError(ValueError):
-    """A pattern that is wrong, that needs what no automaton can do, or that grows too large.
+    """A pattern that is not valid, uses an unsupported construct, or exceeds a limit.
 
-    ``pattern`` is the whole pattern, ``position`` the index of the first character at fault (None
-    where it is not a single place), ``message`` what is wrong and what would be right.
+    ``pattern`` is the whole pattern. ``position`` is the index of the first faulty character, or
+    None if the error does not have a single place. ``message`` says what is wrong and what would be
+    right.
     """
 
     def __init__(self, message: str, pattern: str, position: int | None = None) -> None:
@@ -27,8 +28,8 @@ class RegexError(ValueError):
 
 
 class Exhausted(Exception):
-    """A limit was exceeded; ``what`` describes it. ``blame`` finds the part at fault, and the
-    caller raises a RegexError."""
+    """A limit was exceeded. ``what`` is a predicate about it, such as "needs more than 9 states".
+    The caller finds the faulty part with ``blame`` and raises a RegexError."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -36,9 +37,9 @@ class Exhausted(Exception):
 
 
 class Budget:
-    """States and seconds that one compilation may use.
+    """The states and seconds that one compilation may use.
 
-    Seconds are CPU time of this thread, so that no pattern fails because the machine is busy.
+    Seconds are CPU time of this thread, so that a busy machine does not make a pattern fail.
     """
 
     def __init__(self, max_states: int, max_seconds: float) -> None:
@@ -48,7 +49,7 @@ class Budget:
         self._ticks = 0
 
     def tick(self) -> None:
-        """To be called for each small unit of work. Raises Exhausted when the time is used up."""
+        """Counts one small unit of work. Raises Exhausted when the time is used up."""
         self._ticks += 1
         if self._ticks >= _TICKS:
             self.check()
@@ -62,10 +63,10 @@ class Budget:
     def states(self, count: int) -> None:
         """Raises Exhausted when ``count`` states are more than the limit."""
         if count > self.max_states:
-            raise Exhausted(f"makes more than {self.max_states:,} states")
+            raise Exhausted(f"needs more than {self.max_states:,} states")
 
     def positions(self, count: int) -> None:
-        """Raises Exhausted when a pattern, its counts expanded, has too many positions."""
+        """Raises Exhausted when a pattern with expanded repetitions has too many positions."""
         if count > 2 * self.max_states:
             raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 

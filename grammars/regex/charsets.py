@@ -1,8 +1,8 @@
 """Sets of characters: categories, complement, and the other cases of a letter.
 
-A set is the sorted tuple of its ranges, ends included, that neither touch nor overlap. Surrogates
-are in no set: UTF-8 has no bytes for them. Categories and cases are those of ``re`` in the running
-Python, so they follow its version of Unicode.
+A set is a sorted tuple of inclusive ranges that neither touch nor overlap. A set does not contain
+surrogates, because UTF-8 cannot encode them. Categories and cases are those of ``re`` in the
+running Python, so they follow its version of Unicode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# Beyond these, no category has a character and no character a case, in any version of Unicode up to
-# that of Python 3.13; a test checks all code points.
+# Code points from these ends on do not belong to a category and do not have cases, in all versions
+# of Unicode up to that of Python 3.13. A test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
@@ -68,10 +68,10 @@ def complement(chars: CharSet) -> CharSet:
 
 @lru_cache(maxsize=16)
 def category(name: str, ascii_only: bool) -> CharSet:
-    """The characters of ``\\d``, ``\\s`` or ``\\w`` matches, by its letter; a capital is the
-    complement.
+    """The characters that ``\\d``, ``\\s`` or ``\\w`` matches, by the letter of the escape. A
+    capital letter is the complement.
 
-    The Unicode categories are read off ``re`` once, about 10 ms each.
+    Each Unicode category is read from ``re`` once, which takes about 10 ms.
     """
     if name.isupper():
         return complement(category(name.lower(), ascii_only))
@@ -82,7 +82,8 @@ def category(name: str, ascii_only: bool) -> CharSet:
 
 
 def prepare() -> None:
-    """Loads all categories and cases, so that no pattern has to: about 40 ms, once."""
+    """Loads all categories and cases, so that the first pattern does not load them. Takes about 40
+    ms, once."""
     for name in _ASCII:
         category(name, False)
     _cases()
@@ -97,8 +98,8 @@ def _characters(end: int) -> str:
 def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
     """A set and every character that matches one of its characters under ``(?i)``, as in ``re``.
 
-    Two characters match when their lower cases are one, or have the same upper case (as s and the
-    long s). With ASCII only the letters A to Z have a case.
+    Two characters match if their lower cases are equal or have the same upper case, as s and the
+    long s do. With ``ascii_only``, only the letters A to Z have cases.
     """
     if ascii_only:
         more = list(chars)
@@ -117,9 +118,10 @@ def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
 
 @lru_cache(maxsize=1)
 def _cases() -> tuple[list[int], dict[int, list[int]]]:
-    """The characters that have cases, in order, and for each all that match it. Takes 15 ms."""
+    """The characters that have cases, in order, and for each of them all characters that match it.
+    Takes 15 ms."""
     text = _characters(_CASED_END)
-    # One character's lower case is two, and re takes its first.
+    # The lower case of U+0130 has two characters, and re uses the first.
     lowered = text.replace("\u0130", "i").lower()
     raised: dict[int, list[int]] = {}
     for at, (before, after) in enumerate(zip(text, lowered, strict=True)):

@@ -1,4 +1,4 @@
-"""From patterns and lexers to tables, within limits on states and time."""
+"""Compiles patterns and lexers to tables, within limits on states and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tree import Alternation, Tree, literal_tree, tree_of
 from .utf8 import ByteAutomaton, to_bytes
 
 _BLAME_SHARE = 0.2
-"""Share of the time that is reserved for finding the part that grew."""
+"""Share of the time that is reserved for finding the part that is too large."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Lexeme:
 def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float = 5.0) -> Dfa:
     """The minimal automaton over bytes that accepts the UTF-8 of every full match of the pattern.
 
-    ``max_states`` limits the states at every step of the compilation, ``max_seconds`` the CPU time
-    of this thread. Raises RegexError for a pattern that is wrong, uses an unsupported construct,
-    matches nothing, or exceeds the limits; then it names the part that grew.
+    ``max_states`` limits the states at every step of the compilation; ``max_seconds`` limits the
+    CPU time of this thread. Raises RegexError if the pattern is not valid, uses an unsupported
+    construct, does not match any text, or exceeds a limit. For an exceeded limit, the message names
+    the part that is too large.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     tree: Tree | None = None
@@ -42,7 +43,7 @@ def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float 
         return table(_automaton([tree], budget))
     except Exhausted as over:
         part = tree and grown(tree, max_states, max_seconds * _BLAME_SHARE, over)
-        why = f": {part.said(pattern)}" if part else ""
+        why = f": {part.description(pattern)}" if part else ""
         raise RegexError(
             f"the pattern {over.what}{why}", pattern, part.part.start if part else None
         ) from None
@@ -53,12 +54,12 @@ def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float 
 def compile_choice(
     texts: Sequence[str], *, max_states: int = 100_000, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of some literal texts: a match is any one of them, whole.
+    """The automaton of some literal texts: a match is exactly one of the texts.
 
-    Raises RegexError if there is no text, or if the texts exceed the limits.
+    Raises RegexError if ``texts`` is empty, or if the texts exceed the limits.
     """
     if not texts:
-        raise RegexError("the language is empty: there is no text to choose from", "")
+        raise RegexError("the choice has 0 texts; it must have at least 1", "")
     length = sum(map(len, texts))
     if length > MAX_PATTERN_CHARACTERS:
         raise RegexError(
@@ -76,18 +77,18 @@ def compile_choice(
 def compile_lexer(
     lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
 ) -> LexerDfa:
-    """One automaton for all lexemes, the minimal one that distinguishes which of them match a text.
+    """The minimal automaton that finds out which of the lexemes match a text.
 
-    A lexeme that matches the empty text makes the start state accept; whether that is an error is
-    up to the caller. Limits and errors as of ``compile_regex``; the error's pattern is that of the
-    lexeme at fault, and its message names the lexeme.
+    A lexeme that matches the empty text makes the start state accept; the caller decides whether
+    that is an error. Limits and errors are those of ``compile_regex``; the error has the pattern of
+    the faulty lexeme, and its message names the lexeme.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)
     if not lexemes or length > MAX_PATTERN_CHARACTERS:
         raise RegexError(
-            f"the lexer has {len(lexemes):,} lexemes of {length:,} characters together; 1 or more, "
-            f"of at most {MAX_PATTERN_CHARACTERS:,} characters together, are allowed",
+            f"the lexer has {len(lexemes):,} lexemes with {length:,} characters in total; it must "
+            f"have at least 1 lexeme and at most {MAX_PATTERN_CHARACTERS:,} characters",
             "",
         )
     trees: list[Tree] = []
@@ -119,19 +120,20 @@ def _blamed(
     max_states: int,
     seconds: float,
 ) -> RegexError:
-    """The error of a lexer that grew: the lexeme and its part, if one lexeme alone is too large."""
+    """The error for a lexer that exceeds a limit. If one lexeme alone is too large, the message
+    names the lexeme and its part."""
     end = Budget(max_states, seconds)
     if len(trees) < len(lexemes):
         lexeme = lexemes[len(trees)]
-        return RegexError(f"lexeme {lexeme.name} {over.what} with those before it", lexeme.pattern)
+        return RegexError(f"the lexer up to lexeme {lexeme.name} {over.what}", lexeme.pattern)
     order = sorted(range(len(trees)), key=lambda number: spelled_out(trees[number]), reverse=True)
     for number in order:
         lexeme = lexemes[number]
         part = grown(trees[number], max_states, seconds / 2)
         if part:
-            said = part.said(lexeme.pattern)
+            description = part.description(lexeme.pattern)
             return RegexError(
-                f"the lexer {over.what}: lexeme {lexeme.name}: {said}",
+                f"the lexer {over.what}: lexeme {lexeme.name}: {description}",
                 lexeme.pattern,
                 part.part.start,
             )
@@ -141,8 +143,7 @@ def _blamed(
             break
     largest = ", ".join(lexemes[number].name for number in order[:3])
     return RegexError(
-        f"the lexer {over.what}: its {len(lexemes):,} lexemes together, the longest of them "
-        f"{largest}",
+        f"the lexer {over.what} for {len(lexemes):,} lexemes; the longest lexemes are {largest}",
         lexemes[order[0]].pattern,
     )
 

@@ -1,7 +1,7 @@
 """The table of an automaton over bytes, and its binary form.
 
 State 0 is dead: all its transitions lead to itself and it accepts nothing. Every other state can
-lead to a match, so a byte is allowed exactly where its transition is not to 0.
+lead to a match, so a byte is allowed if and only if its transition does not lead to state 0.
 
 The binary form is little-endian, without padding; ``Dfa.from_bytes`` validates it:
 
@@ -40,9 +40,9 @@ _WORD = "I" if array("I").itemsize == 4 else "L"
 class Dfa:
     """A deterministic automaton over bytes.
 
-    ``classes[b]`` is the class of byte b, below ``num_classes``; ``transitions[s * num_classes +
-    classes[b]]`` the state after byte b in state s, as u32; ``accepting[s]`` is 1 where a match may
-    end. It is the minimal automaton of its language: one language has one table.
+    ``classes[b]`` is the class of byte b, below ``num_classes``. ``transitions[s * num_classes +
+    classes[b]]`` is the state after byte b in state s, as u32. ``accepting[s]`` is 1 if a match may
+    end in state s. The automaton of a pattern is minimal, so that each language has one table.
     """
 
     classes: bytes
@@ -57,7 +57,7 @@ class Dfa:
         return len(self.accepting)
 
     def step(self, state: int, byte: int) -> int:
-        """The state after one more byte, 0 if no match begins like this."""
+        """The state after one more byte; 0 if no match begins with these bytes."""
         return self.transitions[state * self.num_classes + self.classes[byte]]
 
     def walk(self, data: bytes, state: int | None = None) -> int:
@@ -81,7 +81,8 @@ class Dfa:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The automaton of a binary form. Raises ValueError, with the reason, for other bytes."""
+        """The automaton of a binary form. Raises ValueError, with the reason, if the bytes are not
+        valid."""
         return cls(**_Reading(data, cls is not Dfa).fields())
 
     def _header(self, kind: int, lexemes: int) -> bytes:
@@ -98,10 +99,10 @@ class Dfa:
 class LexerDfa(Dfa):
     """One automaton for all lexemes of a lexer.
 
-    ``accepted[s]`` is the lexeme that matches in s: of several, a literal rather than a regular
-    expression, else the first; -1 if none matches. The bit sets have bit i for lexeme i:
-    ``accepts_all[s]`` is every lexeme that matches; ``reachable[s]`` every lexeme that ``accepted``
-    has in s or after more bytes.
+    ``accepted[s]`` is the preferred lexeme that matches in state s, or -1 if none does. A literal
+    is preferred to a regular expression, and an earlier lexeme to a later one. In the bit sets, bit
+    i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that matches in s;
+    ``reachable[s]`` contains every lexeme that ``accepted`` has in s or after more bytes.
     """
 
     num_lexemes: int
@@ -112,7 +113,7 @@ class LexerDfa(Dfa):
     def reaching(self, marks: Sequence[int]) -> list[int]:
         """For each state, the union of the bit sets ``marks[t]`` of all t reachable from it.
 
-        ``reaching(accepts_all)`` is the lexemes that can still match, preferred or not.
+        ``reaching(accepts_all)`` has the lexemes that can still match, preferred or not.
         """
         return _reaching(self.transitions, self.num_classes, marks)
 
@@ -129,7 +130,7 @@ class LexerDfa(Dfa):
 
 
 def table(automaton: ByteAutomaton) -> Dfa:
-    """The table of an automaton; bytes that no state distinguishes are one class."""
+    """The table of an automaton; bytes with the same transitions in all states form one class."""
     classes, num_classes, transitions = _table(automaton.rows)
     accepting = bytes(bool(accepted) for accepted in automaton.accepts)
     return Dfa(classes, num_classes, transitions, 1, accepting)
@@ -279,7 +280,9 @@ class _Reading:
                 "reachable": self.bits(),
             }
             if max(accepted) >= self.lexemes:
-                raise ValueError(f"the lexer accepts a lexeme beyond its {self.lexemes}")
+                raise ValueError(
+                    f"the lexer has {self.lexemes} lexemes, but accepts lexeme {max(accepted)}"
+                )
         return fields
 
     def take(self, size: int) -> bytes:
@@ -297,5 +300,5 @@ class _Reading:
         size = -(-self.lexemes // 8)
         sets = [int.from_bytes(self.take(size), "little") for _ in range(self.states)]
         if any(bits >> self.lexemes for bits in sets):
-            raise ValueError(f"the lexer names a lexeme beyond its {self.lexemes}")
+            raise ValueError(f"a bit set of the lexer has a bit beyond its {self.lexemes} lexemes")
         return sets

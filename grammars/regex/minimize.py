@@ -1,4 +1,4 @@
-"""The minimal automaton of the same language, or of the same languages if there are several.
+"""Minimises an automaton without a change of its language, or of its languages if it has several.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
@@ -14,7 +14,8 @@ from .subsets import Automaton
 
 
 class _Partition:
-    """Blocks of 0..n-1; each block is a run of ``elements``, its marked ones first."""
+    """A partition of 0..n-1 into blocks. Each block is a run of ``elements``, with its marked
+    elements first."""
 
     def __init__(self, blocks: list[list[int]], size: int) -> None:
         self.elements = [element for block in blocks for element in block]
@@ -75,9 +76,8 @@ class _Partition:
 def minimise(automaton: Automaton, budget: Budget) -> Automaton:
     """The minimal automaton that accepts the same trees after the same texts.
 
-    States from which nothing can be accepted are removed with the transitions to them, so that
-    every remaining state leads to a match. The start is state 0. Raises Exhausted when the time is
-    used up.
+    States that cannot lead to a match are removed with the transitions to them. The start is state
+    0. Raises Exhausted when the time is used up.
     """
     live = _live(automaton.rows, automaton.accepts)
     tails: list[int] = []
@@ -120,7 +120,7 @@ def minimise(automaton: Automaton, budget: Budget) -> Automaton:
 
 
 def trimmed(automaton: Automaton) -> Automaton:
-    """The automaton without the states from which nothing can be accepted, but not minimised.
+    """The automaton without the states that cannot lead to a match; it is not minimised.
 
     States are numbered as by ``minimise``; the start, state 0, must lead to a match.
     """
@@ -129,7 +129,7 @@ def trimmed(automaton: Automaton) -> Automaton:
 
 
 def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
-    """For each state, whether an accepting one can be reached."""
+    """For each state, whether an accepting state can be reached from it."""
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for target in set(row.values()):
@@ -145,7 +145,8 @@ def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
 
 
 def _merged(automaton: Automaton, block_of: Sequence[int], live: list[bool]) -> Automaton:
-    """One state for each block, in the order in which they are reached."""
+    """The automaton with one state for each block, numbered in the order in which they are
+    reached."""
     numbers = {block_of[0]: 0}
     pending = [0]
     rows = []

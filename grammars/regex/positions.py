@@ -1,10 +1,11 @@
 """Glushkov's automaton: the positions of a pattern, and which may follow which.
 
 A position is one place of the pattern that matches a character; a repetition with counts is
-expanded to that many copies. The state after a position is the set of positions that may match the
-next character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
+expanded to its copies. The state after a position is the set of positions that may match the next
+character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-The end of tree i is the position ~i, which matches nothing: a state that contains it accepts i.
+Position ~i is the end of tree i. It does not match a character: a state that contains it accepts
+tree i.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
 """For a part: whether it matches the empty text, the positions that may match its first character
-(the union of these sets), and the positions that may match its last."""
+(the union of these sets), and the positions that may match its last character."""
 
 
 @dataclass(slots=True)
 class Positions:
-    """``charset[p]``: number of the set that p matches; ``follow[p]``: sets whose union follows
-    p."""
+    """``charset[p]``: number of the character set that position p matches; ``follow[p]``: sets
+    whose union is the positions that may follow p."""
 
     charsets: list[CharSet] = field(default_factory=list)
     charset: list[int] = field(default_factory=list)
@@ -128,8 +129,7 @@ class _Builder:
         if copies == 0:
             return True, [], []
         empty, first, last = self.part(tree.item)
-        # If the item matches the empty text, copies may be left out: those that remain match some
-        # text.
+        # If the item matches the empty text, any number of copies matches it, so the minimum is 0.
         least = 0 if empty else tree.least
         ends = list(last) if least <= 1 else []
         for copy in range(2, copies + 1):

@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Two characters that are in the same sets of the pattern are one class, so that Unicode costs no more
-than ASCII here. The states are sets of positions.
+Characters that are in the same sets of the pattern form one class, so that this step takes no
+longer for Unicode than for ASCII. The states are sets of positions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Segments = list[tuple[int, int, int]]
 class Automaton:
     """A deterministic automaton over classes of characters.
 
-    ``rows[s]`` maps a class to the next state, without the classes that lead nowhere;
-    ``accepts[s]`` is the bit set of the trees that accept in s; the start is state 0.
+    ``rows[s]`` maps a class to the next state; classes without a next state are missing.
+    ``accepts[s]`` is the bit set of the trees that accept in state s. The start is state 0.
     """
 
     segments: Segments

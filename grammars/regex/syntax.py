@@ -1,8 +1,8 @@
 """Python's own parser of regular expressions, with the position of every node.
 
-``re._parser`` returns a tree without positions. In a private copy of the module, so that ``re``
-itself is untouched, its classes are replaced by ones that record the position in the source at
-which a node was made. This works with Python 3.11, 3.12 and 3.13.
+``re._parser`` returns a tree without positions. This module makes a private copy of the parser, so
+that ``re`` itself is unchanged. In the copy, subclasses record the position in the pattern at which
+a node was made. This works with Python 3.11, 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _own_parser() -> Any:
     """A copy of ``re._parser`` whose subpatterns and tokens record positions."""
     spec = importlib.util.find_spec("re._parser")
     if spec is None or spec.loader is None:
-        raise ImportError("this Python has no re._parser; 3.11 to 3.13 have it")
+        raise ImportError("this Python does not have re._parser; use Python 3.11 to 3.13")
     parser: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parser)
 
@@ -79,10 +79,11 @@ _parser = _own_parser()
 
 
 def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
-    """The tree of a pattern, as ``re._parser`` makes it of ``Node``, and its global flags.
+    """The tree of a pattern, as ``re._parser`` makes it but with ``Node`` objects, and its global
+    flags.
 
-    Raises RegexError with Python's message if the pattern is not a regular expression, Exhausted
-    when the time is used up.
+    Raises RegexError with Python's message if the pattern is not a regular expression, and
+    Exhausted when the time is used up.
     """
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise RegexError(
@@ -110,8 +111,8 @@ def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
 
 
 def too_deep(pattern: str) -> RegexError:
-    """The error of a pattern whose groups exhaust the stack of Python."""
-    return RegexError("the groups are nested too deeply; a hundred levels are fine", pattern)
+    """The error for a pattern whose groups exhaust the stack of Python."""
+    return RegexError("the groups are nested too deeply; 100 levels are always allowed", pattern)
 
 
 def _explained(message: str) -> str:

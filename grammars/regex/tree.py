@@ -1,8 +1,8 @@
 """The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
 
 Parts without an effect on the language are dropped: groups and their names, greediness, anchors at
-the ends. A construct that no automaton over the text alone can do, or what would change the
-language silently, is an error that names it.
+the ends. A construct is an error if an automaton over the text cannot express it, or if dropping it
+would silently change the language.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .bounds import Budget, RegexError, shown
 from .charsets import CharSet
 from .syntax import parse, place, too_deep
 
-# As plain numbers: those of re are an enumeration, and slow.
+# Plain integers, because operations on the enumeration members of ``re`` are slow.
 _ASCII = int(re.ASCII)
 _DOTALL = int(re.DOTALL)
 _IGNORECASE = int(re.IGNORECASE)
@@ -75,14 +75,14 @@ class Repeat:
 
 
 Tree = Chars | Concatenation | Alternation | Repeat
-"""``start`` and ``end`` of each are its span in the text of the pattern."""
+"""The ``start`` and ``end`` of a node are its span in the text of the pattern."""
 
 
 def tree_of(pattern: str, budget: Budget) -> Tree:
     """The tree of a pattern.
 
-    Raises RegexError for a pattern that is wrong, that uses an unsupported construct, or that
-    matches no text at all; Exhausted when the time is used up.
+    Raises RegexError if the pattern is not valid, uses an unsupported construct, or does not match
+    any text. Raises Exhausted when the time is used up.
     """
     parsed, flags = parse(pattern, budget)
     try:
@@ -104,14 +104,14 @@ def literal_tree(text: str) -> Tree:
     for at, char in enumerate(text):
         if "\ud800" <= char <= "\udfff":
             raise RegexError(
-                f"U+{ord(char):04X} is a surrogate, which UTF-8 cannot spell", text, at
+                f"U+{ord(char):04X} is a surrogate, which UTF-8 cannot encode", text, at
             )
     items = tuple(Chars(at, at + 1, ((ord(char), ord(char)),)) for at, char in enumerate(text))
     return Concatenation(0, len(text), items)
 
 
 def void(tree: Tree) -> Tree | None:
-    """The part that makes a tree match no text, or None if it matches some."""
+    """The part because of which a tree does not match any text; None if the tree matches a text."""
     match tree:
         case Chars():
             return None if tree.chars else tree
@@ -125,8 +125,8 @@ def void(tree: Tree) -> Tree | None:
 
 
 class _Reader:
-    """Converts the parser's nodes. ``ends``: whether a node is at the start and at the end of the
-    pattern."""
+    """Converts the parser's nodes. ``ends``: whether a node is at the start of the pattern, and at
+    its end."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern = pattern
@@ -236,7 +236,7 @@ def _refused(operator: Any, argument: Any, text: str) -> str:
         case op.AT:
             return f"the word boundary {text} is not supported: spell out what may stand there"
         case op.GROUPREF:
-            return f"the back-reference {text} is not supported: it describes no regular language"
+            return f"the back-reference {text} is not supported: its language is not regular"
         case op.GROUPREF_EXISTS:
             return f"the conditional group {shown(text)} is not supported: write out both cases"
         case op.ASSERT | op.ASSERT_NOT | op.FAILURE:

@@ -1,14 +1,14 @@
-"""From characters to bytes: an automaton over exactly the valid UTF-8.
+"""Converts an automaton over characters to an automaton over the bytes of valid UTF-8.
 
-UTF-8 of all characters of a pattern is one directed graph without cycles: a node is what may stand
-after some bytes of a character, its leaves are classes of characters. Equal nodes are one node.
-Each state's transitions are that graph with the next states as leaves, and with classes that go to
-the same state merged.
+The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node has the
+bytes that may follow after some bytes of a character; a leaf is a class of characters. Equal nodes
+are merged. The transitions of each state are this graph with next states as leaves; classes that
+lead to the same state are merged.
 
-Where the automaton over characters is minimal, so is the one over bytes: inside a character two
-nodes differ in what they lead to, and no node inside a character can do what one between two
-characters does. Overlong forms and surrogates have no path. After R. Cox, Regular expression
-matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+If the automaton over characters is minimal, the automaton over bytes is minimal too. Different
+nodes inside a character lead to different states, and a state inside a character never equals a
+state between two characters. Overlong forms and surrogates do not have a path. Sources: R. Cox,
+Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .bounds import Budget
 from .subsets import Automaton, Segments
 
 Runs = tuple[tuple[int, int, int], ...]
-"""Ranges of bytes in order, each with where it leads. In the graph: a class from 0 up, or ~n for
-node n. In the result: a state."""
+"""Ranges of bytes in order, each with its target. In the graph, a target is a class (0 or more), or
+~n for node n. In the result, a target is a state."""
 
 _FORMS = (
-    # first character, last, levels below the first byte, the first byte of character 0
+    # first character, last character, number of bytes after the first, first byte of character 0
     (0x00, 0x7F, 0, 0x00),
     (0x80, 0x7FF, 1, 0xC0),
     (0x800, 0xFFFF, 2, 0xE0),
@@ -34,10 +34,11 @@ _FORMS = (
 
 @dataclass(slots=True)
 class ByteAutomaton:
-    """``rows[s]`` are the runs of state s; state 0 is dead and 1 the start; ``accepts`` as before.
+    """``rows[s]`` are the runs of state s; ``accepts[s]`` is the bit set of the trees that state s
+    accepts. State 0 is dead, and state 1 is the start.
 
-    States are numbered in the order in which they are reached by ascending bytes, so that a
-    language has one numbering.
+    States are numbered in the order in which ascending bytes reach them, so that each language has
+    one numbering.
     """
 
     rows: list[Runs]
@@ -53,7 +54,8 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
     inner: dict[Runs, int] = {}
 
     def instance(number: int, targets: list[int], made: dict[int, int]) -> int:
-        """The state of a node inside a character, with its leaves replaced by next states."""
+        """The state for a node inside a character, with the node's leaves replaced by next
+        states."""
         state = made.get(number)
         if state is None:
             runs = filled(number, targets, made)
@@ -83,7 +85,7 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
 
 
 class _Graph:
-    """Nodes of UTF-8, each once."""
+    """The nodes of the graph; equal nodes have one number."""
 
     def __init__(self) -> None:
         self.nodes: list[Runs] = []
@@ -92,7 +94,7 @@ class _Graph:
         self._projections: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
     def node(self, runs: list[tuple[int, int, int]]) -> int:
-        """The node with these runs; neighbours that lead to the same are one run."""
+        """The node with these runs; neighbouring runs with the same target are merged."""
         joined: list[tuple[int, int, int]] = []
         for low, high, to in runs:
             if joined and joined[-1][1] + 1 == low and joined[-1][2] == to:
@@ -116,9 +118,10 @@ class _Graph:
     def runs(
         self, segments: Segments, lows: list[int], first: int, last: int, levels: int, byte: int
     ) -> list[tuple[int, int, int]]:
-        """The runs for the characters first..last, each byte for a block of 64**levels.
+        """The runs for the characters first..last. Each byte stands for a block of 64**levels
+        characters.
 
-        ``byte`` is the byte of block 0, the block that holds character 0.
+        ``byte`` is the byte of block 0, which contains character 0.
         """
         shift = 6 * levels
         runs: list[tuple[int, int, int]] = []
@@ -131,7 +134,7 @@ class _Graph:
                 continue
             if low > last:
                 break
-            # The blocks before the segment hold nothing.
+            # Blocks before the segment have no characters in it and are skipped.
             at = max(at, low >> shift << shift)
             block = at >> shift
             end = (min(high, last) + 1 >> shift) - 1
@@ -153,7 +156,7 @@ class _Graph:
         return runs
 
     def whole(self, levels: int, label: int) -> int:
-        """Where a byte leads after which any ``levels`` bytes end in the same class."""
+        """The target of a byte after which any ``levels`` bytes lead to the same class."""
         if levels == 0:
             return label
         number = self._whole.get((levels, label))
@@ -163,7 +166,8 @@ class _Graph:
         return ~number
 
     def projected(self, root: int, groups: tuple[tuple[int, int], ...]) -> int:
-        """The root with each class replaced by its group, and without the classes of none."""
+        """The root with each class replaced by its group, and without the classes that have no
+        group."""
         made = self._projections.setdefault(groups, {})
         group_of = dict(groups)
 

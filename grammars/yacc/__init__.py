@@ -9,7 +9,7 @@ The compilation of a grammar, one file for each step:
                 text, rules that derive themselves
     lr1         the LR(1) automaton, merged as Pager does
     tables      actions and gotos, conflicts resolved as yacc does
-    conflicts   conflicts that no precedence decides, with an example of the input
+    conflicts   conflicts that precedences do not decide, with an example of the input
     compile     all of these steps, with the lexer of ``grammars.regex``
     compiled    the result, and its binary form for the guest engine and for the disk
     parser, recognizer

@@ -9,7 +9,8 @@ from .grammar import RESERVED, SKIP_RULE, Grammar, Production
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises GrammarError for the first rule that is wrong, by its place in the text."""
+    """Raises GrammarError for a rule that is not used, derives no finite text, or derives
+    itself."""
     _check_used(grammar)
     _check_ends(grammar)
     _check_cycles(grammar)
@@ -24,8 +25,8 @@ def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
 
 
 def _fixpoint(grammar: Grammar, may_stand: Callable[[int], bool]) -> set[int]:
-    """The least set of nonterminals that have an alternative of its members and of terminals for
-    which ``may_stand`` is true. ``may_stand`` must be true for every nonterminal."""
+    """The smallest set with every nonterminal that has an alternative of members of the set and of
+    terminals for which ``may_stand`` is true. ``may_stand`` must be true for every nonterminal."""
     terminals = len(grammar.terminals)
     found: set[int] = set()
     waiting = [0] * len(grammar.productions)
@@ -100,18 +101,19 @@ def _check_ends(grammar: Grammar) -> None:
     needs = (
         f"'{grammar.symbol_name(again)}' again"
         if again - terminals == production.lhs
-        else (f"'{grammar.symbol_name(again)}', which never ends")
+        else f"'{grammar.symbol_name(again)}'"
     )
     empty = ", so the language is empty" if 0 not in ends else ""
     raise grammar.error(
         production.offset,
-        f"the rule '{name}' derives no finite text{empty}: every alternative needs a rule without "
-        f"end, this one {needs}",
+        f"the rule '{name}' derives no finite text{empty}: each of its alternatives contains a "
+        f"rule that derives none; this one contains {needs}",
     )
 
 
 def _check_cycles(grammar: Grammar) -> None:
-    """No rule may derive exactly itself: its texts would have infinitely many parse trees."""
+    """Raises GrammarError if a rule derives exactly itself: its texts have infinitely many parse
+    trees."""
     terminals = len(grammar.terminals)
     nullable = nullable_nonterminals(grammar)
     becomes: dict[int, set[int]] = {}
@@ -136,7 +138,7 @@ def _check_cycles(grammar: Grammar) -> None:
                 ready.append(nonterminal)
     if not left:
         return
-    # Each rule that is left derives another that is left: follow them until one is met again.
+    # Each remaining rule derives another remaining rule: follow them until a rule is met twice.
     nonterminal = next(iter(left))
     seen: set[int] = set()
     while nonterminal not in seen:

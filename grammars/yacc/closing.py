@@ -1,9 +1,9 @@
-"""How a text is completed with the fewest bytes: what each parser state still needs.
+"""Computes the terminals that complete the unfinished rules of each parser state in few bytes.
 
-The kernel items of a state are the rules that the text is in the middle of. ``Rest`` has the
-shortest
-terminals that complete one of them. To close a text, the guest engine applies rests from the top of
-the stack down to its bottom, along a shortest path over the stack (guest/closing.h).
+The kernel items of a state are the rules that the text has begun and not finished. A ``Rest`` has
+the shortest terminals that complete one kernel item. To close a text, the guest engine applies
+rests from the top of the stack down to its bottom, along a shortest path over the stack
+(guest/closing.h).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from .grammar import Grammar
 from .lr1 import Items, State
 
 MAX_REST_TOKENS = 1024
-"""Terminals of a rest; an item that needs more has no rest."""
+"""Maximum terminals of a rest. An item that needs more does not get a rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The completion of an item: ``terminals``, after which ``pops`` states are popped for ``lhs``.
+    """The completion of an item: after ``terminals``, the nonterminal ``lhs`` replaces the item.
 
+    The top ``pops`` states of the stack belong to the symbols of the item that are already read.
     ``cost``: the bytes of the shortest lexemes of the terminals, plus one for each terminal.
     """
 
@@ -39,8 +40,8 @@ def shortest_lexemes(
     accepted: Sequence[int],
     start: int,
 ) -> dict[int, bytes]:
-    """For each terminal that the lexer can match, one of its shortest texts: of letters and digits
-    if there is a choice."""
+    """For each terminal that the lexer can match, one of its shortest texts, preferably of digits
+    and letters."""
     byte_of = [_plainest(classes, number) for number in range(num_classes)]
     order = sorted(range(num_classes), key=lambda number: _plainness(byte_of[number]))
     found: dict[int, bytes] = {}
@@ -73,7 +74,7 @@ def _plainness(byte: int) -> tuple[int, int]:
 def find_rests(
     grammar: Grammar, items: Items, states: Sequence[State], lexemes: dict[int, bytes]
 ) -> tuple[tuple[Rest, ...], ...]:
-    """The rests of each state. An item that no lexemes can complete has none."""
+    """The rests of each state. An item that lexemes cannot complete does not have a rest."""
     terminals = len(grammar.terminals)
     costs: dict[int, int] = {t: len(text) + 1 for t, text in lexemes.items()}
     best = _cheapest(grammar, costs)
@@ -112,9 +113,9 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """The production of each nonterminal that gives its shortest text, by symbol; their costs are
-    added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's algorithm"
-    (1977)."""
+    """The production of each nonterminal that derives its shortest text, by symbol. The costs of
+    the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's
+    algorithm" (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}
     missing: list[int] = []

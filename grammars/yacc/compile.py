@@ -1,4 +1,4 @@
-"""From the text of a grammar to its tables."""
+"""Compiles the text of a grammar to its tables."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_STATES = 1 << 14
 MAX_PRODUCTIONS = 1 << 14
 MAX_TERMINALS = 4096
 MAX_LENGTH = 4096
-"""Symbols of one alternative."""
+"""Maximum symbols of one alternative."""
 EXAMPLE_SECONDS = 2.0
-"""Time for all examples of conflicts together, in seconds."""
+"""Maximum time for finding examples of all conflicts, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Compilation:
 
     grammar: CompiledGrammar
     conflicts: tuple[Conflict, ...]
-    """Conflicts that no precedence decides: the parser prefers a shift to a reduction, and the
+    """Conflicts that precedences do not decide. The parser prefers a shift to a reduction, and the
     earlier of two rules."""
     warnings: tuple[str, ...]
-    """Lexemes that can never match, because others are always preferred; a text that can only begin
-    with the rest of a lexeme."""
+    """Warnings about lexemes that can never match because others are always preferred, and about
+    texts that can only begin with the rest of a lexeme."""
 
 
 def compile_grammar(
@@ -45,8 +45,9 @@ def compile_grammar(
 ) -> Compilation:
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
-    Raises GrammarError, with line and column if the error has a place, for a grammar that cannot be
-    parsed or fails a check, and past ``max_states`` parser states or ``max_seconds`` seconds.
+    Raises GrammarError, with line and column if the error has a place, if the grammar cannot be
+    parsed, fails a check, or needs more than ``max_states`` parser states or ``max_seconds``
+    seconds.
     """
     deadline = time.monotonic() + max_seconds
     grammar = number_grammar(read_source(text))
@@ -75,11 +76,11 @@ def compile_grammar(
 
 
 def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
-    """The lexemes, each before those that lose to it where both match a text: keywords, then
+    """The lexemes in order of preference if several match the same text: keywords, then
     ``%reserved`` regular expressions, then the others by the grammar's lexer rules.
 
-    AICI counts the bytes of a regular expression as written, and takes the one that is used first
-    where two have as many.
+    Under AICI's rules, the regular expression that is written with more bytes is preferred; of two
+    with the same number of bytes, the one that is used first.
     """
     by_length = grammar.lexer_rules is LexerRules.AICI
 
@@ -91,7 +92,8 @@ def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
 
 
 def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -> LexerDfa:
-    """One automaton for all lexemes. Raises GrammarError with the place of a wrong regex."""
+    """One automaton for all lexemes. Raises GrammarError with the place of an invalid regular
+    expression."""
     for lexeme in grammar.lexemes:
         if lexeme.literal:
             continue
@@ -104,7 +106,7 @@ def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -
         if lexeme.terminal != SKIP and alone.accepting[alone.start]:
             name = grammar.terminals[lexeme.terminal]
             raise grammar.error(
-                lexeme.offset, f"{name} matches the empty text; a lexeme has at least one character"
+                lexeme.offset, f"{name} matches the empty text; it must need at least 1 character"
             )
     try:
         return compile_lexer(
@@ -119,10 +121,11 @@ def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -
 
 
 def _unmatched(grammar: Grammar, lexemes: list[GrammarLexeme], lexer: LexerDfa) -> Iterable[str]:
-    """Warnings of terminals whose every text is another lexeme."""
+    """Warnings about terminals that never match, because preferred lexemes match all their
+    texts."""
     matched = {lexemes[number].terminal for number in set(lexer.accepted) if number >= 0}
     chosen: dict[int, set[int]] = {}
-    """The terminals that are preferred where one of these lexemes matches."""
+    """For each terminal that never matches: the terminals that are preferred to it."""
     for preferred, matching in set(zip(lexer.accepted, lexer.accepts_all, strict=True)):
         for number in set_bits(matching):
             terminal = lexemes[number].terminal
@@ -134,8 +137,8 @@ def _unmatched(grammar: Grammar, lexemes: list[GrammarLexeme], lexer: LexerDfa) 
         names = " and ".join(grammar.terminals[other] for other in sorted(others))
         yield (
             f"line {place.line}, column {place.column}: {grammar.terminals[terminal]} can never "
-            f"match: all its texts are {names}; keywords are preferred to regular expressions, and "
-            f"of these {_ORDER[grammar.lexer_rules]}"
+            f"match: all its texts match {names} too, which is preferred; keywords are preferred "
+            f"to regular expressions, and of two regular expressions, {_ORDER[grammar.lexer_rules]}"
         )
 
 
@@ -148,8 +151,8 @@ _ORDER = {
 def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
     """The grammar with a lexer that begins as if it had just read a newline.
 
-    It begins at its start where that newline could not be read: where no lexeme begins with one, or
-    none that does can begin a text.
+    If a text cannot begin with a lexeme that begins with a newline, the lexer begins at its start
+    state.
     """
     first = grammar.transitions[
         grammar.lexer_start * grammar.num_classes + grammar.classes[ord("\n")]
@@ -159,7 +162,7 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """The warning of a text that cannot begin with a lexeme of its own."""
+    """The warning for a grammar whose texts can only begin with the rest of a lexeme."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (
@@ -175,8 +178,9 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
-    """Transitions, lexeme and reachable lexemes of each state, and the start: a state without
-    incoming transitions that has matched nothing, so that an empty match is not a lexeme."""
+    """Transitions, lexeme and reachable lexemes of each state, and the start state. The start state
+    does not have incoming transitions and has not matched a lexeme, so that an empty match is not a
+    lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

@@ -83,7 +83,8 @@ class CompiledGrammar:
     """[256] class of each byte."""
     num_classes: int
     lexer_start: int
-    """State before the first byte of a lexeme, and never later; it has matched nothing."""
+    """State before the first byte of a lexeme. Transitions never lead to this state, and it has not
+    matched a terminal."""
     lexer_first: int
     """State before the first byte of a text: ``lexer_start``, or the state after a newline."""
     transitions: tuple[int, ...]
@@ -105,23 +106,23 @@ class CompiledGrammar:
     reduced: tuple[tuple[tuple[int, int], ...], ...]
     """For each parser state its (production, set of terminals at which it is reduced)."""
     rests: tuple[tuple[Rest, ...], ...]
-    """For each parser state, what completes each of its items."""
+    """For each parser state, the rests that complete its items."""
     shortest: tuple[bytes, ...]
     """A shortest text of each terminal; empty for one that the lexer cannot match."""
 
     @property
     def num_terminals(self) -> int:
-        """Terminals, the end of the text and SKIP included."""
+        """Number of terminals, including the end of the text and SKIP."""
         return len(self.terminals)
 
     @property
     def num_nonterminals(self) -> int:
-        """Nonterminals, the one of the whole text included."""
+        """Number of nonterminals, including that of the whole text."""
         return len(self.nonterminals)
 
     @property
     def num_lexer_states(self) -> int:
-        """Lexer states, the dead one included."""
+        """Number of lexer states, including the dead state."""
         return len(self.accepted)
 
     def to_bytes(self) -> bytes:
@@ -177,8 +178,8 @@ class CompiledGrammar:
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> CompiledGrammar:
-        """The grammar of a binary form. Raises ValueError for other bytes, another version, and
-        damaged bytes."""
+        """The grammar of a binary form. Raises ValueError if the bytes are not a compiled grammar,
+        have another version, or are damaged."""
         if len(blob) < _HEADER.size or blob[:4] != MAGIC:
             raise ValueError("not a compiled grammar: it does not begin with TBYG")
         (
@@ -201,9 +202,11 @@ class CompiledGrammar:
             rest_terminals,
         ) = _HEADER.unpack_from(blob)
         if version != VERSION:
-            raise ValueError(f"a compiled grammar of version {version}; this code reads {VERSION}")
+            raise ValueError(
+                f"the compiled grammar has version {version}; this code reads version {VERSION}"
+            )
         if size != len(blob) or zlib.crc32(memoryview(blob)[_HEADER.size :]) != crc:
-            raise ValueError("a compiled grammar that is cut short or damaged")
+            raise ValueError("the compiled grammar is truncated or damaged")
         read = _Reader(blob)
         byte_classes = read.bytes(256)
         transitions = read.numbers(_U16, lexer_states * classes)

@@ -1,7 +1,7 @@
-"""Conflicts of a grammar, each shown with a shortest example of the input that meets it.
+"""Explains the conflicts of a grammar, each with a shortest example of input that leads to it.
 
-The example follows the lookaheads as C. Isradisaikul and A. Myers do ("Finding counterexamples from
-parsing conflicts", PLDI 2015): a path over items that carries whether the terminal in question can
+The search follows C. Isradisaikul and A. Myers ("Finding counterexamples from parsing conflicts",
+PLDI 2015): it finds a path over items that also records whether the terminal of the conflict can
 really follow.
 """
 
@@ -16,16 +16,17 @@ from .lr1 import Items, State
 from .tables import ConflictChoice
 
 MAX_EXAMPLE = 200
-"""Longest example, in lexemes."""
+"""Maximum lexemes of an example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
     """Two actions of the parser in one state at one terminal.
 
-    ``kind``: shift/reduce or reduce/reduce. ``terminal``: the lexeme at which it must decide.
-    ``kept`` and ``dropped``: the action that is taken and the one that is not, as text.
-    ``example``: a shortest beginning that leads there, as lexemes, or "" if none was found in time.
+    ``kind``: shift/reduce or reduce/reduce. ``terminal``: the next lexeme, at which the parser must
+    decide. ``kept`` and ``dropped``: the action that is taken and the one that is not, as text.
+    ``example``: a shortest beginning of a text that leads to the conflict, as lexemes, or "" if the
+    search did not find one in time.
     """
 
     kind: str
@@ -36,7 +37,8 @@ class Conflict:
 
     def __str__(self) -> str:
         place = f" after `{self.example}`" if self.example else ""
-        return f"{self.kind} conflict at {self.terminal}{place}: {self.kept}; not: {self.dropped}"
+        choice = f"the parser chooses to {self.kept}, not to {self.dropped}"
+        return f"{self.kind} conflict at {self.terminal}{place}: {choice}"
 
 
 def explain_conflicts(
@@ -46,13 +48,14 @@ def explain_conflicts(
     choices: list[ConflictChoice],
     deadline: float,
 ) -> tuple[Conflict, ...]:
-    """The conflicts as text, in the order of the states. Past ``deadline`` (by
-    ``time.monotonic()``) they have no example."""
+    """The conflicts as text, in the order of the states. After ``deadline`` (of
+    ``time.monotonic()``), conflicts do not get an example."""
     shortest = _Shortest(grammar) if choices else None
     found: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
     for choice in choices:
-        # The same two rules at the same lexeme in another state are the same conflict to a reader.
+        # A conflict of the same two rules at the same lexeme in another state does not help a
+        # reader.
         key = (choice.terminal, choice.kept, choice.dropped)
         if key in seen:
             continue
@@ -85,7 +88,7 @@ def _action(grammar: Grammar, production: int | None) -> str:
 
 
 class _Shortest:
-    """The length of a shortest text of each symbol, and which production gives it (D. Knuth,
+    """The length of a shortest text of each symbol, and the production that derives it (D. Knuth,
     "A generalization of Dijkstra's algorithm", 1977)."""
 
     def __init__(self, grammar: Grammar) -> None:
@@ -120,10 +123,11 @@ class _Shortest:
 
 
 def _spelled(grammar: Grammar, shortest: _Shortest | None, symbols: list[int] | None) -> list[str]:
-    """Symbols as lexemes, each nonterminal by a shortest text; only the end if it is long."""
+    """Symbols as lexemes, with a shortest text for each nonterminal. Only the end of a long result
+    is kept."""
     words: list[str] = []
     waiting = list(symbols or ())
-    # From the right, so that the part before the dot is kept.
+    # From the right, so that the lexemes before the dot are kept.
     while waiting and len(words) < MAX_EXAMPLE:
         symbol = waiting.pop()
         if symbol < len(grammar.terminals):
@@ -144,7 +148,8 @@ def _path(
     shortest: _Shortest | None,
     deadline: float,
 ) -> list[int] | None:
-    """The symbols of a shortest path to where ``production`` is reduced before ``terminal``."""
+    """The symbols of a shortest path to the place where ``production`` is reduced before
+    ``terminal``."""
     assert shortest is not None
     bit = 1 << terminal
     length = shortest.length

@@ -1,11 +1,12 @@
 """A grammar by numbers: terminals, nonterminals, productions, precedences, and its lexemes.
 
-Terminals come first: 0 is the end of the text, 1 is SKIP, which no production has. A symbol is a
-terminal's number, or the number of terminals plus a nonterminal's. Nonterminal 0 and production 0
-are added: the whole text is the start rule.
+Terminals come first: 0 is the end of the text, 1 is SKIP, which productions do not contain. A
+symbol is a terminal's number, or the number of terminals plus a nonterminal's. Nonterminal 0, the
+whole text, and production 0, which derives the start rule from it, are added.
 
 A rule whose alternatives are single lexemes that are used nowhere else (as CONSTANT in AICI's C)
-becomes one terminal with several lexemes: the same language with fewer states and reductions.
+becomes one terminal with several lexemes. The language is the same, with fewer states and
+reductions.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def number_grammar(source: Source) -> Grammar:
 
 
 def lexeme_name(symbol: Symbol) -> str:
-    """The name in messages of a lexeme that no rule names."""
+    """The name, in messages, of a lexeme that does not have a rule of its own."""
     if symbol.kind == "regex":
         return f"/{symbol.text}/"
     return '"' + symbol.text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
@@ -124,7 +125,7 @@ class _Numbering:
             for alternative in rule.alternatives:
                 for symbol in alternative.symbols:
                     if symbol.kind == "rule" and symbol.text not in self.rules:
-                        wrong = "is used in a rule; what it matches is skipped between lexemes"
+                        wrong = "is used in a rule, but its lexemes are skipped between all others"
                         if symbol.text != SKIP_RULE:
                             wrong = "is not defined"
                         raise self.error(symbol.offset, f"the rule '{symbol.text}' {wrong}")
@@ -141,7 +142,7 @@ class _Numbering:
                 raise self.error(symbols[0].offset, found)
 
     def named_levels(self) -> dict[tuple[str, str], tuple[int, str]]:
-        """Level and associativity of everything that %left, %right and %nonassoc name."""
+        """Level and associativity of each symbol in %left, %right and %nonassoc."""
         levels: dict[tuple[str, str], tuple[int, str]] = {}
         for level, line in enumerate(self.source.precedences, 1):
             for symbol in line.symbols:
@@ -233,7 +234,8 @@ class _Numbering:
                     found = f"{alternative.prec.text!r} has no %left, %right or %nonassoc"
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
-            # To yacc, a rule of lexemes is a nonterminal: it does not hide the lexeme before it.
+            # In yacc, a rule of lexemes is a nonterminal, so the lexeme before it decides the
+            # precedence.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 

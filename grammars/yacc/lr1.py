@@ -1,9 +1,9 @@
 """The LR(1) automaton, with states merged as Pager does.
 
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
-two states with the same items become one where their lookaheads are weakly compatible, so that a
-merge causes no conflict that canonical LR(1) does not have. There are about as many states as in
-LALR(1), and every LR(1) grammar works. Sets of terminals are bits of Python integers.
+two states with the same items are merged if their lookaheads are weakly compatible, so that a merge
+does not cause conflicts that canonical LR(1) does not have. The automaton has about as many states
+as LALR(1), and every LR(1) grammar works. Sets of terminals are bits of Python integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kernel = tuple[int, ...]
 class State:
     """A state: its kernel items, a lookahead set for each, and its transitions by symbol.
 
-    ``reductions``: production to the set of terminals at which it is reduced.
+    ``reductions`` maps a production to the set of terminals at which it is reduced.
     """
 
     kernel: Kernel
@@ -87,8 +87,9 @@ class Items:
         return first
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
-        """The nonterminals that can stand leftmost in ``symbol``, itself too, each with the
-        terminals that follow it there and whether what follows ``symbol`` can follow it too."""
+        """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
+        Each has the terminals that can follow it there, and whether terminals that follow
+        ``symbol`` can follow it too."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known
@@ -117,7 +118,8 @@ class Items:
 def build_automaton(items: Items, *, max_states: int, deadline: float) -> list[State]:
     """All states of the merged LR(1) automaton; state 0 is the start.
 
-    Raises GrammarError past ``max_states``, or when ``time.monotonic()`` passes ``deadline``.
+    Raises GrammarError if the automaton needs more than ``max_states`` states, or if
+    ``time.monotonic()`` passes ``deadline``.
     """
     states = [State((items.start[0],), [1 << END])]
     same_items: dict[Kernel, list[int]] = {states[0].kernel: [0]}
@@ -129,7 +131,7 @@ def build_automaton(items: Items, *, max_states: int, deadline: float) -> list[S
         state = states[number]
         moves, state.reductions = _expand(items, state)
         if time.monotonic() > deadline:
-            raise GrammarError(f"too long to make tables: {len(states):,} states so far")
+            raise GrammarError(f"compiling takes too long: {len(states):,} states so far")
         for symbol, lookahead_of in moves.items():
             kernel = tuple(sorted(lookahead_of))
             lookaheads = [lookahead_of[item] for item in kernel]
@@ -153,7 +155,7 @@ def build_automaton(items: Items, *, max_states: int, deadline: float) -> list[S
 
 
 def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict[int, int]]:
-    """Where a state's symbols lead (symbol to kernel items with lookaheads), and its reductions."""
+    """A state's transitions (from symbol to kernel items with lookaheads), and its reductions."""
     terminals = items.num_terminals
     closure: dict[int, int] = {}
     moves: dict[int, dict[int, int]] = {}
@@ -182,7 +184,9 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The state to go to: the one of last time, else one that has it all, else a compatible one."""
+    """The target of a transition: the state ``before`` if it is compatible, else a state that
+    already has all lookaheads, else a compatible state; None if none of the ``others`` is
+    compatible."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None
@@ -196,8 +200,8 @@ def _choose(
 
 
 def _compatible(known: list[int], new: list[int]) -> bool:
-    """Pager's weak compatibility: no two items get a common lookahead by the merge, unless they
-    have one already on one of the two sides."""
+    """Pager's weak compatibility: the merge does not give two items a common lookahead, unless they
+    already have one in one of the two states."""
     for i in range(len(known)):
         for j in range(i):
             if (known[i] & new[j] or known[j] & new[i]) and not (
@@ -208,7 +212,7 @@ def _compatible(known: list[int], new: list[int]) -> bool:
 
 
 def _merge(state: State, lookaheads: list[int]) -> bool:
-    """Adds lookaheads to a state; whether there were new ones."""
+    """Adds lookaheads to a state; returns whether any of them was new."""
     grown = False
     for place, lookahead in enumerate(lookaheads):
         if lookahead & ~state.lookaheads[place]:
@@ -218,7 +222,7 @@ def _merge(state: State, lookaheads: list[int]) -> bool:
 
 
 def _reachable(states: list[State]) -> list[State]:
-    """Without the states that later merges left behind, numbered anew."""
+    """The states that can be reached, renumbered: merges make some states unreachable."""
     numbers = {0: 0}
     order = [0]
     for number in order:

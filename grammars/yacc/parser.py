@@ -21,8 +21,8 @@ class Parser:
         self._viable: dict[Stack, int] = {}
 
     def push(self, stack: Stack, terminal: int) -> Stack | None:
-        """The stack after a terminal, reductions included; None if it cannot follow. After the end
-        of the text, terminal 0, the stack is that of the whole text."""
+        """The stack after a terminal and the reductions before it; None if the terminal cannot
+        follow. After terminal 0, the end of the text, the stack is that of the whole text."""
         grammar = self.grammar
         row = grammar.num_terminals
         while True:

@@ -1,9 +1,9 @@
-"""Whether a text can still become a sentence of a grammar, byte by byte: the reference.
+"""Checks byte by byte whether a text can still become a sentence of a grammar.
 
-Lexer and parser run in lockstep as in AICI. The lexer reads up to its dead state, then steps one
-byte
-back; what matches there is the lexeme. A byte is refused at once if the parser cannot accept any of
-the lexemes that the lexer can still match: after ``int `` the ``1`` of ``123456`` is refused.
+This recognizer is the reference for the guest engine. Lexer and parser run in lockstep as in AICI.
+The lexer reads up to its dead state, then goes back by one byte; the lexeme is the match at that
+place. A byte is refused at once if the parser cannot accept any of the lexemes that the lexer can
+still match: after ``int `` the ``1`` of ``123456`` is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .parser import Parser, Stack
 from .tables import set_bits
 
 NAMED = 12
-"""Number of expected lexemes that a message names."""
+"""Maximum number of expected lexemes in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Where a text is refused: at ``offset`` bytes. ``line`` and ``column`` count from 1, columns
-    in characters.
+    """The place at which a text is refused, after ``offset`` bytes. ``line`` and ``column`` count
+    from 1, columns in characters.
 
     ``found`` is the character that cannot follow, "" at the end of a text that is not complete;
     ``expected`` are the lexemes that could, by name.
@@ -53,14 +53,14 @@ class Place:
 class Recognizer:
     """One text under one grammar.
 
-    ``byte`` adds a byte; ``copy`` is cheap. A refused byte changes nothing.
+    ``byte`` adds a byte; ``copy`` is cheap. A refused byte does not change the recognizer.
     """
 
     def __init__(self, grammar: CompiledGrammar, parser: Parser | None = None) -> None:
         self.grammar = grammar
         self._parser = parser or Parser(grammar)
         self.place = Place(self._parser.start, grammar.lexer_first)
-        """Where its text is; texts at equal places can go on alike."""
+        """The place of the text; texts at equal places have the same continuations."""
 
     def copy(self) -> Recognizer:
         """Another recognizer at the same place."""
@@ -77,7 +77,7 @@ class Recognizer:
         return True
 
     def read(self, text: bytes) -> int:
-        """Adds bytes as far as they can follow, and returns their number."""
+        """Adds bytes up to the first that cannot follow; returns the number of added bytes."""
         for count, byte in enumerate(text):
             if not self.byte(byte):
                 return count
@@ -134,7 +134,7 @@ class Recognizer:
         return place.stack if terminal == SKIP else self._parser.push(place.stack, terminal)
 
     def _after(self, place: Place, byte_class: int) -> Place | None:
-        """The place after a byte of a class; None if it cannot follow."""
+        """The place after a byte of a class; None if the byte cannot follow."""
         grammar = self.grammar
         lexer = grammar.transitions[place.lexer * grammar.num_classes + byte_class]
         if lexer:
@@ -150,7 +150,7 @@ class Recognizer:
 
 
 def check_text(grammar: CompiledGrammar, text: bytes) -> Refusal | None:
-    """Where a whole text is refused; None if it is a sentence of the grammar."""
+    """The place at which a whole text is refused; None if the text is a sentence of the grammar."""
     recognizer = Recognizer(grammar)
     count = recognizer.read(text)
     if count == len(text) and recognizer.complete:

@@ -1,8 +1,9 @@
 """A grammar as it is written: its rules and declarations, each with its place.
 
 The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
-directives are extensions: ``%reserved`` lists words that the lexer recognises and no rule contains,
-so that no name is one of them; ``%lexer declared`` replaces AICI's lexer rules (``LexerRules``).
+directives are extensions: ``%reserved`` lists words that the lexer recognises but rules do not
+contain, so that a name cannot be such a word; ``%lexer declared`` replaces AICI's lexer rules
+(``LexerRules``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .errors import GrammarError, error_at
 from .scan import DIRECTIVES, Token, scan
 
 MAX_CHARACTERS = 1 << 20
-"""Longest accepted grammar, in characters."""
+"""Maximum characters of a grammar."""
 
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
@@ -69,7 +70,7 @@ class LexerRules(Enum):
     """
 
     AICI = "aici"
-    """The default, as in AICI (spec/aici-grammar.md): of two regular expressions the one that is
+    """The default, as in AICI (spec/aici-grammar.md): of two regular expressions, the one that is
     written with more characters is preferred, and the lexer begins as if it had just read a
     newline."""
     DECLARED = "declared"
@@ -233,7 +234,7 @@ class _Reader:
                 return code
             if code not in _ESCAPED:
                 known = r"""\n \t \r \f \v \0 \xHH \\ \/ \" \'"""
-                message = f"the escape \\{code} in a keyword; known are {known}"
+                message = f"unknown escape \\{code} in a keyword; it must be one of {known}"
                 raise error_at(self.text, token.offset + 1 + found.start(), message)
             return _ESCAPED[code]
 

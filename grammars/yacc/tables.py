@@ -13,7 +13,7 @@ REDUCE = 2
 ACCEPT = 3
 
 MAX_ENTRIES = 1 << 23
-"""Limit on the entries of actions and gotos together."""
+"""Maximum entries of ``actions`` and ``gotos`` together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class ParseTables:
 
     ``actions`` [num_states * num_terminals]: 0 is an error, else ``number << 2 | kind`` with kind
     SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states * num_nonterminals]:
-    the state after a nonterminal, 0 for none. There are no default reductions: each is only at the
-    terminals that can follow it.
+    the state after a nonterminal, 0 for none. The tables do not have default reductions: a
+    reduction is only at the terminals that can follow it.
     """
 
     num_terminals: int
@@ -51,11 +51,11 @@ class ConflictChoice:
 
 
 def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, list[ConflictChoice]]:
-    """The tables of an automaton, and the conflicts that no precedence decides.
+    """The tables of an automaton, and the conflicts that precedences do not decide.
 
-    A shift wins over a reduction, and of two reductions the rule that stands earlier. Raises
-    GrammarError for tables of more than MAX_ENTRIES, and when the decisions would let a parser
-    reduce without end.
+    In such a conflict, a shift wins over a reduction, and an earlier rule over a later one. Raises
+    GrammarError if the tables have more than ``MAX_ENTRIES`` entries, or if the parser could reduce
+    without end.
     """
     num_terminals = len(grammar.terminals)
     num_nonterminals = len(grammar.nonterminals)
@@ -109,7 +109,8 @@ def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, lis
 
 
 def _by_precedence(grammar: Grammar, production: int, terminal: int) -> str | None:
-    """The action that the precedences choose: reduce, shift, error, or None if they do not."""
+    """The action that the precedences choose: reduce, shift or error; None if they do not
+    decide."""
     level = grammar.productions[production].precedence
     against = grammar.precedence[terminal]
     if not level or not against:
@@ -130,10 +131,10 @@ def set_bits(bits: int) -> list[int]:
 
 
 def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
-    """No state may reduce empty rules at one terminal forever.
+    """Raises GrammarError if a state reduces empty rules at one terminal forever.
 
-    That takes a grammar that is not LR(1) and whose conflict was decided for the empty rule. Such a
-    run never pops the state in which it started, so each state can be checked alone.
+    This happens only if the grammar is not LR(1) and a conflict was decided for the empty rule.
+    Such a run never pops the state in which it started, so each state is checked alone.
     """
     terminals = tables.num_terminals
     for state in range(tables.num_states):

@@ -122,7 +122,7 @@ def test_a_stop_that_overlaps_itself_ends_the_text_the_first_time() -> None:
 
 def test_a_stop_may_follow_a_part_that_does_not_have_it() -> None:
     line = compile_regex(".*")
-    with pytest.raises(CombinationError, match=r"no text of the part ends with its first '\\n'"):
+    with pytest.raises(CombinationError, match=r"never end with their first '\\n'"):
         stop_at(line, "\n")
     ended = stop_at(sequence([line, compile_choice(["\n"])]), "\n")
     assert ended == compile_regex(".*\n")
@@ -202,13 +202,13 @@ def test_a_combination_that_explodes_names_the_part_that_grew() -> None:
     with pytest.raises(CombinationError) as refused:
         sequence(parts, max_states=2_000)
     assert str(refused.value) == (
-        "the sequence makes more than 2,000 states: part 3 of 3, 22 states by itself, grew most"
+        "the sequence needs more than 2,000 states: part 3 of 3, which alone has 22 states, needs "
+        "the most"
     )
     with pytest.raises(CombinationError) as refused:
         repetition(compile_regex("abc"), 1, 100, max_states=200)
     assert str(refused.value) == (
-        "the repetition, 1 to 100 times, makes more than 200 states: its part, 5 states by itself, "
-        "grew"
+        "the repetition, 1 to 100 times, needs more than 200 states: its part alone has 5 states"
     )
 
 
@@ -216,5 +216,5 @@ def test_the_seconds_are_bounded() -> None:
     parts = [compile_regex("(?s).*a"), compile_regex("(?s).{30}")]
     with pytest.raises(CombinationError, match=r"the sequence takes longer than 0\.05 s: part 2"):
         sequence(parts, max_seconds=0.05)
-    with pytest.raises(CombinationError, match=r"the text to the stop 'end' takes longer than 0 s"):
+    with pytest.raises(CombinationError, match=r"up to the stop 'end' takes longer than 0 s"):
         stop_at(compile_regex(r"\w+"), "end", max_seconds=0)

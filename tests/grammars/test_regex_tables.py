@@ -126,5 +126,5 @@ def test_other_bytes_are_no_binary_form(form: bytes) -> None:
 
 
 def test_a_lexer_needs_a_lexeme() -> None:
-    with pytest.raises(RegexError, match="1 or more"):
+    with pytest.raises(RegexError, match="at least 1 lexeme"):
         compile_lexer([])

@@ -94,8 +94,8 @@ def test_more_states_than_a_guest_can_number_are_refused_by_size() -> None:
     with pytest.raises(SubstringError) as refused:
         compile_substring("a" * (MAX_STATES - 1))
     assert str(refused.value).startswith(
-        "the text of 65,534 bytes makes more than 65,535 states; its first 65,533 bytes do not, "
-        "nor do 32,767 bytes of any text (text 'aaa"
+        "the text of 65,534 bytes needs more than 65,535 states; its first 65,533 bytes fit, "
+        "and so does every text of at most 32,767 bytes (text 'aaa"
     )
 
 

@@ -93,8 +93,8 @@ def test_the_earlier_rule_goes_first_and_is_reported_with_an_example() -> None:
     assert conflict.example == '"(" "x" • "."'
     assert (conflict.kept, conflict.dropped) == ('reduce by `a: "x"`', 'reduce by `b: "x"`')
     assert str(conflict) == (
-        'reduce/reduce conflict at "." after `"(" "x" • "."`: reduce by `a: "x"`; '
-        'not: reduce by `b: "x"`'
+        'reduce/reduce conflict at "." after `"(" "x" • "."`: the parser chooses to reduce by '
+        '`a: "x"`, not to reduce by `b: "x"`'
     )
 
 
