@@ -113,7 +113,7 @@ def _abi(binary: Binary) -> Abi:
         if other is not None:
             raise _refusal(
                 f"the module is for version {other[1]} of the native ABI (it exports {name}); this "
-                f"worker speaks version {VERSION}: compile it with this worker's SDK"
+                f"worker supports version {VERSION}: compile it with this worker's SDK"
             )
     raise _refusal(
         f"the module is not a controller: it exports neither {START} (native, docs/controllers.md) "
@@ -129,7 +129,7 @@ def _check_counts(binary: Binary) -> None:
         ("imports", len(binary.imports), MAX_IMPORTS),
     ):
         if count > most:
-            raise _refusal(f"the module has {count} {what}; a controller may have {most}")
+            raise _refusal(f"the module has {count} {what}; at most {most} are allowed")
 
 
 def _check_memory(binary: Binary, limits: Limits) -> None:
@@ -138,21 +138,21 @@ def _check_memory(binary: Binary, limits: Limits) -> None:
         raise _refusal(f"the module has {len(memories)} memories; one is allowed")
     if not memories or binary.exported(MEMORY).get("memory") != 0:
         raise _refusal(
-            "the module exports no memory under the name 'memory'; "
+            "the module does not export a memory with the name 'memory'; "
             f"{_exported(binary.exported(MEMORY))}"
         )
     if any(wanted.kind == MEMORY for wanted in binary.imports):
         raise _refusal("the module imports its memory; it must have one of its own")
     [memory] = memories
     if memory.shared:
-        raise _refusal("the module's memory is shared; there are no threads, compile without them")
+        raise _refusal("the module's memory is shared; compile the module without threads")
     if memory.is_64:
         raise _refusal("the module has a 64-bit memory; compile it for wasm32")
     size = memory.minimum * memory.page_bytes
     if size > limits.memory_bytes:
         raise _refusal(
-            f"the module's memory begins with {size} bytes; a controller may have "
-            f"{limits.memory_bytes}"
+            f"the module's memory begins with {size} bytes; at most {limits.memory_bytes} are "
+            "allowed"
         )
 
 
@@ -160,8 +160,8 @@ def _check_tables(binary: Binary, limits: Limits) -> None:
     for table in binary.tables:
         if table.minimum > limits.table_elements:
             raise _refusal(
-                f"the module has a table of {table.minimum} elements; a controller may have "
-                f"{limits.table_elements}"
+                f"the module has a table of {table.minimum} elements; at most "
+                f"{limits.table_elements} are allowed"
             )
 
 
@@ -170,29 +170,31 @@ def _check_exports(binary: Binary, abi: Abi) -> None:
     missing = [name for name in EXPORTS[abi] if name not in functions]
     if missing:
         raise _refusal(
-            f"the module exports {START if abi == 'native' else 'functions of AICI'}, so it would "
-            f"have to export {', '.join(missing)} too"
+            f"the module exports {START if abi == 'native' else 'functions of AICI'}, so it must "
+            f"export {', '.join(missing)} too"
         )
     for name, kind in {**EXPORTS[abi], **OPTIONAL}.items():
         if name in functions and (has := binary.function_type(functions[name])) != kind:
-            raise _refusal(f"the export {name} is {has}; it would have to be {kind}")
+            raise _refusal(f"the export {name} is {has}; it must be {kind}")
 
 
 def _check_import(binary: Binary, wanted: Import, abi: Abi) -> None:
     name = f"{_shown(wanted.module)}.{_shown(wanted.name)}"
     if wanted.kind != FUNC:
-        raise _refusal(f"the import {name} is a {KINDS[wanted.kind]}; only functions can be had")
+        raise _refusal(
+            f"the import {name} is a {KINDS[wanted.kind]}; only functions can be imported"
+        )
     known = IMPORTS[abi].get((wanted.module, wanted.name))
     if known is None:
         modules = sorted({module for module, _ in IMPORTS[abi]})
         near = [n for m, n in IMPORTS[abi] if m == wanted.module]
         there = f"{wanted.module} has {', '.join(near)}" if 0 < len(near) < 20 else ""
         raise _refusal(
-            f"the import {name} is unknown; {there or 'there are ' + ' and '.join(modules)}"
+            f"the import {name} is unknown; {there or 'known modules are ' + ', '.join(modules)}"
         )
     has = binary.type_of(wanted.type)
     if has != known:
-        raise _refusal(f"the import {name} is {has}; it would have to be {known}")
+        raise _refusal(f"the import {name} is {has}; it must be {known}")
 
 
 def _refusal(message: str) -> RequestError:

@@ -1,6 +1,6 @@
 """Guests of the AICI ABI: compiled AICI modules, unmodified.
 
-The guest takes the argument of a call as a blob and hands its result back, both as JSON, through
+The guest reads the argument of a call as a blob and returns its result, both as JSON, through
 functions of module ``env``. Source: ``aici-binary.md``.
 """
 
@@ -34,16 +34,17 @@ from .wasi import MAX_PIECES, OK, WASI, start_function
 from .wasi import MODULE as WASI_MODULE
 
 RESULT_BYTES = 1024 * 1024
-"""The longest result of a call."""
+"""Maximum bytes of the result of a call."""
 LAST_WORDS_BYTES = 1000
 """Bytes at the end of a guest's log that become its error message when it stops itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
 """The names for which ``aici_host_get_config`` returns 1."""
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
-"""The numbers of the blobs. There is one of each kind, so that their memory is bounded."""
+"""The numbers of the blobs. A guest has one blob of each kind, so that their memory is bounded."""
 _MADE = (_PROCESS_ARG, _TOKENIZED, _STORAGE, _TOKENS)
-"""The kinds that are made for one guest; the others are shared by all of a request or a model."""
+"""The kinds that belong to one guest; the others are shared by all guests of a request or a
+model."""
 _KINDS = {
     _PROCESS_ARG: "the argument of a call (aici_host_process_arg)",
     _TRIE: "the token trie (aici_host_token_trie)",
@@ -189,7 +190,7 @@ class AiciController:
         self._guest.close()
 
     def _count(self) -> None:
-        """Counts the memory of the guest, and the blobs that it made the host keep."""
+        """Counts the memory of the guest, and the blobs that the host stores for it."""
         blobs = self._state.blobs
         self._guest.host_bytes = sum([len(blobs[kind] or b"") for kind in _MADE])
         self._guest.count()
@@ -220,7 +221,7 @@ def _read_blob(state: AiciState, blob: int, into: int, size: int) -> int:
     data = blobs[blob] if blob < len(blobs) else None
     if data is None:
         kind = _KINDS.get(blob)
-        why = f"{kind}, before there was one" if kind else "which does not exist"
+        why = f"{kind}, before it existed" if kind else "which does not exist"
         raise ControllerError(Code.CONTROLLER_FAILED, f"it read blob {blob}, {why}")
     state.guest.charge(min(size, len(data)))
     state.guest.write_part(into, data, size)
@@ -255,11 +256,11 @@ def _tokens(state: AiciState) -> int:
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, max_bytes(limit))
-    # The JSON was decoded, and the value is read as hexadecimal.
+    # The work includes decoding the JSON, and its value from hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     answer = run_command(command, state.host.variables, limit)
-    # A short command reads a long value.
+    # A short command may read a long value.
     state.guest.charge(4 * len(answer))
     state.blobs[_STORAGE] = answer
     return _STORAGE
@@ -277,8 +278,8 @@ def _return_logit_bias(state: AiciState, address: int) -> None:
     if mask is None:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            "aici_host_return_logit_bias was called outside of aici_mid_process, where no token is "
-            "about to be sampled",
+            "aici_host_return_logit_bias was called outside of aici_mid_process; only "
+            "aici_mid_process can restrict the next token",
         )
     guest.check(address, ctypes.sizeof(mask_type))
     mask[:] = memoryview(mask_type.from_address(guest.base + address)).cast("B")
@@ -305,12 +306,12 @@ def _stop(state: AiciState) -> None:
     words = state.last_words.decode("utf-8", "replace").strip()
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        words or "it stopped itself, by aici_host_stop, and had logged nothing in this call",
+        words or "it stopped itself with aici_host_stop, and logged nothing in this call",
     )
 
 
 def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: int) -> int | None:
-    """As in WASI; the last bytes are kept for ``_stop``."""
+    """As in WASI; also stores the last bytes for ``_stop``."""
     said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
     if said == OK:
         guest = state.guest

@@ -1,7 +1,7 @@
 """The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
 
-Source: ``aici-binary.md``, "JSON of the calls". Any other result raises ControllerError, with the
-first bytes of the result.
+Source: ``aici-binary.md``, "JSON of the calls". A result of another form raises ControllerError,
+with the first bytes of the result.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SHOWN_BYTES = 200
 """Maximum bytes of a guest's result in an error message."""
 
 MAX_VALUES = 70_000
-"""Values in the result of a call, because no other thread of the worker runs while it is decoded.
-The number covers the maximum of appended tokens."""
+"""Maximum values in the result of a call. Other threads of the worker do not run while a result is
+decoded. The bound is larger than the maximum of appended tokens."""
 MAX_LISTS = 1024
-"""Lists and objects in the result: more than the maximum of sequences of a request."""
+"""Maximum lists and objects in the result: more than the maximum of sequences of a request."""
 _SMALL_BYTES = MAX_LISTS
 """JSON of at most this size cannot exceed the two limits above."""
 
@@ -106,8 +106,8 @@ def pre_process_answer(result: bytes) -> Answer:
         _pre,
         result,
         "pre_process returned",
-        '{"attention_masks":[[]],"suspend":false,"ff_tokens":[]}: as many masks as sequences are '
-        "wanted, each empty or of ones; ids are 0 or more",
+        '{"attention_masks":[[]],"suspend":false,"ff_tokens":[]}: one mask for each sequence '
+        "after the call, each empty or of ones; ids are 0 or more",
     )
     masks = said.attention_masks
     for mask in masks:
@@ -116,7 +116,7 @@ def pre_process_answer(result: bytes) -> Answer:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"pre_process returned an attention mask with the weight {weight:g}; this engine "
-                "attends to all tokens alike, so an attention mask is empty, or all of it is 1",
+                "attends to all tokens alike, so each weight of an attention mask must be 1",
             )
     if not masks:
         return STOP
@@ -136,8 +136,8 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
     if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"mid_process returned {shown(result)}, which is not one thing; right would be "
-            f"{_MID_IS}",
+            f"mid_process returned {shown(result)}, which is not exactly one action; right would "
+            f"be {_MID_IS}",
         )
     splice = said.splice
     if isinstance(splice, _Splice):

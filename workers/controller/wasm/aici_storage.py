@@ -16,7 +16,7 @@ from ..host import Stored, Variables, Written
 from .aici_calls import decode, shown
 
 NAME_BYTES = 256
-"""The longest name of a variable, as UTF-8."""
+"""Maximum bytes of a variable's name in UTF-8."""
 
 
 class _Read(Struct):
@@ -61,8 +61,8 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"it gave the storage command {shown(data)}, which is not one command; right would be "
-        f"{_COMMAND_IS}",
+        f"it gave the storage command {shown(data)}, which is not exactly one command; right "
+        f"would be {_COMMAND_IS}",
     )
 
 

@@ -33,12 +33,12 @@ from .whole_files import clear_left, write_first, write_whole
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 * 1024**2
-"""Bytes of compiled forms in memory; the least recently used form is removed first."""
+"""Maximum bytes of compiled forms in memory; the least recently used form is removed first."""
 AT_ONCE = 2
-"""Modules that are compiled at the same time; further uploads are refused and have to be sent
-again."""
+"""Maximum modules that are compiled at the same time. Further uploads are refused, and the client
+has to send them again."""
 TURN_S = 60.0
-"""How long a stream waits until its module can be compiled, in seconds."""
+"""Maximum time that a stream waits until its module can be compiled, in seconds."""
 
 _MAC_BYTES = 32
 _KEY_BYTES = 32
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
     abi: Literal["native", "aici"]
     module: wasmtime.Module
-    """With all of its state exported."""
+    """The compiled module, with all of its state exported."""
     why_no_fork: str | None = None
     """The state of a module that a fork could not copy; None: it may fork."""
 
@@ -80,8 +80,8 @@ class CompiledModules:
         self._compiling = threading.Semaphore(AT_ONCE)
 
     def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
-        """Examines and compiles a module unless that is done; returns the module, and the size of
-        its compiled form, in bytes.
+        """Examines and compiles a module unless its compiled form is stored; returns the module,
+        and the size of its compiled form, in bytes.
 
         Raises RequestError if it is not a valid controller, UnavailableError if too many modules
         are being compiled.
@@ -94,7 +94,7 @@ class CompiledModules:
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
         """A module by its id; ``wasm`` returns its bytes, if it must be compiled again.
 
-        If too many modules are being compiled, it waits for one of them.
+        If too many modules are being compiled, the call waits for one of them.
         """
         with self._lock:
             kept = self._kept.get(module)
@@ -120,7 +120,7 @@ class CompiledModules:
 
     @contextmanager
     def _turn(self, module: str) -> Iterator[None]:
-        """Admits one thread at a time for each module, so that no module is compiled twice."""
+        """Admits one thread at a time for each module, so that a module is not compiled twice."""
         with self._lock:
             turn = self._turns.get(module)
             if turn is None:
@@ -149,7 +149,7 @@ class CompiledModules:
         if not self._free_to_compile(wait_s):
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{AT_ONCE} modules are being compiled, and no more at once; try again",
+                f"{AT_ONCE} modules are being compiled, which is the maximum; try again",
                 retry_after_s=1.0,
             )
         try:
@@ -164,7 +164,7 @@ class CompiledModules:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(self._file(module), self._mac(module, content) + content, synced=False)
         except OSError as error:
-            log.warning("the compiled form of %s is not kept on disk: %s", module, error)
+            log.warning("the compiled form of %s is not stored on disk: %s", module, error)
         return loaded, len(code)
 
     def _free_to_compile(self, wait_s: float) -> bool:
@@ -186,7 +186,7 @@ class CompiledModules:
             return None
         head, _, code = content.partition(b"\n")
         abi, why_no_fork = msgspec.json.decode(head, type=Head)
-        with suppress(wasmtime.WasmtimeError):  # Compiled for another target.
+        with suppress(wasmtime.WasmtimeError):  # The code is for another target.
             compiled = wasmtime.Module.deserialize(self._engine, code)
             return Loaded(abi, compiled, why_no_fork), len(code)
         return None

@@ -11,7 +11,7 @@ FUNCTION_EXPORT = f"{OWN_EXPORT}function:"
 
 def with_exported_state(wasm: bytes) -> bytes:
     """The module with its mutable globals exported. If its code changes tables that can be read
-    back, the tables and all functions that may be in one are exported too.
+    back, the tables and all functions that may be in them are exported too.
 
     Raises WasmError if the module cannot be read, or uses a name of ``OWN_EXPORT`` itself.
     """

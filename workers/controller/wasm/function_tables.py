@@ -35,7 +35,7 @@ def copy_tables(source: Guest, target: Guest) -> None:
     if sum(sizes) > MAX_TABLE_ELEMENTS:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"it forks with {sum(sizes)} elements in its tables, which it changes; at most "
+            f"it forks with {sum(sizes)} elements in tables that its code changes; at most "
             f"{MAX_TABLE_ELEMENTS} can be copied",
         )
     functions: dict[int, ffi.wasmtime_val_t] = {}
@@ -58,7 +58,7 @@ def _value(
     at: int,
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
-    """The element of the target that stands for an element of the source."""
+    """The element of the target that corresponds to an element of the source."""
     value = ffi.wasmtime_val_t()
     _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
     if not value.of.funcref.store_id:
@@ -77,7 +77,7 @@ def _value(
 
 
 def _grow(target: Guest, table: Any, size: int) -> None:
-    """Makes a table so large, with elements that are null."""
+    """Grows a table to ``size`` elements; the new elements are null."""
     missing = size - _size(target.context, ctypes.byref(table))
     if missing <= 0:
         return
@@ -88,7 +88,9 @@ def _grow(target: Guest, table: Any, size: int) -> None:
         target.context, ctypes.byref(table), missing, ctypes.byref(null), ctypes.byref(before)
     )
     if error:
-        raise ControllerError(Code.CONTROLLER_FAILED, f"a table of {size} elements is refused")
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"a table of {size} elements cannot be allocated"
+        )
 
 
 def _set(target: Guest, table: Any, at: int, value: ffi.wasmtime_val_t) -> None:

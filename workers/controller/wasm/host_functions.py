@@ -34,7 +34,7 @@ _OnImport = ctypes.CFUNCTYPE(
 
 
 class _Running(threading.local):
-    """Which guest runs on this thread."""
+    """The guest that runs on this thread."""
 
     guest: Guest
 
@@ -42,7 +42,8 @@ class _Running(threading.local):
 running = _Running()
 
 CHECKED_WORK = 32
-"""Units of host work after which the CPU time of a call is checked: calls, or ``WORK_BYTES``."""
+"""Units of host work after which the CPU time of a call is checked. A unit is a call of a host
+function, or ``WORK_BYTES`` copied bytes."""
 WORK_BYTES = 256
 """Number of bytes that a host function copies in about the time of entering it."""
 BULK_BYTES = CHECKED_WORK * WORK_BYTES
@@ -93,12 +94,12 @@ def make_linker(
 def linkers(
     functions: Mapping[tuple[str, str], HostFunction],
 ) -> Callable[[wasmtime.Engine], wasmtime.Linker]:
-    """The linkers of these host functions, of which each engine has one."""
+    """A function that returns an engine's linker with these host functions; each engine has one."""
     return cache(partial(make_linker, functions=functions))
 
 
 def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
-    """The functions that Wasmtime calls: they convert arguments to Python, and exceptions to
+    """The function that Wasmtime calls: it converts arguments to Python, and exceptions to
     traps."""
     call, params = function.call, function.params
     wide = "I" in params or "I" in function.results
@@ -136,5 +137,6 @@ def _entered(function: HostFunction) -> Callable[[Any, Any, Any, int], int]:
 def _too_early() -> ControllerError:
     return ControllerError(
         Code.CONTROLLER_FAILED,
-        "the module's start section calls the host before there is an instance; `_initialize` may",
+        "the module's start section calls the host before the instance exists; call the host in "
+        "`_initialize`",
     )

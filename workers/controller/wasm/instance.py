@@ -1,8 +1,8 @@
 """One guest: an instance in a store of its own, called, read, written and cloned at low cost.
 
-Crossing from Python causes the cost. A call through ``wasmtime_func_call_unchecked`` takes 1.3 us
-instead of the 13 us of ``Func.__call__``, as types are not looked up again. Memory is read at its
-address, and a host function is entered in 3 us.
+Most of the cost comes from crossing from Python to Wasmtime. A call through
+``wasmtime_func_call_unchecked`` takes 1.3 us instead of the 13 us of ``Func.__call__``, as types
+are not looked up again. Memory is read at its address, and a host function is entered in 3 us.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""``_dll`` for short calls, which cost less than releasing the interpreter lock does."""
+"""The same library as ``_dll``, for calls that are shorter than releasing the interpreter lock."""
 
 # Functions have no argtypes: all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
@@ -49,7 +49,7 @@ _set_epoch_callback.restype = None
 _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
-"""Since Linux 5.14; on older kernels it has no effect."""
+"""Linux has this advice since 5.14; on older kernels, the call has no effect."""
 
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
@@ -68,8 +68,8 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     """Called when an epoch tick occurs while a guest runs: the guest continues while it has CPU
     time left.
 
-    The time counts from the guest's first tick, so that a call that ends before a tick costs
-    nothing.
+    The time counts from the guest's first tick, so that a call that ends before a tick does not
+    read the clock.
     """
     guest = running.guest
     now = time.thread_time()
@@ -92,8 +92,8 @@ class Spares:
     modules.
 
     Most of the cost of a fork is the allocation of its memory by the system, page by page. A spare
-    instance has its pages. Its memory is completely overwritten, so that a sequence never sees
-    memory of another one.
+    instance has its pages. Its memory is completely overwritten, so that a sequence never reads the
+    memory of another sequence.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -104,7 +104,8 @@ class Spares:
         """The most recently added instance comes last."""
 
     def keep(self, guest: Guest) -> None:
-        """Adds a guest whose sequence has finished; the oldest ones make room for it."""
+        """Adds a guest whose sequence has finished; frees the oldest guests if all together exceed
+        the limit."""
         evicted = []
         with self._lock:
             self._kept.append(guest)
@@ -116,7 +117,8 @@ class Spares:
             old.free()
 
     def take(self, template: Template, size: int) -> Guest | None:
-        """A guest of a template with a memory of ``size`` bytes; None if no such guest is kept."""
+        """A guest of a template with a memory of ``size`` bytes; None if such a guest is not
+        stored."""
         with self._lock:
             for at in range(len(self._kept) - 1, -1, -1):
                 guest = self._kept[at]
@@ -152,9 +154,10 @@ class Template:
             export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
         }
         self.tables = [e.name for e in module.exports if e.name.startswith(TABLE_EXPORT)]
-        """The tables that a copy gets; empty if the module's code changes none."""
+        """The tables that are copied to a fork; empty if the module's code does not change
+        tables."""
         self.functions = sorted(self.exports) if self.tables else []
-        """The functions that may be in such a table."""
+        """The functions that may be in these tables."""
 
 
 class Guest:
@@ -166,8 +169,8 @@ class Guest:
     def __init__(
         self, template: Template, host: Any, limits: Limits, memory: TenantMemory | None = None
     ) -> None:
-        """Creates the instance, which runs the module's start function if it has one. It counts
-        towards ``memory``, if given."""
+        """Creates the instance, which runs the module's start function if it has one. The instance
+        counts towards ``memory``, if given."""
         self.template = template
         self.host = host
         self.limits: Limits
@@ -177,9 +180,11 @@ class Guest:
         self._ticked_at: float | None = None
         self._timed_out = False
         self.host_work = 0
-        """Work of host functions since its CPU time was last checked, in units."""
+        """Work of host functions since the guest's CPU time was last checked, in units
+        (``CHECKED_WORK``)."""
         self.host_bytes = 0
-        """Bytes that its host functions keep for it. They set it before ``count``."""
+        """Bytes that the host stores for the guest. The controller sets this number before
+        ``count``."""
         self.fault: BaseException | None = None
         self._function_names: dict[int, str] | None = None
         self._is_copy = self._dead = self._closed = False
@@ -197,7 +202,7 @@ class Guest:
         self._run("start", lambda: self._instantiate())
         exported = self._export("memory")
         if exported is None or exported.kind != ffi.WASMTIME_EXTERN_MEMORY.value:
-            raise ControllerError(Code.CONTROLLER_FAILED, "the module exports no memory")
+            raise ControllerError(Code.CONTROLLER_FAILED, "the module does not export a memory")
         self._memory = ffi.wasmtime_memory_t.from_buffer_copy(exported.of.memory)
         self._memory_at = ctypes.byref(self._memory)
         base = ffi.wasmtime_memory_data(self._context, self._memory_at)
@@ -216,7 +221,7 @@ class Guest:
             self._account.give_back(self._counted)
             self._account, self._counted = None, 0
         if self._is_copy and not self._dead and not self.template.tables:
-            # All of its memory, including grown parts, will be overwritten for the next sequence.
+            # The next sequence overwrites all of the memory, including grown parts.
             self.measure()
             SPARES.keep(self)
         else:
@@ -233,7 +238,7 @@ class Guest:
         """An exported function, for ``call``; raises ControllerError if it does not exist."""
         export = self._export(name)
         if export is None or export.kind != ffi.WASMTIME_EXTERN_FUNC.value:
-            raise ControllerError(Code.CONTROLLER_FAILED, f"the module exports no {name}")
+            raise ControllerError(Code.CONTROLLER_FAILED, f"the module does not export {name}")
         return ctypes.byref(ffi.wasmtime_func_t.from_buffer_copy(export.of.func))
 
     @property
@@ -242,14 +247,16 @@ class Guest:
         return self._context
 
     def table(self, name: str) -> Any:
-        """An exported table; raises ControllerError if the module exports none of this name."""
+        """An exported table; raises ControllerError if the module does not export a table of this
+        name."""
         export = self._export(name)
         if export is None or export.kind != ffi.WASMTIME_EXTERN_TABLE.value:
-            raise ControllerError(Code.INTERNAL, f"the module exports no table {name}")
+            raise ControllerError(Code.INTERNAL, f"the module does not export a table {name}")
         return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
 
     def function_names(self) -> dict[int, str]:
-        """Its exported functions by the address of a reference, if its tables are copied."""
+        """The guest's exported functions by the address of a reference, if its tables are
+        copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -302,14 +309,14 @@ class Guest:
     # --- memory ---------------------------------------------------------------------------------
 
     def measure(self) -> int:
-        """The present size of its memory in bytes. ``size`` is the last measured one, since which
-        it may have grown."""
+        """The present size of the guest's memory in bytes. ``size`` is the last measured size; the
+        memory may have grown since."""
         self.size = _data_size(self._context, self._memory_at)
         return self.size
 
     def count(self) -> None:
-        """Counts its memory and ``host_bytes`` towards its tenant's share; raises ControllerError
-        above that share. Called once in each round, as they may have grown."""
+        """Counts the guest's memory and ``host_bytes`` towards its tenant's share; raises
+        ControllerError above that share. Called once in each round, because both may have grown."""
         if self._account is None:
             return
         size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES + self.host_bytes
@@ -320,7 +327,7 @@ class Guest:
         self._counted = size
 
     def check(self, address: int, size: int) -> None:
-        """Raises ControllerError if ``[address, address + size)`` is not in its memory."""
+        """Raises ControllerError if ``[address, address + size)`` is not in the guest's memory."""
         if address + size > self.size and address + size > self.measure():
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -328,12 +335,12 @@ class Guest:
             )
 
     def read(self, address: int, size: int) -> bytes:
-        """Reads bytes of its memory."""
+        """Reads bytes of the guest's memory."""
         self.check(address, size)
         return ctypes.string_at(self.base + address, size)
 
     def write(self, address: int, data: bytes) -> None:
-        """Writes into its memory."""
+        """Writes into the guest's memory."""
         self.check(address, len(data))
         ctypes.memmove(self.base + address, data, len(data))
 
@@ -353,8 +360,8 @@ class Guest:
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
     def restore(self, memory: memoryview) -> None:
-        """Sets its memory to the state of another guest of its module. Only between calls, and only
-        for modules whose globals do not change between calls."""
+        """Sets the guest's memory to the memory of another guest of the same module. Only between
+        calls, and only for modules whose globals do not change between calls."""
         self._grow_to(len(memory))
         whole = (ctypes.c_char * len(memory)).from_address(self.base)
         memoryview(whole).cast("B")[:] = memory
@@ -365,8 +372,8 @@ class Guest:
         if size > limits.memory_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it forks with a memory of {size} bytes; with so many sequences in the request, "
-                f"each may have at most {limits.memory_bytes}",
+                f"it forks with a memory of {size} bytes; with this number of sequences in the "
+                f"request, each may have at most {limits.memory_bytes}",
             )
         other = SPARES.take(self.template, size)
         if other is not None:
@@ -443,11 +450,11 @@ class Guest:
             )
             if error:
                 raise ControllerError(
-                    Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated for it"
+                    Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated"
                 )
             self.measure()
-        # All pages are populated at once: one by one, at the first write, takes three times as
-        # long.
+        # All pages are populated at once: populating them one by one, at their first writes, takes
+        # three times as long.
         _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def _instantiate(self) -> int | None:

@@ -1,8 +1,8 @@
-"""Examining and compiling a module in a process of its own, with bounded time and memory.
+"""Examines and compiles a module in a process of its own, with bounded time and memory.
 
 A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
-the worker does not compile uploads in its own process. It does not parse them there either, as that
-takes a second for some modules of 4 MB.
+the worker does not compile uploads in its own process. It does not parse them there either, because
+parsing takes a second for some modules of 4 MB.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S`` reads a module from
 stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
@@ -29,11 +29,12 @@ from .sandbox import make_engine
 from .wasm_reader import WasmError
 
 CPU_S = 30
-"""CPU time of compiling, in seconds, of all threads together. 16 MB of usual code take 7 s."""
+"""Maximum CPU time of compiling, in seconds, for all threads together. 16 MB of usual code take 7
+s."""
 WALL_S = 100.0
-"""Time of compiling by the clock, in seconds, so that an overloaded machine is noticed."""
+"""Maximum wall-clock time of compiling, in seconds; only an overloaded machine exceeds it."""
 MEMORY_BYTES = 2 * 1024**3
-"""The memory that the process may allocate."""
+"""Maximum bytes of memory that the process may allocate."""
 COMPILED_BYTES = 256 * 1024**2
 """Maximum size of the compiled form; usual code is about as large as its module."""
 
@@ -43,7 +44,7 @@ _NO_MEMORY = 4
 _REFUSED = 5
 """Exit code: ``examine`` refuses the module."""
 _SAID_CHARACTERS = 2000
-"""Characters of an error, which may quote names of the module."""
+"""Maximum characters of an error, which may quote names of the module."""
 
 
 class Compiled(NamedTuple):
@@ -55,7 +56,8 @@ class Compiled(NamedTuple):
 
 
 def compile_module(wasm: bytes, limits: Limits) -> Compiled:
-    """A module, examined and compiled for an engine that ``make_engine`` made of the same limits.
+    """A module that was examined, and compiled for an engine that ``make_engine`` made from the
+    same limits.
 
     Raises RequestError if ``examine`` does, if the module is not valid, or if it exceeds the bounds
     above.
@@ -82,7 +84,10 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
         raise WasmError(f"compiling the module takes more than {CPU_S} s of CPU time")
     if done.returncode in (-signal.SIGABRT, _NO_MEMORY):
         raise WasmError(f"compiling the module takes more than {MEMORY_BYTES >> 20} MiB of memory")
-    raise ServiceError(Code.INTERNAL, f"the compiler failed ({done.returncode}): {said[-300:]}")
+    raise ServiceError(
+        Code.INTERNAL,
+        f"the module compiler failed with exit code {done.returncode}: {said[-300:]}",
+    )
 
 
 def _main() -> int:

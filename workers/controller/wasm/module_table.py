@@ -19,9 +19,9 @@ from ....protocol.messages import StoredModule, Tagged
 from ....protocol.pace import RETRY_AFTER_S
 
 MAX_MODULES = 1_000
-"""Modules of a tenant."""
+"""Maximum modules of a tenant."""
 MAX_BYTES = 1024**3
-"""Bytes of a tenant's modules, including the compiled forms."""
+"""Maximum bytes of a tenant's modules, including their compiled forms."""
 MAX_TAGS = 10_000
 SHOWN = 20
 SHOWN_CHARACTERS = 400
@@ -70,9 +70,9 @@ class Table(Struct, omit_defaults=True):
     modules: dict[str, Entry] = {}
     tags: dict[str, str] = {}
     tagged: dict[str, Tagged] = {}
-    """How each tag was assigned."""
+    """By tag: when and by whom it was assigned."""
     version: int = 0
-    """The version at the state worker; 0: the state worker has no table."""
+    """The version at the state worker; 0: the state worker does not have the table."""
 
     def named(self, name: str, path: str) -> str:
         """The id of the module with a tag, an id, or the first 8 or more characters of an id.
@@ -99,7 +99,7 @@ class Table(Struct, omit_defaults=True):
         entry = self.modules[module]
         if tags is None:
             tags = [tag for tag, named in self.tags.items() if named == module]
-        # A tag from an earlier version, which did not record this, was assigned after the upload.
+        # Earlier versions did not record when a tag was assigned.
         earlier = Tagged(at=entry.uploaded, by=self.tenant)
         return StoredModule(
             module=module,
@@ -142,7 +142,7 @@ def decode_table(content: bytes) -> Table:
 
 
 def _why_unknown(table: Table, name: str, path: str) -> str:
-    """The error for an unknown name; it lists the existing names, similar ones first."""
+    """The error for an unknown name; it lists the existing names, beginning with similar names."""
     runs = path == "$.controller"
     parts = [f"unknown {'controller' if runs else 'module'} {name!r}"]
     if runs and _PYTHON.fullmatch(name):
@@ -159,7 +159,7 @@ def _why_unknown(table: Table, name: str, path: str) -> str:
 
 
 def _some(tags: Iterable[str], name: str) -> str:
-    """As many tags as fit into a message, those similar to ``name`` first."""
+    """The tags that fit into a message, beginning with tags that are similar to ``name``."""
     every = sorted(tags)
     short = (tag for tag in every if len(tag) <= COMPARED_CHARACTERS)
     near = difflib.get_close_matches(name[:COMPARED_CHARACTERS], islice(short, COMPARED))
@@ -191,13 +191,14 @@ def check_tags(table: Table) -> None:
     if len(table.tags) > MAX_TAGS:
         raise RequestError(
             Code.TOO_LARGE,
-            f"{len(table.tags)} tags; at most {MAX_TAGS} are allowed",
+            f"there would be {len(table.tags)} tags; at most {MAX_TAGS} are allowed",
             path="$.tags",
         )
 
 
 def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) -> None:
-    """Refuses a module for which the tenant has no room; ``more``: the module's bytes."""
+    """Raises RequestError or UnavailableError if the tenant does not have room for a module.
+    ``more``: the module's bytes."""
     if module in table.modules:
         return
     if len(table.modules) >= MAX_MODULES:
@@ -209,14 +210,14 @@ def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) 
     if upload_bytes is not None and used + more > upload_bytes:
         raise UnavailableError(
             Code.CLIENT_LIMIT,
-            f"the quota upload_bytes of this key is used up: the stored modules have {used} bytes "
-            f"with their compiled forms, this one {more}, and it is {upload_bytes}; try again when "
-            "some are deleted",
+            f"the quota upload_bytes of this key is {upload_bytes} bytes: the stored modules with "
+            f"their compiled forms have {used} bytes, and this module has {more}; delete modules, "
+            "and try again",
             retry_after_s=RETRY_AFTER_S,
         )
     if used + more > MAX_BYTES:
         raise RequestError(
             Code.TOO_LARGE,
-            f"the stored modules have {used} bytes with their compiled forms, this one {more}; "
-            f"at most {MAX_BYTES} are allowed; delete some first",
+            f"the stored modules with their compiled forms have {used} bytes, and this module has "
+            f"{more}; at most {MAX_BYTES} are allowed; delete modules first",
         )

@@ -31,7 +31,7 @@ TOKENIZED_WORK = 64
 """Approximate number of bytes that are copied in the time in which one byte of text is
 tokenized."""
 NAME_BYTES = 256
-"""The longest name of a variable."""
+"""Maximum bytes of a variable's name."""
 
 _VERSION, _INBOX, _INBOX_SIZE, _COUNT, _BACKTRACK, _SEQ, _ARG, _VOCABULARY = range(8)
 _N, _LIST, _DROP, _MASK, _EOS, _MAX_TOKENS, _BIAS, _PAIRS = range(8, 16)
@@ -81,12 +81,12 @@ class NativeState:
         """``parent``: the state of the sequence that is forked."""
         self.host = host
         self.query = parent.query if parent is not None else None
-        """The query of init_prompt, which holds for every token."""
+        """The query of init_prompt, which applies to every token."""
         self.next_query = parent.next_query if parent is not None else None
         self.override = parent.override if parent is not None else None
-        """Both for the next token only."""
+        """``next_query`` and ``override`` apply to the next token only."""
         self.asks = parent is not None and parent.asks
-        """Whether any of the three is set."""
+        """Whether ``query``, ``next_query`` or ``override`` is set."""
 
     def take_options(self) -> tuple[Query | None, Override | None]:
         """The query and the override of the token that is sampled next."""
@@ -145,7 +145,7 @@ class NativeController:
             return Answer(Action.FORK, count=block[_N])
         if action == 4:
             return Answer(Action.SPLICE, tokens=self._tokens())
-        known = "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"
+        known = "0 (stop), 1 (continue), 2 (suspend), 3 (fork), 4 (append)"
         raise _unknown("pre_process", action, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
@@ -185,7 +185,7 @@ class NativeController:
             return CONTINUE
         if action == 0:
             return STOP
-        raise _unknown("post_process", action, "0 (stop), 1 (go on)")
+        raise _unknown("post_process", action, "0 (stop), 1 (continue)")
 
     def fork(self, host: Host) -> Controller:
         """A controller with a copy of the instance."""
@@ -213,7 +213,7 @@ class NativeController:
 
     def _put(self, numbers: Sequence[int], limit_s: float, more: bytes = b"") -> None:
         """Writes an argument into the inbox. If necessary, the guest enlarges the inbox first,
-        within the time limit of the call for which the argument is."""
+        within the time limit of the call that gets the argument."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
@@ -299,8 +299,8 @@ def _special_token(state: NativeState, number: int) -> int:
 
 
 def special_token(host: Host, number: int) -> int:
-    """The id of the special token with this number of ``SpecialToken``; -1 if the model has none,
-    or if the number is that of a later version."""
+    """The id of the special token with this number of ``SpecialToken``; -1 if the model does not
+    have this token, or if the number belongs to a later version."""
     if number not in set(SpecialToken):
         return -1
     found = host.vocabulary.special_token(SpecialToken(number))
@@ -424,10 +424,12 @@ def _override(state: NativeState, which: int, value: int) -> None:
 
 
 def _distribution(state: NativeState, place: int, into: int, most: int) -> int:
-    """Writes the answer about a token of post_process; its size in bytes, or -1 without an answer.
+    """Writes the answer about a token of post_process; returns its size in bytes, or -1 if the
+    token does not have an answer.
 
-    The form: log-probability (f32), rank, entropy (f32), the numbers of the two lists that follow;
-    these have pairs of a token and a log-probability (f32): the most likely, and the named tokens.
+    The form: log-probability (f32), rank, entropy (f32), and the lengths of the two lists that
+    follow. The lists have pairs of a token and its log-probability (f32): first the most likely
+    tokens, then the named tokens.
     """
     seen = state.host.distributions
     if place >= len(seen):

@@ -5,10 +5,10 @@ tenants (``tenants/``), and compiled forms (``compiled/``).
 
 The tables themselves are at the state worker, which replaces them by compare-and-set, so that all
 machines agree on the meaning of a tag. If the bytes of a module are missing on this machine, they
-come from another one, and are checked against the id.
+are fetched from another machine and checked against the id.
 
-A content that several tenants uploaded is stored once; a tenant can only name its own uploads.
-Files are written under another name and renamed, by one writer at a time; readers never wait.
+A module that several tenants uploaded is stored once; a tenant can only name its own uploads. Files
+are written under another name and renamed, by one writer at a time; readers never wait.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ __all__ = ["Loaded", "ModuleStore", "Others"]
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""How long the store waits for an answer about a table, in seconds."""
+"""Maximum wait for an answer about a table, in seconds."""
 SHORT_S = 2.0
-"""How long it waits if the local copy would do, in seconds. That is so for a module that is named
-by its id, and for a tag after one stream has waited for ``PATIENCE_S`` in vain."""
+"""Maximum wait for an answer if the local copy is sufficient, in seconds. The copy is sufficient
+for a module that is named by its id, and for a tag after a stream has waited for ``PATIENCE_S``
+without an answer."""
 MAX_TRIES = 100
-"""How often a change is tried again after others have changed the table meanwhile."""
+"""Maximum attempts of a change; an attempt fails if another change of the table comes first."""
 
 T = TypeVar("T")
 Stored = list[StoredModule]
@@ -121,9 +122,9 @@ class ModuleStore:
     ) -> StoredModule:
         """Stores a module for a tenant, unless it is already stored, and assigns ``tag`` to it.
 
-        Refuses a module that is too large, not valid, not a controller of a supported ABI, or for
-        which the store has no room. Raises UnavailableError if others are being compiled, or above
-        the tenant's quota of ``upload_bytes``.
+        Refuses a module that is too large, not valid, not a controller of a supported ABI, or too
+        large for the store's room. Raises UnavailableError if too many modules are being compiled,
+        or if the tenant would exceed its quota ``upload_bytes``.
         """
         if tag is not None:
             check_tag(tag)
@@ -158,7 +159,7 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            if error.code != Code.STORE_FAILED:  # Otherwise the table may have it.
+            if error.code != Code.STORE_FAILED:  # The table may have the module.
                 with self._locked():
                     self._drop_unused(module)
             raise
@@ -166,7 +167,8 @@ class ModuleStore:
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
         """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other.
 
-        Raises ``conflict`` if another change assigned one of them to a different module meanwhile.
+        Raises ``conflict`` if another change has assigned one of the tags to a different module
+        meanwhile.
         """
         for tag in tags:
             check_tag(tag)
@@ -211,7 +213,7 @@ class ModuleStore:
 
         If the state worker does not answer, a known name keeps its last meaning. This applies after
         ``SHORT_S`` for an id, whose meaning never changes. For a tag it applies after
-        ``PATIENCE_S``, which only the first stream waits in full.
+        ``PATIENCE_S``; only the first stream waits for that long.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)
@@ -221,7 +223,7 @@ class ModuleStore:
             self._silent = self._silent or not short
             if name not in copy.modules and name not in copy.tags:
                 raise
-            log.warning("%s means what it last meant on this machine: %s", name, error)
+            log.warning("the name %s keeps its last meaning on this machine: %s", name, error)
             return self._copy(tenant).named(name, "$.controller")
 
     def load(self, module: str) -> Loaded:
@@ -241,7 +243,7 @@ class ModuleStore:
                 if self._copies.use(module):
                     write_whole(self._file(module), wasm, synced=False)
         except UnavailableError as error:
-            log.warning("the module %s is not kept on this machine: %s", module, error)
+            log.warning("the module %s is not stored on this machine: %s", module, error)
         return wasm
 
     def own(self, module: str) -> bytes | None:
@@ -272,14 +274,14 @@ class ModuleStore:
                     if self._copies.read(tenant).version < table.version:
                         self._save(table)
             except UnavailableError as error:
-                log.warning("the copy of a table is not brought up to date: %s", error)
+                log.warning("the local copy of a table is not updated: %s", error)
         return table
 
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
         """The current table of which this is a copy; the copy itself if it is current.
 
-        A table that only this machine has is given to the state worker, which may have lost it or
-        may never have had it.
+        A table that only this machine has is sent to the state worker, which may have lost the
+        table or may never have had it.
         """
         if self._others is None:
             return copy
@@ -298,7 +300,8 @@ class ModuleStore:
         raise _busy()
 
     def _replace(self, table: Table) -> bool:
-        """Replaces a table, which then has its new version; False if another change came first."""
+        """Replaces a table at the state worker, and sets its new version; returns False if another
+        change came first."""
         if self._others is None:
             return True
         content = encode_table(structs.replace(table, version=0))
@@ -312,8 +315,8 @@ class ModuleStore:
     ) -> tuple[Table, T]:
         """Changes the table of a tenant; returns the new table, and the result of ``change``.
 
-        ``change`` is tried again on a table that others have changed meanwhile. If they assigned
-        one of ``tags`` to another module, it raises ``conflict``.
+        If another change of the table comes first, ``change`` is tried again on the new table. If
+        that other change assigned one of ``tags`` to another module, ``conflict`` is raised.
         """
         with self._locked():
             named: dict[str, str | None] | None = None
@@ -336,13 +339,13 @@ class ModuleStore:
         raise _busy()
 
     def _finish(self, table: Table, had: set[str]) -> None:
-        """Handles the replacement of a table by this one; ``had``: the modules in the previous
-        copy."""
+        """Saves a table that was replaced, and removes unused modules. ``had``: the modules in the
+        previous copy."""
         try:
             if table.version:
                 self._copies.save(table)
         except OSError as error:
-            log.warning("the copy of a table has no version: %s", error)
+            log.warning("the local copy of a table is stored without its version: %s", error)
         for module in had - table.modules.keys():
             self._drop_unused(module)
 
@@ -352,7 +355,8 @@ class ModuleStore:
         return self._folder / "modules" / f"{module}.wasm"
 
     def _save(self, table: Table) -> None:
-        """Writes a copy, and removes modules that no tenant has any more. Called under the lock."""
+        """Writes a copy, and removes modules that tenants do not have any more. Called under the
+        lock."""
         for module in self._copies.save(table):
             self._drop_unused(module)
 
@@ -382,8 +386,8 @@ def _failed(folder: Path, what: str, error: OSError) -> UnavailableError:
     log.error("the module store %s cannot be %s: %s", folder, what, error)
     return UnavailableError(
         Code.STORE_FAILED,
-        f"the module store of this worker cannot be {what} ({error.strerror}), so that nothing was "
-        "changed; make room on its disk, and try again",
+        f"the module store of this worker cannot be {what} ({error.strerror}), so nothing was "
+        "changed; free space on its disk, and try again",
     )
 
 
@@ -391,8 +395,8 @@ def _conflict(tag: str, module: str | None) -> RequestError:
     meanwhile = f"assigned to the module {module}" if module is not None else "deleted"
     return RequestError(
         Code.CONFLICT,
-        f"the tag {tag!r} was {meanwhile} while this change was made, so that nothing was changed; "
-        "look at the tags, and assign it again where that is still right",
+        f"the tag {tag!r} was {meanwhile} while this change was made, so nothing was changed; "
+        "look at the tags, and assign the tag again if that is still right",
         path="$.tags",
     )
 
@@ -400,7 +404,7 @@ def _conflict(tag: str, module: str | None) -> RequestError:
 def _busy() -> UnavailableError:
     return UnavailableError(
         Code.STORE_FAILED,
-        f"others changed modules and tags {MAX_TRIES} times while this change was made, so that "
-        "nothing was changed; try again",
+        f"modules and tags were changed {MAX_TRIES} times while this change was made, so nothing "
+        "was changed; try again",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -1,7 +1,7 @@
 """The copies of tenants' tables on a machine, as files; without a state worker, the only tables.
 
-They show which of the machine's modules are used, and are used when the state worker does not
-answer.
+The copies show which modules of the machine are still used, and serve requests when the state
+worker does not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .module_table import Table, decode_table, encode_table
 from .whole_files import write_whole
 
 MAX_READ = 256
-"""Tenants whose files are cached as they were last read."""
+"""Maximum tenants whose files are cached as they were last read."""
 
 
 class TableCopies:
@@ -28,8 +28,8 @@ class TableCopies:
         """By tenant: the content of its file."""
 
     def read(self, tenant: str) -> Table:
-        """The copy of a tenant's table; the cached one if the system has no descriptor left. Raises
-        OSError."""
+        """The copy of a tenant's table. If the file cannot be read, the cached copy is used; raises
+        OSError if that is missing too."""
         try:
             content = self._file(tenant).read_bytes()
         except FileNotFoundError:

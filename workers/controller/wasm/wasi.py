@@ -27,7 +27,7 @@ CLOCK_NS = 1_700_000_000_000_000_000
 MAX_PIECES = 1024
 """Maximum buffers of one ``fd_write`` that are read."""
 PIECE_WORK = 1024
-"""Approximate number of bytes that are copied in the time in which one buffer is processed."""
+"""Approximate number of bytes that can be copied in the time of processing one buffer."""
 
 
 class Served(Protocol):

@@ -79,7 +79,7 @@ class Binary:
     start: int | None = None
     """The function that runs when the module is instantiated."""
     references: set[int] = field(default_factory=set)
-    """The functions of which the module makes references besides those that are exported."""
+    """The functions to which the module makes references, besides its exported functions."""
 
     def function_type(self, index: int) -> FunctionType:
         """The type of a function; raises WasmError if the function does not exist."""
@@ -131,7 +131,7 @@ def read(wasm: bytes) -> Binary:
             continue
         place = _ORDER.get(number, -1)
         if place <= last:
-            why = "is unknown" if place < 0 else "stands twice or in the wrong place"
+            why = "is unknown" if place < 0 else "occurs twice or in the wrong place"
             raise WasmError(f"section {number} at byte {start} {why}")
         last = place
         _read_section(binary, section)
@@ -167,7 +167,7 @@ def _with_exports(binary: Binary, more: Mapping[str, Export]) -> bytes:
         return wasm
     for name in binary.exports:
         if name.startswith(OWN_EXPORT):
-            raise WasmError(f"the export {name!r} has a name that is kept for the worker")
+            raise WasmError(f"the export {name!r} has a name that is reserved for the worker")
     entries = b"".join(
         _encoded_name(name) + bytes([export.kind]) + encode_u32(export.number)
         for name, export in more.items()
@@ -230,7 +230,8 @@ def _read_section(binary: Binary, section: Section) -> None:
     binary.references |= reader.references
     if reader.at != section.end:
         raise WasmError(
-            f"section {section.number} ends at byte {section.end}, its content at {reader.at}"
+            f"section {section.number} ends at byte {section.end}, but its content ends at byte "
+            f"{reader.at}"
         )
 
 
@@ -262,7 +263,7 @@ def _function_type(reader: Reader) -> FunctionType:
     form = reader.byte()
     if form != 0x60:
         raise WasmError(
-            f"the type at byte {reader.at - 1} is none of a function (0x{form:02x} instead of "
+            f"the type at byte {reader.at - 1} is not of a function (0x{form:02x} instead of "
             "0x60); garbage-collected types are not supported"
         )
     params = tuple([reader.value_type() for _ in range(reader.count("parameters"))])

@@ -1,11 +1,11 @@
-"""The effects of a Wasm module's functions, as far as it matters for a copy of a running instance.
+"""Finds the instructions of a Wasm module that matter for a copy of a running instance.
 
 A copy has the memory, the globals and, if the code changes them, the tables of functions. The set
-of dropped passive segments cannot be read from outside, so a module that drops some cannot be
-copied. One regular expression matches instructions, and scans 16 MB in 0.3 s; only functions with a
-suspicious byte are scanned. Source: WebAssembly core specification 2.0, section 5.4 (instructions),
-and tail calls, wide memory arguments and relaxed SIMD from the proposals that have been merged
-since.
+of dropped passive segments cannot be read from outside, so an instance of a module that drops
+segments cannot be copied. One regular expression matches instructions, and scans 16 MB in 0.3 s;
+only functions with a suspicious byte are scanned. Source: WebAssembly core specification 2.0,
+section 5.4 (instructions), and tail calls, wide memory arguments and relaxed SIMD from the
+proposals that have been merged since.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .wasm_reader import Reader, WasmError
 MAX_TABLE_ELEMENTS = 512
 """Maximum elements of the copied tables; a fork with that number takes up to 4 ms."""
 MAX_REFERENCES = 512
-"""Most functions that such tables may refer to."""
+"""Maximum functions to which such tables may refer."""
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:
@@ -73,7 +73,7 @@ def _why_no_tables(binary: Binary) -> str | None:
 
 
 def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
-    """Where the body of each of the module's own functions begins and ends."""
+    """The offsets at which the body of each of the module's own functions begins and ends."""
     if binary.code is None:
         return
     reader = Reader(binary.data, binary.code.content, binary.code.end)
@@ -83,11 +83,11 @@ def bodies(binary: Binary) -> Iterator[tuple[int, int]]:
         reader.skip(size, "a function")
         yield start, reader.at
     if reader.at != reader.end:
-        raise WasmError(f"the section of functions goes on at byte {reader.at}, after the last one")
+        raise WasmError(f"the section of functions continues at byte {reader.at}, after its end")
 
 
 class Change(NamedTuple):
-    """An instruction that changes what memory and globals do not show."""
+    """An instruction that changes state outside of memory and globals."""
 
     name: str
     """Empty: the instruction is not known."""
@@ -106,8 +106,8 @@ class Change(NamedTuple):
 
 
 def changes(data: bytes, start: int, end: int) -> Iterator[Change]:
-    """The changes in a function's body; the last one is an instruction that is not known, if there
-    is such a one."""
+    """The changes in a function's body. An unknown instruction is the last change, as the code
+    after it cannot be read."""
     reader = Reader(data, start, end)
     for _ in range(reader.count("groups of locals")):
         reader.u32()

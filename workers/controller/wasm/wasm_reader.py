@@ -11,7 +11,8 @@ from ....protocol.errors import Code, RequestError
 
 PAGE_BYTES = 65_536
 MAX_ENTRIES = 100_000
-"""Maximum number of a module's types, imports, exports and so on; ten times as many functions."""
+"""Maximum number of a module's types, imports, exports and so on; for functions, ten times this
+number."""
 _VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
 _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
 
@@ -136,7 +137,7 @@ class Reader:
         if number > most:
             raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
         if number > self.end - self.at:
-            raise WasmError(f"{number} {what} are announced, but the section ends before")
+            raise WasmError(f"{number} {what} are announced, but the section ends before them")
         return number
 
     def value_type(self) -> str:
@@ -197,7 +198,7 @@ class Reader:
                 self.skip(_CONSTANT_BYTES[op], "a constant")
             elif op == 0xFD:
                 if self.u32() != 0x0C:
-                    raise WasmError(f"no constant can stand at byte {self.at - 1}")
+                    raise WasmError(f"the instruction at byte {self.at - 1} is not a constant")
                 self.skip(16, "a constant")
             elif op not in _CONSTANT_ARITHMETIC:
                 raise WasmError(

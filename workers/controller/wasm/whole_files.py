@@ -13,7 +13,7 @@ _NEW = ".new-"
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
     """Writes a file under another name, and renames it; if ``synced``, it is on the disk
-    afterwards. Raises OSError, and then leaves no file."""
+    afterwards. If it raises OSError, it leaves the old file unchanged."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:
@@ -51,7 +51,7 @@ def _begun(folder: Path) -> tuple[int, str]:
         fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return number, name
-        # Another process has removed it meanwhile.
+        # Another process has removed the file meanwhile.
         os.close(number)
 
 

@@ -240,7 +240,7 @@ def test_a_guest_that_stops_itself_gives_what_it_printed(puppets: Puppets) -> No
 
 def test_a_guest_that_stops_itself_without_a_log_is_reported_as_that(puppets: Puppets) -> None:
     [result] = puppets("pre log earlier", "mid stop").begin()
-    assert "mid_process: it stopped itself, by aici_host_stop" in (result.error or "")
+    assert "mid_process: it stopped itself with aici_host_stop" in (result.error or "")
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_an_unknown_blob_is_reported(engine: wasmtime.Engine, blob: int) -> None
 
 def test_a_blob_that_is_not_there_yet_is_reported(engine: wasmtime.Engine) -> None:
     error = failure(engine, "create poke read_blob 5 8 8")
-    assert "the answer to a storage command (aici_host_storage_cmd), before there was one" in error
+    assert "the answer to a storage command (aici_host_storage_cmd), before it existed" in error
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -274,11 +274,14 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
     [
         (b"", "it gave the storage command nothing"),
         (b"nonsense", "it gave the storage command nonsense"),
-        (b"{}", "not one command"),
+        (b"{}", "not exactly one command"),
         (b'{"DropVar":{"name":"a"}}', "unknown field `DropVar`"),
         (b'{"ReadVar":{}}', "missing required field `name`"),
         (b'{"ReadVar":{"name":"\xff\xfe"}}', "can't decode byte 0xff"),
-        (b'{"ReadVar":{"name":"a"},"WriteVar":{"name":"a","value":"","op":"Set"}}', "not one"),
+        (
+            b'{"ReadVar":{"name":"a"},"WriteVar":{"name":"a","value":"","op":"Set"}}',
+            "not exactly one",
+        ),
         (b'{"WriteVar":{"name":"a","value":"0","op":"Set"}}', "hexadecimal"),
         (b'{"WriteVar":{"name":"a","value":"0g","op":"Set"}}', "hexadecimal"),
         (b'{"WriteVar":{"name":"a","value":"0 0 ","op":"Set"}}', "hexadecimal"),

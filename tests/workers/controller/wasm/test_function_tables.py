@@ -131,5 +131,5 @@ def test_a_table_that_has_grown_too_large_cannot_be_copied(
     call(guest, "grow", 2)
     guest.clone(State(), LIMITS).close()
     call(guest, "grow", 1)
-    with pytest.raises(ControllerError, match="forks with 13 elements in its tables"):
+    with pytest.raises(ControllerError, match="forks with 13 elements in tables"):
         guest.clone(State(), LIMITS)

@@ -321,7 +321,7 @@ def test_a_tenant_has_room_for_so_many_modules_and_so_many_bytes(
     size = modules._compiled._file(modules.list("anna")[0].module).stat().st_size
     monkeypatch.setattr(module_table, "MAX_BYTES", int(2.5 * size))
     assert modules.put("anna", module(3))
-    with pytest.raises(RequestError, match="are allowed; delete some first"):
+    with pytest.raises(RequestError, match="are allowed; delete modules first"):
         modules.put("anna", module(4))
     kept = {m.module for tenant in ("anna", "ben") for m in modules.list(tenant)}
     assert {f.name.split("-")[0] for f in (modules._folder / "compiled").glob("*-*")} == kept

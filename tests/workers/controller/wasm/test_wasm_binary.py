@@ -165,7 +165,7 @@ def test_everything_that_a_module_declares_is_read() -> None:
         (b"\0asm\1\0\0\0\1", "cut off"),
         (b"\0asm\1\0\0\0\1\x50\0", "has 80 bytes; 1 are there"),
         (b"\0asm\1\0\0\0\x2a\0", "section 42 at byte 8 is unknown"),
-        (b"\0asm\1\0\0\0\7\1\0\6\1\0", "section 6 at byte 11 stands twice or in the wrong place"),
+        (b"\0asm\1\0\0\0\7\1\0\6\1\0", "section 6 at byte 11 occurs twice or in the wrong place"),
         (b"\0asm\1\0\0\0\1\6\xff\xff\xff\xff\x0f\0", "at most 100000"),
         (b"\0asm\1\0\0\0\1\2\x05\x60", "5 types are announced"),
         (b"\0asm\1\0\0\0\1\2\1\x5f", "garbage-collected"),
@@ -473,7 +473,7 @@ def test_what_the_worker_goes_through_for_each_instance_is_bounded(
 ) -> None:
     what, had, most = says
     assert examine(wat(native(more(most - had))), LIMITS).abi == "native"
-    with pytest.raises(RequestError, match=f"the module has {most + 1} {what}; a controller may"):
+    with pytest.raises(RequestError, match=f"the module has {most + 1} {what}; at most"):
         examine(wat(native(more(most - had + 1))), LIMITS)
 
 
@@ -515,11 +515,11 @@ ENTRY = '(func (export "tokenbus_abi_v1") (result i32) i32.const 1)'
         ('(module (memory (export "memory") 1) (func (export "main")))', "it exports main"),
         ("(module)", "it exports nothing"),
         (native().replace("abi_v1", "abi_v2"), "version 2 of the native ABI .* version 1"),
-        (native(leave_out="tokenbus_grow"), "have to export tokenbus_grow too"),
-        (aici(leave_out="aici_pre_process"), "have to export aici_pre_process too"),
-        (native(memory="(memory 1)"), "no memory under the name 'memory'"),
+        (native(leave_out="tokenbus_grow"), "must export tokenbus_grow too"),
+        (aici(leave_out="aici_pre_process"), "must export aici_pre_process too"),
+        (native(memory="(memory 1)"), "does not export a memory with the name 'memory'"),
         (native(memory='(memory (export "mem") 1)'), "it exports mem"),
-        (native(memory=""), "no memory"),
+        (native(memory=""), "does not export a memory"),
         (native('(import "a" "m" (memory 1)) (export "memory" (memory 0))', ""), "imports its"),
         (native(memory='(memory (export "memory") 1) (memory 1)'), "2 memories"),
         (native(memory='(memory (export "memory") i64 1)'), "64-bit"),
@@ -527,12 +527,15 @@ ENTRY = '(func (export "tokenbus_abi_v1") (result i32) i32.const 1)'
         (native(memory=f'(memory (export "memory") {TOO_LARGE})'), "67108864"),
         (native("(table 200000 funcref)"), "table of 200000 elements"),
         (native('(import "tokenbus" "exec" (func))'), r"tokenbus\.exec is unknown; tokenbus has"),
-        (native('(import "env" "log" (func))'), "there are tokenbus and wasi_snapshot_preview1"),
-        (aici('(import "tokenbus" "log" (func))'), "there are env and wasi_snapshot_preview1"),
-        (native('(import "tokenbus" "log" (func))'), r"would have to be \(i32, i32\) -> \(\)"),
+        (
+            native('(import "env" "log" (func))'),
+            "modules are tokenbus, wasi_snapshot_preview1",
+        ),
+        (aici('(import "tokenbus" "log" (func))'), "known modules are env, wasi_snapshot_preview1"),
+        (native('(import "tokenbus" "log" (func))'), r"must be \(i32, i32\) -> \(\)"),
         (native('(import "tokenbus" "log" (global i32))'), "is a global; only functions"),
         (native('(func (export "_start") (param i32))'), r"_start is \(i32\) -> \(\)"),
-        (native(leave_out="tokenbus_abi_v1").replace("tokenbus_grow", "tokenbus_abi_v1"), "have"),
+        (native(leave_out="tokenbus_abi_v1").replace("tokenbus_grow", "tokenbus_abi_v1"), "must"),
         (native('(import "tokenbus" "\\n\\n" (func))'), r"tokenbus\.\\n\\n is unknown"),
     ],
 )
@@ -547,7 +550,7 @@ def test_an_export_of_another_type_is_refused() -> None:
     text = native(leave_out="tokenbus_mid_process").replace(
         "(module", '(module (func $x) (export "tokenbus_mid_process" (func $x))', 1
     )
-    with pytest.raises(RequestError, match=r"would have to be \(\) -> \(i32\)"):
+    with pytest.raises(RequestError, match=r"must be \(\) -> \(i32\)"):
         examine(wat(text), LIMITS)
 
 

@@ -72,9 +72,9 @@ def test_a_token_outside_the_vocabulary_is_reported(system: System, phase: str, 
 @pytest.mark.parametrize(
     ("phase", "known"),
     [
-        ("pre", "0 (stop), 1 (go on), 2 (suspend), 3 (fork), 4 (append)"),
+        ("pre", "0 (stop), 1 (continue), 2 (suspend), 3 (fork), 4 (append)"),
         ("mid", "0 (stop), 1 (sample), 4 (splice)"),
-        ("post", "0 (stop), 1 (go on)"),
+        ("post", "0 (stop), 1 (continue)"),
     ],
 )
 def test_an_answer_that_does_not_exist_is_reported(system: System, phase: str, known: str) -> None:

@@ -43,8 +43,8 @@ def test_an_allocator_that_aborts_without_memory_fails(system: System) -> None:
 
 def test_a_hundred_forks_of_much_memory_are_refused(system: System) -> None:
     assert system.controller_error(guest(init=GROW + TOUCH, pre=FORK_ONCE % 100)) == (
-        "it forks with a memory of 67108864 bytes; with so many sequences in the request, each may "
-        "have at most 10737418"
+        "it forks with a memory of 67108864 bytes; with this number of sequences in the "
+        "request, each may have at most 10737418"
     )
 
 
@@ -75,7 +75,7 @@ def test_a_fork_never_finds_what_another_has_left_in_its_memory(system: System) 
 def test_a_module_that_begins_with_too_much_memory_is_refused(system: System) -> None:
     message = system.refusal(guest(pages=1025)).message
     assert message == (
-        "the module's memory begins with 67174400 bytes; a controller may have 67108864"
+        "the module's memory begins with 67174400 bytes; at most 67108864 are allowed"
     )
 
 

@@ -29,17 +29,17 @@ REFUSED = {
     "the import tokenbus.open is unknown; tokenbus has log, fail, seq_id": guest(
         imports='(import "tokenbus" "open" (func (param i32)))'
     ),
-    "the import env.system is unknown; there are tokenbus and wasi_snapshot_preview1": guest(
+    "the import env.system is unknown; known modules are tokenbus, wasi_snapshot_preview1": guest(
         imports='(import "env" "system" (func (param i32) (result i32)))'
     ),
-    "the import env.count is a global; only functions can be had": guest(
+    "the import env.count is a global; only functions can be imported": guest(
         imports='(import "env" "count" (global i32))'
     ),
-    "the import tokenbus.log is (i64) -> (); it would have to be (i32, i32) -> ()": guest(
+    "the import tokenbus.log is (i64) -> (); it must be (i32, i32) -> ()": guest(
         imports='(import "tokenbus" "log" (func (param i64)))'
     ),
     "the module is for version 2 of the native ABI (it exports tokenbus_abi_v2); this worker "
-    "speaks version 1": guest().replace(b"tokenbus_abi_v1", b"tokenbus_abi_v2"),
+    "supports version 1": guest().replace(b"tokenbus_abi_v1", b"tokenbus_abi_v2"),
     "not Wasm": b"#!/bin/sh\nrm -rf /\n",
     "this is not Wasm: it is empty": b"",
     "137 are there": guest()[:-20],
