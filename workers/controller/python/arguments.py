@@ -21,7 +21,7 @@ def parsed(arg: bytes) -> object:
 
 
 def special_token(host: Host, name: str) -> int | None:
-    """The id of a special token by the name of its role; None if the model has none."""
+    """The id of a special token by the name of its role; None if the model does not have it."""
     found = {token.role: token for token in SpecialToken}.get(name)
     if found is None:
         known = ", ".join(token.role for token in SpecialToken)

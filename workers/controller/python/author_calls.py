@@ -37,8 +37,8 @@ class AuthorCalls:
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
-        """``replaying``: whether the code runs again what it ran before, so that its output is in
-        the log already."""
+        """``replaying``: whether the code is being replayed, so that its output is already in the
+        log."""
         self._name = name
         self._host = host
         self._replaying = replaying
@@ -50,7 +50,7 @@ class AuthorCalls:
     def during(self, call: str) -> Iterator[None]:
         """Wraps one call. Any exception becomes a ControllerError whose one-line message names the
         line of the author's code; the traceback of the author's lines goes to the sequence's log.
-        So does the output of the code (``printed.captured``).
+        The output of the code goes there too (``printed.captured``).
         """
         start = time.thread_time()
         try:
@@ -96,7 +96,8 @@ class AuthorCalls:
 
 
 def author_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback in the author's code, not in ours or in a library."""
+    """The innermost line of a traceback that is in the author's code, not in Tokenbus or in a
+    library."""
     frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""
@@ -128,7 +129,8 @@ def one_line(text: str) -> str:
 
 
 def _authors(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames of the author's code; if there are none, those that are not ours."""
+    """The frames of the author's code; if a traceback does not have such frames, all frames outside
+    of Tokenbus."""
     others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = [frame for frame in others if not frame.filename.startswith(_NOT_THE_AUTHORS)]
     return own or others

@@ -1,4 +1,4 @@
-"""Calls of a script into its context, which take effect when they are awaited."""
+"""A script's calls of its context, which take effect when they are awaited."""
 
 from __future__ import annotations
 

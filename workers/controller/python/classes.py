@@ -35,8 +35,8 @@ class Controller:
     host: Host
     """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
     query: Query | None = None
-    """The numbers that post_process reads about each sampled token: set it in a class, ``__init__``
-    or any call. ``sample(query=...)`` asks for one token only."""
+    """The query for numbers about each sampled token, which post_process reads. Set it in the
+    class, in ``__init__`` or in any call; ``sample(query=...)`` is for one token only."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -48,7 +48,7 @@ class Controller:
     def mid_process(self, fork_group: list[int]) -> Decision:
         """Called while the model computes: returns the mask for sampling, a splice, or stop.
 
-        ``fork_group``: the sequences of a fork in this round's pre_process, or only this one.
+        ``fork_group``: the sequences of a fork in this round's pre_process, or only this sequence.
         """
         return sample()
 
@@ -82,8 +82,8 @@ class Controller:
 
     @property
     def distributions(self) -> Sequence[Distribution]:
-        """The answers to the query, one for each token that the last post_process got; empty if
-        these were appended, or nothing was asked."""
+        """The answers to the query, one for each token that the last post_process got; empty if the
+        tokens were appended, or if no query was set."""
         return self.host.distributions
 
     @property
@@ -92,7 +92,7 @@ class Controller:
         return Vars(self.host.variables)
 
     def special_token(self, name: str) -> int | None:
-        """The id of a special token; None if the model has none.
+        """The id of a special token; None if the model does not have it.
 
         ``name``: unk, pad, sep, bos, eos, cls, mask, turn_start or turn_end. The last two begin and
         end a turn of the assistant in the model's chat template.
@@ -111,7 +111,7 @@ class Controller:
 CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
 """The four calls, and the number of arguments of each after ``self``."""
 ALIKE = 0.87
-"""Similarity from which a method's name counts as a misspelt call: ``midProcess`` does,
+"""Minimum similarity at which a method's name counts as a misspelt call: ``midProcess`` does,
 ``my_process`` does not."""
 
 
@@ -160,8 +160,8 @@ class PythonProgram:
             if alike and not name.startswith("_"):
                 raise RequestError(
                     Code.UNKNOWN_CONTROLLER,
-                    f"{self.name} has a method {name}, which nothing calls, and no {alike[0]}; "
-                    f"right would be {alike[0]}, or a name that is less similar to it",
+                    f"{self.name} has a method {name}, which is never called, but does not have "
+                    f"{alike[0]}; right would be {alike[0]}, or a name that is less similar to it",
                 )
         for call, count in CALLS.items():
             if call not in own:

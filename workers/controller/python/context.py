@@ -33,9 +33,9 @@ class Label:
 class Context:
     """The operations of a script on its sequence.
 
-    Modelled on AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``).
-    A script may take input only from here: a fork replays the script from its beginning with the
-    recorded answers.
+    Modelled on AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``). A
+    script may take input only from its context: a fork replays the script from its beginning with
+    the recorded answers.
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
@@ -83,7 +83,7 @@ class Context:
         max_tokens: int | None = None,
         bias: BiasValues = None,
     ) -> str:
-        """Has the model generate text, and returns it.
+        """Generates text with the model, and returns it.
 
         At most one constraint may be given: ``regex`` (Rust's syntax; matches the whole text),
         ``choice`` (one of these texts), ``json_schema``, ``lark`` (llguidance's dialect), or
@@ -97,7 +97,7 @@ class Context:
         - the model samples an end-of-sequence token, which is only allowed if the text is complete
 
         The request's ``max_tokens`` applies as well. ``bias`` is added to the logits of each token,
-        as that of ``sample``.
+        as the bias of ``sample`` is.
 
         Raises ControllerError if an argument is not valid.
         """
@@ -202,7 +202,7 @@ class Context:
         return TokenSet.where(self._host.vocabulary, test)
 
     def special_token(self, name: str) -> int | None:
-        """The id of a special token; None if the model has none. ``name`` as in
+        """The id of a special token; None if the model does not have it. ``name`` as in
         ``Controller.special_token``."""
         return special_token(self._host, name)
 

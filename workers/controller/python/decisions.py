@@ -15,7 +15,8 @@ from .bias_values import BiasValues, bias_of
 from .token_set import TokenSet
 
 Mask = TokenSet | Iterable[int] | None
-"""The tokens that may be sampled: a TokenSet or any iterable of token ids; None is every token."""
+"""The tokens that may be sampled: a TokenSet or any iterable of token ids. None allows every
+token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def sample(
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
     """Converts a call's return value to an ``Answer``; writes the mask of mid_process to ``into``.
 
-    Raises ControllerError with the value that was returned and those that are allowed.
+    Raises ControllerError with the returned value and the allowed values.
     """
     if returned is None and call in _MAY_BE_NONE:
         return CONTINUE

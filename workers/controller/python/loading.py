@@ -16,9 +16,9 @@ from .script import ScriptProgram
 def load_program(spec: str) -> tuple[str, Program]:
     """The program at ``module:Name``, and the name to register it under.
 
-    ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. It is
-    registered as its ``tokenbus_name`` if it has one, else as ``module:Name``. The current
-    directory is searched too, as with ``python -m``. Raises RequestError.
+    ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. The program is
+    registered as its ``tokenbus_name`` if it has this attribute, else as ``module:Name``. The
+    current directory is searched too, as with ``python -m``. Raises RequestError.
     """
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:

@@ -15,8 +15,9 @@ from .transcript import Question, Transcript
 class Operation:
     """An operation that a script waits for until it is ``finished`` and has its ``answer``.
 
-    The calls are those of ``interface.Controller``. Each may finish the operation; the results of
-    ``pre_process`` and ``mid_process`` only apply if they did not.
+    The methods correspond to those of ``interface.Controller``. Each call may finish the operation.
+    The result of ``pre_process`` or ``mid_process`` applies only if the call has not finished the
+    operation.
     """
 
     def __init__(self, question: Question) -> None:
@@ -56,7 +57,7 @@ class Stop(Operation):
 
 
 class Append(Operation):
-    """Appends tokens, after dropping those beyond ``following``, a length of the sequence."""
+    """Appends tokens, after dropping the tokens beyond ``following``, a length of the sequence."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ class _Call(threading.local):
 
     log: Log | None = None
     muted: Callable[[], bool] | None = None
-    """Whether output is dropped now, as it was written before."""
+    """Whether output is dropped now, because it was written before."""
 
 
 _call = _Call()
@@ -32,7 +32,7 @@ _call = _Call()
 
 @contextmanager
 def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Has this thread's output go to ``log``. While ``muted`` returns True, output is dropped: a
+    """Writes this thread's output to ``log``. While ``muted`` returns True, output is dropped: a
     script that is replayed has printed the text before."""
     before = _call.log, _call.muted
     _call.log, _call.muted = log, muted
@@ -43,7 +43,8 @@ def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[N
 
 
 def _written(data: bytes) -> bool:
-    """Whether this thread is in a call, whose log takes the data then."""
+    """Writes data to the log of this thread's call; returns False if the thread is not in a
+    call."""
     log = _call.log
     if log is None:
         return False
@@ -73,7 +74,8 @@ class _Bytes(io.RawIOBase):
 
 
 class _Text(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr``; all but output is that of the usual stream."""
+    """``sys.stdout`` or ``sys.stderr``; everything except output is delegated to the usual
+    stream."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual
@@ -119,8 +121,8 @@ _uses = 0
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """Has controllers print to their logs. Workers of one process may overlap: the last one that
-    ends restores the streams, unless somebody else has replaced them meanwhile."""
+    """Redirects the output of controllers to their logs. Workers of one process may overlap: the
+    last one that ends restores the streams, unless other code has replaced them meanwhile."""
     global _uses
     with _lock:
         _uses += 1

@@ -187,7 +187,7 @@ class _Detour:
         return Answer(Action.SPLICE, tokens=(0,))
 
     def leave(self) -> Answer:
-        """Drops it again."""
+        """Drops that token."""
         self.under_way, self._own = False, True
         return Answer(Action.SPLICE, backtrack=1)
 

@@ -29,11 +29,11 @@ class Constraint(Protocol):
     def mask(self, into: memoryview) -> bool:
         """Writes the mask of the next token, with the end of the sequence if the text may end here.
 
-        False: only the end may follow, and the mask must not be used.
+        Returns False if only the end may follow; then the mask must not be used.
         """
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Appends tokens that the masks allowed; whether the text is finished."""
+        """Appends tokens that the masks allowed; returns whether the text is finished."""
 
     @property
     def complete(self) -> bool:
@@ -61,7 +61,7 @@ class Allowed:
 class Grammar:
     """Constrains a text to an llguidance grammar; ``grammar`` comes from the functions below.
 
-    Compiling a small grammar takes a millisecond; copying one that is cached takes a microsecond.
+    Compiling a small grammar takes a millisecond; copying a cached grammar takes a microsecond.
     Raises ControllerError if the grammar is not valid.
     """
 
@@ -79,7 +79,8 @@ class Grammar:
             more = any(into.cast("I"))
             into[eos >> 3] |= end
             return more
-        # The tokenizer has an end-of-sequence token of its own, one beyond the vocabulary.
+        # The tokenizer has an end-of-sequence token of its own, after the last token of the
+        # vocabulary.
         wide = bytearray(4 * -(-(size + 1) // 32))
         self._fill(memoryview(wide))
         wide[size >> 3] &= ~(1 << (size & 7))
@@ -121,15 +122,15 @@ def choice(options: Sequence[str]) -> str:
 def json_schema(schema: str) -> str:
     """The grammar of the JSON values that match a schema, with the spacing of ``json.dumps``.
 
-    A schema can override the spacing with ``x-guidance``, within bounds. Raises ValueError if it is
-    not a JSON object, and RefusedGrammar if its spacing has no bound.
+    A schema can override the spacing with ``x-guidance``, within bounds. Raises ValueError if the
+    schema is not a JSON object, and RefusedGrammar if its spacing is unbounded.
     """
     return LLMatcher.grammar_from_json_schema(*spaced_schema(schema))
 
 
 def lark(grammar: str) -> str:
     """The grammar given in llguidance's dialect of Lark; raises RefusedGrammar if the spacing of a
-    schema in it has no bound."""
+    schema in it is unbounded."""
     return LLMatcher.grammar_from_lark(spaced_lark(grammar))
 
 

@@ -26,7 +26,8 @@ class Vars:
         return default if stored is None else text_of(name, stored)
 
     def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: none yet)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: it must not
+        exist)."""
         return self._variables.set(name, _bytes(name, value), when_version_is)
 
     def append(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:

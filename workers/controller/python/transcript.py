@@ -21,15 +21,15 @@ class Question(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A question, its answer or error, and the changes of the tokens until it was answered."""
+    """A question, its answer or error, and the changes of the tokens before the answer."""
 
     question: Question
     answer: object
     error: ControllerError | None
     kept: int
-    """How many of the earlier tokens remained."""
+    """Number of earlier tokens that remained."""
     tokens: tuple[int, ...]
-    """The tokens after those."""
+    """The tokens that were appended after the remaining tokens."""
 
 
 class Transcript:
@@ -51,7 +51,8 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """Whether the script is repeating what the sequence did from which it was forked."""
+        """Whether the script is repeating the questions of the sequence from which it was
+        forked."""
         return self._until is not None
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -81,9 +82,9 @@ class Transcript:
         return copied
 
     def replay(self, question: Question) -> Entry | None:
-        """The recorded answer; None if the question is the one that the original waits for.
+        """The recorded answer; None if the original sequence is still waiting for it.
 
-        Raises ControllerError if a different question was asked the first time.
+        Raises ControllerError if the script asked a different question the first time.
         """
         if self._next == len(self._entries):
             self._check(question, self._until)
@@ -100,7 +101,7 @@ class Transcript:
         return entry
 
     def catch_up(self, original: Transcript) -> None:
-        """Takes over the tokens that were added since the original asked its question."""
+        """Takes over the tokens that were added since the original's last question."""
         self.tokens = list(original.tokens)
         self._kept = original._kept
 

@@ -121,9 +121,12 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
         ),
         (
             "operators_own:Misspelt",
-            "has a method mid_proces, which nothing calls, and no mid_process",
+            "has a method mid_proces, which is never called, but does not have mid_process",
         ),
-        ("operators_own:Camel", "has a method initPrompt, which nothing calls, and no init_prompt"),
+        (
+            "operators_own:Camel",
+            "has a method initPrompt, which is never called, but does not have init_prompt",
+        ),
         ("operators_own:Few", "Few.mid_process(self) cannot be called: too many positional"),
         ("operators_own:Wants", "has an __init__ that requires arguments"),
         ("operators_own:__name__", "is not a controller; right would be a subclass of Controller"),
