@@ -1,4 +1,4 @@
-"""Virtual environments for peers whose packages must not be ours, made once and kept."""
+"""Creates virtual environments for the peers' packages, which conflict with this project's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "build" / "environments"
 LMQL = "lmql==0.7.3"
 LMQL_CLIENT_NEEDS = ("aiohttp<4", "numpy", "termcolor")
-"""The imports of LMQL's client. The package itself also wants those of OpenAI and tiktoken."""
+"""The packages that LMQL's client imports. LMQL itself also requires openai and tiktoken."""
 
 
 def environment(
     name: str, packages: Sequence[str], alone: Sequence[str] = (), borrow: bool = False
 ) -> Path:
-    """The Python of a virtual environment with these packages, made unless it is there.
+    """Creates a virtual environment unless it exists; returns its Python.
 
-    ``alone`` are installed without what they depend on. ``borrow``: what is not installed in it is
-    taken from the environment of this process, as torch, which is large. Raises
-    CalledProcessError where pip fails.
+    ``packages`` are installed with their dependencies, and ``alone`` without them. ``borrow``:
+    packages that are missing in the environment are imported from this process's environment, for
+    example torch, which is large. Raises CalledProcessError if pip fails.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
@@ -36,7 +36,7 @@ def environment(
         venv.create(folder, clear=True)
         if borrow:
             _borrow(python)
-        # Our own pip, as copying it into the environment takes seconds.
+        # This process's pip installs the packages, because copying pip would take seconds.
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
         pip += ["--quiet", "--disable-pip-version-check"]
         for arguments in (["--no-deps", *alone], list(packages)):
@@ -47,25 +47,25 @@ def environment(
 
 
 def lmql_client() -> Path:
-    """LMQL's client and what it imports."""
+    """The environment with LMQL's client and the packages that it imports."""
     return environment("lmql-client", LMQL_CLIENT_NEEDS, alone=[LMQL])
 
 
 def lmql(transformers: int) -> Path:
-    """All of LMQL, with this major version of transformers for the tokenizers of models."""
+    """The environment with all of LMQL and this major version of transformers, which tokenizes."""
     version = f"transformers>={transformers},<{transformers + 1}"
     needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
     return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)
 
 
 def lmql_server() -> Path:
-    """LMQL's own server, which needs transformers of its time."""
+    """The environment with LMQL's server, which needs an old version of transformers."""
     needs = (*LMQL_CLIENT_NEEDS, "transformers<4.45")
     return environment("lmql-server", needs, alone=[LMQL], borrow=True)
 
 
 def _borrow(python: Path) -> None:
-    """Appends our own packages to the path of another environment, behind its own."""
+    """Appends this process's packages to the end of another environment's path."""
     found = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True,

@@ -1,7 +1,7 @@
-"""Writes a Llama checkpoint as llama.cpp reads it: ``python _gguf.py FOLDER FILE``, in float32.
+"""Converts a Llama checkpoint to a float32 GGUF file: ``python _gguf.py FOLDER FILE``.
 
-Run in an environment that has the package ``gguf``. The tokenizer is the checkpoint's: a
-byte-level BPE.
+The environment must have the package ``gguf``. The file also contains the checkpoint's tokenizer,
+a byte-level BPE.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ OTHERS = {
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection, as llama.cpp rotates them: in neighbouring pairs, where
-    transformers pairs the two halves of a head."""
+    """Reorders the rows of a query or key projection for llama.cpp's rotary embedding, which pairs
+    neighbouring rows. transformers pairs the two halves of a head."""
     rows = weight.shape[0]
     halves = weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
 def main(folder: Path, file: Path) -> None:
-    """Writes it."""
+    """Writes the GGUF file."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(file, "llama")
@@ -80,7 +80,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
     writer.add_token_types(kinds)
-    # llama.cpp refuses a byte-level BPE without merges; requests have token ids, so none is used.
+    # llama.cpp refuses a byte-level BPE without merges. The merges are not used, because requests
+    # contain token ids.
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(vocabulary["<eos>"])
 

@@ -1,4 +1,4 @@
-"""The attentions over blocks that ``gpu_check.py`` compares, by one interface."""
+"""The attention backends that ``gpu_check.py`` compares, with one interface."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ TRITON = "tokenbus.workers.gpu.model.triton.attention"
 
 @dataclass(slots=True, frozen=True)
 class Backend:
-    """An attention over the blocks of a KV cache."""
+    """An attention backend that reads the blocks of a KV cache."""
 
     name: str
     why_not: str
-    """Why it is not available; empty if it is."""
+    """The reason why the backend is not available; empty if it is available."""
     attend: Attend
     context: Callable[[Packed, KVCache], Any]
-    """The metadata of a step for ``attend``."""
+    """Returns the metadata of a step for ``attend``."""
     in_place: bool
-    """It reads blocks by spans (``Packed.spans``), not by groups."""
+    """Whether the backend reads blocks by spans (``Packed.spans``) instead of groups."""
     block_sizes: tuple[int, ...]
     soft_cap: bool
-    """It can cap scores."""
+    """Whether the backend supports a softcap."""
     row_invariant: bool
-    """Its result for a row does not depend on the batch, to the last bit."""
+    """Whether the result for a row has the same bits in every batch."""
 
 
 def backends(device: torch.device) -> list[Backend]:
-    """All of them."""
+    """All attention backends."""
     on_cpu = "" if device.type == "cuda" else f"the device is {device.type}"
     return [
         _triton(device),
@@ -85,7 +85,7 @@ def _why_no_flash3() -> str:
 
 
 def _triton(device: torch.device) -> Backend:
-    """The kernels in Triton, on a CPU by its interpreter."""
+    """The Triton kernels, which Triton's interpreter runs on a CPU."""
     why, attend = "", attention.attend
     if importlib.util.find_spec("triton") is None:
         why = "Triton is not installed"

@@ -1,4 +1,4 @@
-"""Transformers' own modules check texts that the engine has generated."""
+"""Checks tokens from the engine with the modules of transformers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from _gpu_world import World
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
 TIE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
-"""Two candidates whose logits are closer than this part of the logits' standard deviation: either
-may be chosen, as kernels round otherwise."""
+"""Two logits count as a tie if their distance is less than this part of the logits' standard
+deviation, because kernels round differently."""
 
 
 class Reference:
-    """A model that runs by transformers' own attention."""
+    """A model that runs with transformers' attention."""
 
     def __init__(self, world: World, loaded: LoadedModel) -> None:
         self._world = world
@@ -26,7 +26,7 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """``generate``, greedy, without an end."""
+        """The tokens of a greedy ``generate`` that ignores the end of the sequence."""
         with self._own_attention():
             out = self._model.generate(
                 torch.tensor([list(prompt)], device=self._device),
@@ -42,13 +42,13 @@ class Reference:
     def check_same(
         self, what: str, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]
     ) -> bool:
-        """Whether both continuations are equal. If they are not, their first difference must be
-        near a tie."""
+        """Whether both continuations are equal. It is a fault if their first difference is not a
+        tie."""
         if list(wanted) == list(got):
             return True
         first = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
         if first is None:
-            self._world.fault(f"{what}: {len(got)} tokens instead of {len(wanted)}")
+            self._world.fault(f"{what}: {len(got)} tokens, expected {len(wanted)}")
         else:
             self.check_greedy(what, prompt, got[: first + 1], range(first, first + 1))
         return False
@@ -61,8 +61,9 @@ class Reference:
         places: Sequence[int] | None = None,
         allowed: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Each token at ``places`` of ``got`` must be the most likely one after all before it, up
-        to a tie. ``allowed``: the tokens ``[vocab]`` that the mask of each place allows."""
+        """Checks that each token at ``places`` of ``got`` is the most likely token after its
+        predecessors, up to a tie. ``allowed``: for each place, the mask's allowed tokens
+        ``[vocab]``."""
         rows = self._logits(prompt, got)
         spread = rows.std().item()
         if allowed is not None:
@@ -76,7 +77,7 @@ class Reference:
         if not worst <= self._tie:
             at = int(index[int(gap.argmax())])
             self._world.fault(
-                f"{what}: token {at} is {worst:.3g} of the logits' spread below the best one"
+                f"{what}: the logit of token {at} is {worst:.3g} standard deviations below the best"
             )
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Stage 2 of ``gpu_check.py``: every attention over blocks against plain attention in float32."""
+"""Stage 2 of ``gpu_check.py``: compares each attention backend with float32 attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tokenbus.workers.gpu.engine.sequence import Sequence
 from tokenbus.workers.gpu.model.kv_cache import KVCache, LayerShape
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""How far a result may be from plain attention, for unit normal inputs."""
+"""Maximum difference from float32 attention, for standard normal inputs."""
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 1000, 2048, 4095, 4096)
 DRY_LENGTHS = (1, 2, 15, 16, 17, 65, 257)
 HEADS = ((8, 8), (8, 2), (16, 1))
-"""Heads of queries, and of keys."""
+"""Numbers of query heads and key heads."""
 DIMS = (64, 96, 128, 256)
 WINDOWS = (None, 100)
 SOFT_CAPS = (None, 30.0)
@@ -29,7 +29,7 @@ SOFT_CAPS = (None, 30.0)
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """A row of the table."""
+    """A row of the table of cases."""
 
     block_size: int
     heads: int
@@ -38,12 +38,12 @@ class Case:
     window: int | None
     soft_cap: float | None
     chunks: str
-    """``decode``: one token each; ``prefill``: whole prompts; ``mixed``: both, and prompts that
-    continue after a prefix."""
+    """``decode``: each chunk has one token. ``prefill``: each chunk has a whole prompt. ``mixed``:
+    both, and chunks that continue a prefix."""
 
 
 def run(world: World) -> None:
-    """Runs the table with each attention that is available."""
+    """Runs all cases with each available backend."""
     for backend in backends(world.device):
         if backend.why_not:
             world.record(f"{backend.name}_not_available", backend.why_not)
@@ -51,7 +51,7 @@ def run(world: World) -> None:
         worst, count = 0.0, 0
         for case in _cases(world, backend):
             if world.left_s < 0.1 * world.limit_s:
-                world.fault(f"{backend.name}: out of time after {count} cases")
+                world.fault(f"{backend.name}: the time limit ended the stage after {count} cases")
                 break
             try:
                 worst = max(worst, _check(world, backend, case))
@@ -62,7 +62,7 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """The table; in a dry run some rows of it, in which each value occurs."""
+    """The cases. A dry run has a part of them, in which each value occurs."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)
         for size in backend.block_sizes
@@ -77,8 +77,8 @@ def _cases(world: World, backend: Backend) -> list[Case]:
 
 
 def _check(world: World, backend: Backend, case: Case) -> float:
-    """The greatest difference of a case; a fault if it is too great, or if a row depends on its
-    batch."""
+    """The largest difference of a case. It is a fault if the difference is too large, or if a row
+    depends on its batch."""
     inputs = _Inputs(world, case)
     found = inputs.attend(backend, inputs.chunks)
     away = (found.float() - inputs.wanted()).abs().max().item()
@@ -87,12 +87,12 @@ def _check(world: World, backend: Backend, case: Case) -> float:
         for i in (0, len(inputs.chunks) - 1):
             alone = inputs.attend(backend, inputs.chunks[i : i + 1], first=inputs.starts[i])
             same = torch.equal(alone, found[inputs.starts[i] : inputs.starts[i + 1]])
-            world.expect(same, f"{backend.name}, {case}: chunk {i} differs alone and in its batch")
+            world.expect(same, f"{backend.name}, {case}: chunk {i} depends on its batch")
     return away
 
 
 class _Inputs:
-    """Chunks over scattered blocks, some of them shared, and their queries, keys and values."""
+    """Chunks over scattered and partly shared blocks, with their queries, keys and values."""
 
     def __init__(self, world: World, case: Case) -> None:
         self._case, self._device, self._dtype = case, world.device, world.dtype
@@ -112,8 +112,7 @@ class _Inputs:
         self.key, self.value = (self._normal(total, case.kv_heads, case.dim) for _ in range(2))
 
     def attend(self, backend: Backend, chunks: Items[Chunk], first: int = 0) -> torch.Tensor:
-        """The result of an attention for these chunks, in their order, whose queries begin at
-        ``first``."""
+        """The result of a backend for ``chunks``. Their queries begin at ``first``."""
         case = self._case
         order, packed = pack(Batch(list(chunks)), case.block_size, spans=backend.in_place)
         at = {id(c): i for i, c in enumerate(chunks)}
@@ -136,7 +135,8 @@ class _Inputs:
         return result
 
     def wanted(self) -> torch.Tensor:
-        """Plain attention in float32. The cache has the keys and values of the chunks already."""
+        """The result of float32 attention. The cache must already contain the chunks' keys and
+        values."""
         case, found = self._case, []
         for chunk, (first, last) in zip(self.chunks, pairwise(self.starts), strict=True):
             size = case.block_size
@@ -163,8 +163,8 @@ class _Inputs:
 
 
 def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
-    """Chunks that end at these lengths. The second half of the sequences has the full blocks of
-    another one's beginning, as forks and prefix hits have."""
+    """Chunks that end at these lengths. A sequence of the second half shares full blocks with the
+    sequence before it, like forks and prefix hits."""
     used = [len(range(0, n, case.block_size)) for n in lengths]
     pool = list(range(1, 1 + sum(used)))
     rng.shuffle(pool)
@@ -174,7 +174,7 @@ def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
         start = _start(rng, length, case.chunks, place)
         if chunks and place >= len(lengths) // 2:
             other = chunks[-1]
-            # Blocks that a chunk of this step writes are not shared.
+            # A block that a chunk of this step writes must not be shared.
             shared = min(start, other.start) // case.block_size
             blocks[:shared] = other.sequence.block_table.blocks[:shared]
         tokens = [0] * length

@@ -1,6 +1,6 @@
-"""Stage 4 of ``gpu_check.py``: a small model's tokens, however its sequences are steered.
+"""Stage 4 of ``gpu_check.py``: checks a small model's tokens with forks, splices, masks and drafts.
 
-Nothing may wait for the device meanwhile, except for the tokens of a step.
+The engine may wait for the device only to read the tokens of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REGEX = "[a-z]{3}( [a-z]{3}){4}"
 
 
 def run(world: World) -> None:
-    """Runs each scenario on an engine of its own kind."""
+    """Runs the scenarios with each model."""
     loaded = world.small()
     checks = Checks(world, loaded)
     scenarios: dict[str, Callable[[], None]] = {
@@ -60,7 +60,7 @@ class Checks:
         ]
 
     def generate(self) -> None:
-        """Prompts of all lengths, in one batch, against ``generate``."""
+        """Compares a batch of prompts with different lengths with ``generate``."""
         self._add_all()
         got = self._run()
         same = 0
@@ -70,7 +70,7 @@ class Checks:
         self._world.record("sequences_like_generate", same, of=len(self._prompts))
 
     def prefixes_and_chunks(self) -> None:
-        """Prompts that the cache has already, and prompts that take several steps."""
+        """Checks cached prompts, and prompts whose prefill takes several steps."""
         long = random_prompts(9, 1, 900, self._loaded.vocab_size)[0]
         engine = self._world.engine(self._loaded, max_num_batched_tokens=128)
         for i in range(3):
@@ -78,10 +78,10 @@ class Checks:
             got = self._run(engine=engine)
             self._reference.check_greedy(f"prefix {i}", long[: 900 - i], got[i, 0])
         hits = engine.stats()["prefix_hit_tokens"]
-        self._world.expect(hits > 0, "no prefix was found in the cache")
+        self._world.expect(hits > 0, "the cache does not have a prefix of the prompts")
 
     def forks(self) -> None:
-        """Greedy forks have their parent's tokens; sampled ones have tokens of their own."""
+        """Checks that greedy forks have their parent's tokens, and sampled forks different ones."""
         for i, prompt in enumerate(self._prompts):
             sampled = Sampling(max_tokens=NEW, temperature=1.0, ignore_eos=True)
             self._engine.add(i, prompt, greedy(NEW) if i % 2 == 0 else sampled)
@@ -97,7 +97,7 @@ class Checks:
         for i, prompt in enumerate(self._prompts):
             texts = [got[i, seq] for seq in range(3)]
             lengths = [len(text) for text in texts]
-            # A fork reports the tokens after it.
+            # The outputs of a fork begin after the fork.
             shared = NEW - min(lengths)
             full = [texts[0][: NEW - n] + text for n, text in zip(lengths, texts, strict=True)]
             self._world.expect(shared <= 3, f"fork {i}: {lengths} tokens")
@@ -108,7 +108,7 @@ class Checks:
                 self._world.expect(full[1] != full[2], f"fork {i}: the forks are equal")
 
     def splices(self) -> None:
-        """Tokens that are dropped and appended; what follows is the most likely text after them."""
+        """Checks that the most likely tokens follow after tokens are removed and appended."""
         self._add_all()
         added, done = [5, 6, 7], set[int]()
 
@@ -126,7 +126,7 @@ class Checks:
             self._reference.check_greedy(f"splice {i}", prompt, text, places)
 
     def masks(self) -> None:
-        """Even tokens and odd tokens in turn; the last third has no masks."""
+        """Checks masks that allow even and odd tokens in turn. The last third has no masks."""
         self._add_all()
         words = [np.full(self._engine.mask_words, w, dtype=np.uint32) for w in (EVEN, ODD)]
         masked = 2 * NEW // 3
@@ -145,7 +145,7 @@ class Checks:
             self._reference.check_greedy(f"masks {i}", prompt, got[i, 0], allowed=allowed)
 
     def deferred_and_suspended(self) -> None:
-        """Sequences that leave the batch and join it again."""
+        """Checks sequences that leave the batch and rejoin it."""
         self._add_all()
         engine, left = self._engine, dict.fromkeys(range(len(self._prompts)), 3)
         away: list[tuple[int, int, bool]] = []
@@ -167,17 +167,17 @@ class Checks:
             self._reference.check_greedy(f"deferred {i}", prompt, got[i, 0])
 
     def drafts(self) -> None:
-        """Texts that repeat themselves, with drafts of what came before."""
+        """Checks repetitive texts, whose drafts come from their earlier text."""
         engine = self._world.engine(self._loaded, speculation=True, max_num_seqs=8)
         self._check_drafts("drafts", engine)
 
     def draft_model(self) -> None:
-        """Drafts by the model itself."""
+        """Checks drafts of a draft model, which is the model itself."""
         config = {"speculation": True, "max_num_seqs": 8}
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
         assert model is not None
-        # As a small model has it, so that it drafts; and only it.
+        # The cost of a small model, so that the draft model drafts. Other drafts are turned off.
         model.forward_cost = 0.01
         engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)
@@ -207,13 +207,13 @@ class Checks:
         decide: Callable[[PendingStep, Texts], None] = lambda step, got: None,
         engine: Engine | None = None,
     ) -> Texts:
-        """Runs all requests to their ends; nothing waits, and nothing is logged."""
+        """Runs all requests to their ends. A warning or a wait for the device is a fault."""
         with no_warnings(self._world), no_waiting(self._world):
             return run_to_end(engine or self._engine, decide)
 
 
 def _controllers(world: World) -> None:
-    """Requests under a constraint through the bus, all of it in this process."""
+    """Checks requests under a constraint through a bus in this process."""
     settings = msgspec.structs.replace(
         Settings(), device=world.device.type, kv_cache_bytes=world.cache_bytes, max_running=32
     )

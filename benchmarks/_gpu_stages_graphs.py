@@ -1,4 +1,4 @@
-"""Stage 5 of ``gpu_check.py``: every size of a graph, a load during a capture, and evictions."""
+"""Stage 5 of ``gpu_check.py``: CUDA graphs of all sizes, a load during a capture, and evictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokenbus.workers.gpu.model.models import Failed, Models, Ready
 DRY_SIZES = (1, 3, 8)
 STEPS = 20
 KEPT_BYTES = 64 * 2**20
-"""Memory that may remain after an eviction: workspaces of libraries."""
+"""Maximum number of bytes that remain after an eviction, for workspaces of libraries."""
 
 
 def run(world: World) -> None:
@@ -45,7 +45,7 @@ def run(world: World) -> None:
 
 
 def _capture(world: World, loaded: LoadedModel) -> None:
-    """Time and memory of the capture of each size."""
+    """Records the time and the memory of each size's capture."""
     marks: list[tuple[float, int]] = []
 
     def mark(part: float = 0.0, stage: str = "") -> None:
@@ -62,8 +62,8 @@ def _capture(world: World, loaded: LoadedModel) -> None:
 
 
 def _sizes(world: World, loaded: LoadedModel) -> None:
-    """For each size, and for batches that are padded to the size, the time of a step with graphs
-    and without, and the difference of their logits."""
+    """Compares steps with and without graphs: their times and their logits. Covers each graph size,
+    and batches that are padded to the size."""
     with_graphs, without = (
         world.engine(loaded, max_num_seqs=SIZES[-1], overlap=False) for _ in range(2)
     )
@@ -94,7 +94,7 @@ def _compare(world: World, graphed: Engine, eager: Engine, batch: int, vocab: in
 
 
 def _first_tokens(engine: Engine) -> dict[int, int | None]:
-    """Steps until all sequences have their first token: these."""
+    """Runs steps until all sequences have their first token; returns these tokens."""
     found: dict[int, int | None] = {}
     while engine.stats()["waiting"] or not found:
         found |= {output.request: output.token for output in engine.step()}
@@ -105,7 +105,7 @@ def _rows(step: Any) -> torch.Tensor:
     """The logits of a step, by request."""
     logits = step.logits
     if logits is None:
-        raise CheckFailed("a step of decodes has no logits")
+        raise CheckFailed("a decode step has no logits")
     order = [row for _, row in sorted((s.request, row) for s, row in step.rows.items())]
     rows: torch.Tensor = logits[order].clone()
     return rows
@@ -117,7 +117,7 @@ def _steps(engine: Engine, count: int) -> None:
 
 
 def _load_during_capture(world: World) -> None:
-    """Another thread loads models for as long as graphs are captured."""
+    """Loads models on another thread while graphs are captured."""
     loaded, done, loads = world.small(), threading.Event(), []
 
     def load() -> None:
@@ -139,7 +139,7 @@ def _load_during_capture(world: World) -> None:
 
 
 def _evict(world: World) -> None:
-    """Two models take turns in a cache of one; each eviction gives the memory back."""
+    """Loads two models in turn into a cache for one model. Each eviction must free the memory."""
     gc.collect()
     _empty_cache(world)
     before = _allocated(world)
@@ -160,16 +160,16 @@ def _evict(world: World) -> None:
             evicted = models.evict(())
             used.append(_allocated(world) - before)
             for reference in gone[:-1]:
-                world.expect(reference() is None, f"the engine of {evicted} is alive")
+                world.expect(reference() is None, f"the engine of {evicted} was not freed")
         models.close()
     world.record("bytes_with_one_model", used)
     world.expect(
-        max(used) - used[0] <= KEPT_BYTES, f"an evicted model's memory does not come back: {used}"
+        max(used) - used[0] <= KEPT_BYTES, f"an evicted model's memory was not freed: {used}"
     )
 
 
 def _load(models: Models, name: str) -> weakref.ref[Engine]:
-    """Loads a model as a worker does, and runs it."""
+    """Loads a model like a worker, and runs it."""
     models.want(name)
     while not isinstance(event := models.events.get(), Ready | Failed):
         pass

@@ -1,6 +1,6 @@
-"""Stage 1 of ``gpu_check.py``: versions, the attention that was chosen and why, and the graphs.
+"""Stage 1 of ``gpu_check.py``: records versions, the attention backend, its reason and the graphs.
 
-A fallback is a failure.
+A fallback is a fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEERS = ("flash-attn", "flashinfer-python", "vllm", "sglang")
 
 
 def run(world: World) -> None:
-    """Records the versions and the path of a model's steps."""
+    """Records the versions and the fast paths of a model."""
     for name in (*PACKAGES, *PEERS):
         world.record(f"version_{name}", _version(name))
     world.record("version_python", platform.python_version())
@@ -39,7 +39,7 @@ def run(world: World) -> None:
     world.record("overlaps", engine.overlaps)
     for fallback in engine.path.fallbacks:
         world.fault(f"a fallback: {fallback}")
-    world.expect(loaded.decoder is not None, "the model runs as transformers' modules")
+    world.expect(loaded.decoder is not None, "the model runs with transformers' modules")
     if not world.dry:
         world.expect(engine.path.graphs > 0, "no CUDA graph was captured")
         world.expect(engine.overlaps, "the steps do not overlap")
@@ -47,7 +47,7 @@ def run(world: World) -> None:
 
 def _describe_device(world: World) -> None:
     if not torch.cuda.is_available():
-        raise CheckFailed("torch finds no CUDA device; --dry runs the stages on a CPU")
+        raise CheckFailed("torch does not find a CUDA device; use --dry to run on a CPU")
     found = torch.cuda.get_device_properties(0)
     world.record("device", found.name, capability=f"{found.major}.{found.minor}")
     world.record("device_gib", found.total_memory / 2**30)

@@ -1,4 +1,5 @@
-"""Stage 8 of ``gpu_check.py``: transformers' ``generate_batch``, and vLLM if it is installed."""
+"""Stage 8 of ``gpu_check.py``: compares the engine with ``generate_batch`` of transformers and, if
+it is installed, with vLLM."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 PROMPT, NEW = 128, 128
 BATCHES = (1, 64, 256)
 TARGET = 3.0
-"""Our tokens per second over those of ``generate_batch`` at the largest batch."""
+"""Target ratio of the engine's tokens per second to those of ``generate_batch``, at the largest
+batch."""
 KNOWN = ("vllm", "sglang", "lmdeploy", "tensorrt_llm")
 Prompts = list[list[int]]
 
 
 def run(world: World) -> None:
-    """Each batch with each of them, one after another on the same prompts."""
+    """Measures the engine and its peers one after another, with the same prompts in each batch."""
     loaded = world.shape("8b")
     batches, new = ((2,), 4) if world.dry else (BATCHES, NEW)
     for batch in batches:
@@ -41,7 +43,7 @@ def run(world: World) -> None:
         if importlib.util.find_spec(name) is None:
             world.record(name, "not installed")
         elif name != "vllm":
-            world.record(name, "installed; it is not measured")
+            world.record(name, "installed, but not measured")
         elif not world.dry:
             _vllm(world, batches)
 
@@ -49,7 +51,7 @@ def run(world: World) -> None:
 def _rate(
     world: World, prompts: Prompts, new: int, generate: Callable[[Prompts, int], None]
 ) -> float:
-    """Tokens per second; a short run on the device first warms up."""
+    """Tokens per second. On a GPU, a short run warms up first."""
     if not world.dry:
         generate([prompt[:8] for prompt in prompts[:2]], 2)
     return len(prompts) * new / world.timed(lambda: generate(prompts, new))
@@ -68,10 +70,10 @@ def _ours(world: World, loaded: LoadedModel, batch: int) -> Callable[[Prompts, i
 
 
 def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int], None]:
-    """Transformers' continuous batching; a wrong number of tokens is a fault."""
+    """Transformers' continuous batching. A wrong number of tokens is a fault."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
-    # On a CPU it would take most of the memory that is free.
+    # On a CPU, the cache would take most of the free memory.
     sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64) if world.dry else None
 
     def generate(prompts: Prompts, new: int) -> None:
@@ -82,13 +84,13 @@ def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int
             inputs=prompts, generation_config=config, continuous_batching_config=sizes
         )
         lengths = {len(one.generated_tokens) for one in found.values()}
-        world.expect(lengths == {new}, f"generate_batch gave texts of {lengths} tokens")
+        world.expect(lengths == {new}, f"generate_batch returned texts of {lengths} tokens")
 
     return generate
 
 
 def _vllm(world: World, batches: tuple[int, ...]) -> None:
-    """vLLM with the same shape, whose random weights it makes itself."""
+    """vLLM with a model of the same shape, for which vLLM makes random weights."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="tb-") as name:

@@ -1,4 +1,4 @@
-"""Stage 3 of ``gpu_check.py``: sampling on the device gives the same tokens as on the CPU."""
+"""Stage 3 of ``gpu_check.py``: checks that the device and the CPU sample the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
 
 ROWS = 64
 MAX_DIFFERENT = 1e-3
-"""Share of the draws that may differ by rounding, because a kernel sums in another order."""
+"""Maximum share of tokens that may differ, because kernels sum in different orders."""
 LOGPROB_TOLERANCE = 1e-4
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def run(world: World) -> None:
-    """Draws in every mode from the same logits on both devices."""
+    """Samples in every mode from the same logits on both devices."""
     vocabularies = (4096,) if world.dry else (4096, 32_000, 128_256)
     for vocab in vocabularies:
         steps = 2 if world.dry else 16
@@ -52,13 +52,13 @@ def run(world: World) -> None:
             world.record(f"different_{mode}_{vocab}", different, of=total)
             world.expect(
                 different <= MAX_DIFFERENT * total,
-                f"{mode}, {vocab} tokens: {different} of {total} tokens differ from the CPU's",
+                f"{mode}, vocabulary {vocab}: {different} of {total} tokens differ from the CPU's",
             )
         _check_scores(world, vocab)
 
 
 def _different(world: World, mode: str, vocab: int, step: int) -> int:
-    """The number of rows whose token on the device is not the CPU's."""
+    """The number of rows whose tokens on the two devices differ."""
     logits = _logits(vocab, step)
     rows = _rows(mode, vocab, step)
     which = [(i * 5) % ROWS for i in range(ROWS)]
@@ -69,7 +69,9 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
         guessed = guess(ours, which, rows)
     world.synchronize()
     found = drawn.fetch()
-    world.expect(found.tokens == guessed.tolist(), f"{mode}, {vocab} tokens: guess and draw differ")
+    world.expect(
+        found.tokens == guessed.tolist(), f"{mode}, {vocab} tokens: guess and token differ"
+    )
     world.expect(found.errors == wanted.errors, f"{mode}, {vocab} tokens: {found.errors}")
     _check_logprobs(world, mode, wanted, found)
     return sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
@@ -77,7 +79,7 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
 
 @contextmanager
 def _path_of_the_device(world: World) -> Iterator[None]:
-    """In a dry run, the sampler takes the path of a device on the CPU."""
+    """Makes the sampler of a dry run use the code for a GPU on the CPU."""
     if not world.dry:
         yield
         return
@@ -117,8 +119,8 @@ def _logits(vocab: int, step: int) -> torch.Tensor:
 
 
 def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
-    """Copies logits to the device. In a dry run the copy has gaps between its rows: operations of
-    torch accept such rows, and the native code of the CPU's path does not."""
+    """Copies logits to the device. In a dry run, the copy has gaps between its rows, which torch
+    accepts. The native code for the CPU does not accept them, so its use would fail."""
     if not world.dry:
         return logits.to(world.device)
     wide = torch.zeros(len(logits), logits.shape[1] + 1)
@@ -127,7 +129,7 @@ def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(mode: str, vocab: int, step: int) -> Rows:
-    """How the tokens of each row are chosen."""
+    """The sampling parameters, masks and biases of the rows."""
     rng = random.Random(f"{mode} {step}")
     rows = []
     for i in range(ROWS):
@@ -151,7 +153,7 @@ def _rows(mode: str, vocab: int, step: int) -> Rows:
 
 
 def _mask(rng: random.Random, vocab: int) -> np.ndarray | None:
-    """Some tokens in u32 words; some rows have no mask."""
+    """A random mask in u32 words; None for some rows."""
     if rng.random() < 0.2:
         return None
     generator = np.random.default_rng(rng.randrange(2**31))

@@ -1,4 +1,4 @@
-"""Stage 7 of ``gpu_check.py``: the kernels of a decode step, first tokens, and the bus."""
+"""Stage 7 of ``gpu_check.py``: profiles decode steps, and measures first tokens and the bus."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tokenbus.workers.gpu.model.loader import LoadedModel
 from torch.profiler import ProfilerActivity, profile
 
 PROFILED = 5
-"""Decode steps in the profile."""
+"""Number of decode steps in the profile."""
 ROWS = 25
-"""Kernels of the table."""
+"""Number of kernels in the table."""
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 TARGET = 0.98
-"""Tokens per second under a constraint over those without, which the bus should reach."""
+"""Target ratio of tokens per second with a constraint to those without, through the bus."""
 ROUNDS = 3
 LOG_CHARACTERS = 4000
-"""The end of the system's log that is recorded if it fails."""
+"""Length of the end of the system's log that is recorded if the system fails."""
 
 
 def run(world: World) -> None:
-    """Profiles and times an 8B shape, then serves a shape through the bus."""
+    """Profiles and times a model of 8B, then serves a model through the bus."""
     loaded = world.shape("8b")
     batch = 2 if world.dry else 64
     size = 2**26 if world.dry else 16 * 2**30
@@ -45,7 +45,7 @@ def run(world: World) -> None:
 
 
 def _profile(world: World, engine: Engine, loaded: LoadedModel, batch: int) -> None:
-    """The kernels of some decode steps, those that take the most time first."""
+    """Records the kernels of some decode steps, sorted by time."""
     _begin(engine, loaded, batch)
     activities = [ProfilerActivity.CPU]
     if not world.dry:
@@ -62,13 +62,13 @@ def _profile(world: World, engine: Engine, loaded: LoadedModel, batch: int) -> N
 
 
 def _microseconds(event: Any) -> float:
-    """The own time of a kernel or, without a GPU, of an operation."""
+    """The self time of a kernel or, without a GPU, of an operation."""
     of_device = float(getattr(event, "self_device_time_total", 0.0))
     return of_device or float(event.self_cpu_time_total if not torch.cuda.is_available() else 0.0)
 
 
 def _first_tokens(world: World, engine: Engine, loaded: LoadedModel) -> None:
-    """Seconds to the first token of a lone prompt."""
+    """Records the seconds to the first token of a single prompt."""
     for length in (16, 64) if world.dry else (128, 1024, 8192, 32_000):
         times = []
         for seed in range(1 if world.dry else 3):
@@ -79,7 +79,7 @@ def _first_tokens(world: World, engine: Engine, loaded: LoadedModel) -> None:
 
 
 def _mixed_prefill(world: World, engine: Engine, loaded: LoadedModel, batch: int) -> None:
-    """The steps of a decoding batch while a long prompt is computed."""
+    """Records the step times of a decoding batch during the prefill of a long prompt."""
     _begin(engine, loaded, batch)
     alone = [world.timed(engine.step) for _ in range(3 if world.dry else 20)]
     length = 200 if world.dry else 16_000
@@ -96,7 +96,7 @@ def _mixed_prefill(world: World, engine: Engine, loaded: LoadedModel, batch: int
 
 
 def _begin(engine: Engine, loaded: LoadedModel, batch: int) -> None:
-    """Adds requests and steps until all of them decode."""
+    """Adds requests, and runs steps until all of them decode."""
     for number, prompt in enumerate(random_prompts(1, batch, 100, loaded.vocab_size)):
         engine.add(number, prompt, greedy(500))
     begun: set[int] = set()
@@ -114,7 +114,7 @@ def _end(engine: Engine, batch: int) -> None:
 
 
 def _bus(world: World) -> None:
-    """Tokens per second of streams through the bus: free, and under a regex."""
+    """Records tokens per second of streams through the bus, without and with a regex."""
     streams, tokens = (2, 20) if world.dry else (64, 400)
     with tempfile.TemporaryDirectory(prefix="tb-") as name:
         folder = Path(name)
@@ -130,13 +130,13 @@ def _bus(world: World) -> None:
                 with Loader("_serving_client.py", "count", system.front, str(model)) as client:
                     _rounds(world, client, streams, tokens)
         except SystemExit:
-            # The folder is deleted with the log in it.
+            # The log is deleted with its folder.
             world.record("log", (folder / "run" / "log").read_text()[-LOG_CHARACTERS:])
             raise
 
 
 def _rounds(world: World, client: Loader, streams: int, tokens: int) -> None:
-    """Rounds of both in turn; the first one warms up."""
+    """Runs streams without and with the regex in turn. The first round warms up."""
     ratios = []
     for number in range(1 + (1 if world.dry else ROUNDS)):
         found = {}

@@ -1,7 +1,7 @@
-"""Stage 6 of ``gpu_check.py``: decode steps of an 8B and of a 1B shape, over batch and context.
+"""Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` is the time that a copy of
-as many bytes takes within the device's memory, over the time of the step.
+A step must read the weights, the keys and the values. ``of_bandwidth`` is the ratio of the time to
+copy as many bytes within the device's memory to the time of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenbus.workers.gpu.model.kv_cache import token_bytes
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
 COPIED = 4 * 2**30
-"""Bytes that are copied to measure the bandwidth."""
+"""Number of bytes that are copied to measure the bandwidth."""
 DRY_COPIED = 2**22
 BATCHES = (1, 64, 8, 256)
 CONTEXTS = (128, 2048, 8192, 32_768)
@@ -23,18 +23,18 @@ STEPS, WARM_UPS = 40, 10
 MEMORY_PART = 0.85
 """Part of the device's memory for weights and the KV cache."""
 TARGET = 0.7
-"""``of_bandwidth`` at batch 1 and 64 that an 8B shape should reach."""
+"""Target of ``of_bandwidth`` for the 8B model at batches of 1 and 64."""
 
 
 class Point(NamedTuple):
-    """A batch of sequences with this many tokens each."""
+    """A batch size, and the number of tokens of each sequence."""
 
     batch: int
     context: int
 
 
 def run(world: World) -> None:
-    """The targets first: what comes last is left out if the time is over."""
+    """Measures the points with targets first, because the time limit may cut the last points."""
     bandwidth = measure_bandwidth(world)
     world.record("bandwidth_gb_per_s", bandwidth / 1e9)
     for shape, part in (("8b", 0.65), ("1b", 0.95)):
@@ -45,7 +45,7 @@ def run(world: World) -> None:
             engine = _engine(world, loaded, batch, max(contexts), not world.dry)
             for context in contexts:
                 if world.left_s < until:
-                    world.record(f"{shape}_left_out", [batch, context], why="out of time")
+                    world.record(f"{shape}_left_out", [batch, context], why="time limit")
                     continue
                 _measure(world, shape, engine, Point(batch, context), bandwidth)
             del engine
@@ -62,7 +62,7 @@ def measure_bandwidth(world: World) -> float:
 
 
 def step_bytes(loaded: LoadedModel, point: Point) -> int:
-    """Bytes that a decode step reads at least: the weights that are multiplied, keys and values."""
+    """Minimum number of bytes that a decode step reads: multiplied weights, keys and values."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -72,7 +72,7 @@ def step_bytes(loaded: LoadedModel, point: Point) -> int:
 
 
 def _contexts(world: World, shape: str, loaded: LoadedModel, batch: int) -> list[int]:
-    """The contexts of this batch for which the device has memory."""
+    """The context lengths for which the device has enough memory at this batch."""
     if world.dry:
         return [32, 64]
     weights = sum(p.nbytes for p in loaded.model.parameters())
@@ -88,7 +88,8 @@ def _contexts(world: World, shape: str, loaded: LoadedModel, batch: int) -> list
 
 
 def _modes(world: World, shape: str, loaded: LoadedModel) -> None:
-    """Seconds of a step at batch 1 and 64 with overlap and graphs, and without each."""
+    """Records the seconds of a step at batches of 1 and 64, with overlap and graphs, and without
+    one of them."""
     for batch in (1, 4) if world.dry else (1, 64):
         point = Point(batch, 32 if world.dry else 128)
         seconds = {}
@@ -116,7 +117,7 @@ def _measure(world: World, shape: str, engine: Engine, point: Point, bandwidth: 
 
 
 def _cache_bytes(loaded: LoadedModel, batch: int, context: int) -> int:
-    """Bytes of a KV cache for a batch with this context, with room for the blocks' last tokens."""
+    """Bytes of a KV cache for a batch with this context, rounded up to whole blocks."""
     return (context + 512) * (batch + 1) * token_bytes(loaded.layers, loaded.dtype)
 
 

@@ -1,7 +1,7 @@
-"""A GPU worker with an 8B shape in place of its checkpoint's weights: ``python _gpu_worker.py``.
+"""A GPU worker with a model of 8B and random weights: ``python _gpu_worker.py``.
 
-The tokenizer is the checkpoint's; all else is the worker as it is. The weights are random and are
-made on the device, so that nothing of their size is read.
+The tokenizer is the checkpoint's, and the rest of the worker is unchanged. The weights are made on
+the device, so that loading them does not take time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 
 def load_model(name: str, **_: Any) -> LoadedModel:
-    """The shape, with the tokenizer of the checkpoint ``name``."""
+    """The random model, with the tokenizer of the checkpoint ``name``."""
     world = World(7, False, Path(tempfile.gettempdir()) / "unused", 600.0)
     model = world.random_llama(**SHAPES["8b"])
     return wrap_model(name, model, AutoTokenizer.from_pretrained(name))
@@ -33,7 +33,7 @@ def main() -> None:
     logs.set_up(settings, "gpu")
     models.load_model = load_model  # type: ignore[assignment]
     worker = GpuWorker(settings)
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop("the measurement is over"))
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop("the measurement has ended"))
     worker.run()
 
 

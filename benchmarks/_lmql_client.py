@@ -1,9 +1,9 @@
-"""LMQL's own client, unmodified, run in an environment of its own.
+"""Runs LMQL's unmodified client, in a separate environment.
 
-``python _lmql_client.py URL MODEL`` reads rounds from standard input, a line of JSON each: a list
-of (prompt, max_tokens), begun at once. For each it prints how many of the tokens that were asked
-for arrived, and in how many seconds. LMQL's server goes on to the longest ``max_tokens`` of a batch
-in all of its streams: what a stream has beyond its own does not count.
+``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON, a
+list of (prompt, max_tokens) pairs that begin together. For each round, it prints the number of
+received tokens and the seconds. LMQL's server runs all streams of a batch to the largest
+``max_tokens``; tokens beyond a stream's own ``max_tokens`` do not count.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def _stream(client: LMTPWebSocketClient, prompt: list[int], max_tokens: in
 
 
 async def main(url: str, model: str) -> None:
-    """Until the end of the input."""
+    """Runs rounds until the end of the input."""
     async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as ws:
         client = LMTPWebSocketClient(model, ws)
         client.connect()

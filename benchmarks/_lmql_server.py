@@ -1,4 +1,4 @@
-"""LMQL's own server, run in an environment of its own: ``python _lmql_server.py MODEL PORT``."""
+"""Runs LMQL's server, in a separate environment: ``python _lmql_server.py MODEL PORT``."""
 
 import sys
 

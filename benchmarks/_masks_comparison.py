@@ -1,4 +1,4 @@
-"""Our engine compared with llguidance, xgrammar and outlines-core: same tokens, same protocol."""
+"""Compares our grammar engine with llguidance, xgrammar and outlines-core on the same tokens."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 %ignore /[ \t\n\r]+/
 """
-"""JSON as RFC 8259 has it, in llguidance's dialect. It accepts no white space after the value."""
+"""The JSON of RFC 8259 in llguidance's form of Lark, without white space after the value."""
 OTHERS_S = 2.0
-"""xgrammar and outlines-core begin no new text of a case after this time, in seconds."""
+"""Seconds after which xgrammar and outlines-core do not begin another text of a case."""
 
 Makers = dict[str, Callable[[], Engine]]
 
 
 @dataclass(slots=True)
 class Line:
-    """Microseconds of a token and its next mask by engine, means over the texts of a case."""
+    """Mean microseconds of a step for each engine, over the texts of a case."""
 
     case: str
     tokens: int
     differing: int = 0
-    """Number of masks that differ from llguidance's."""
+    """Number of our masks that differ from llguidance's masks."""
     first: dict[str, float] = field(default_factory=dict)
-    """With an engine that is new to the grammar."""
+    """Times of the first pass of a new engine."""
     again: dict[str, float] = field(default_factory=dict)
-    """With an engine that has processed the same texts."""
+    """Times of an engine that has already processed the same texts."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
-    """For xgrammar and outlines-core: milliseconds to compile the grammar."""
+    """Milliseconds in which xgrammar and outlines-core compile the grammar."""
 
 
 class Comparison:
     """All engines over one vocabulary."""
 
     def __init__(self, world: World, fresh: int, passes: int) -> None:
-        """``fresh``: number of new engines for each case; ``passes``: number of passes of the last
-        engine over texts that it has processed."""
+        """``fresh``: number of new engines for each case. ``passes``: number of passes of the last
+        engine over texts that it has already processed."""
         self._world = world
         self._fresh, self._passes = fresh, passes
         self._ll_tokenizer = LLGuidance.tokenizer(world.vocabulary)
@@ -92,7 +92,7 @@ class Comparison:
         for path in sorted(TEXTS.glob("*.json")):
             yield self._line(path.stem, [path.read_text().strip()], makers, others)
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- private --------------------------------------------------------------------------------
 
     def _optional(self, name: str, make: Callable[[TokenizerVocabulary], Any]) -> Any:
         try:
@@ -105,7 +105,7 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Makers of our engine and of llguidance, and an empty dict for those of other engines."""
+        """Makers of our engine and of llguidance, and an empty dict for makers of other engines."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),
@@ -119,7 +119,7 @@ class Comparison:
         first: dict[str, list[list[float]]] = {name: [] for name in makers}
         again: dict[str, list[list[float]]] = {name: [] for name in makers}
         engines: dict[str, Engine] = {}
-        # In turn, so that other load on the machine affects all of them.
+        # The engines take turns, so that other load on the machine affects all of them.
         for _ in range(self._fresh):
             for name, make in makers.items():
                 if name in engines:
@@ -141,7 +141,7 @@ class Comparison:
         for engine in engines.values():
             engine.close()
         for name, make in others.items():
-            # xgrammar and outlines-core do not support every pattern, or fail at some texts.
+            # xgrammar and outlines-core do not support some patterns, or fail at some texts.
             with suppress(ValueError, RuntimeError):
                 self._measure_other(line, name, make, parts)
         return line

@@ -1,9 +1,8 @@
-"""Engines that fill masks, with one interface: our grammar engine, and the libraries it is compared
-with.
+"""One interface for the engines that compute masks: our grammar engine and its peers.
 
-Each is constructed from a grammar and walks a text: the mask at its beginning, then for each token
-the same two calls, accept it and fill the next mask. Only these calls are timed. xgrammar and
-outlines-core are compared if they are installed.
+An engine is constructed from a grammar and walks a text. It fills the mask at the beginning, then
+for each token accepts the token and fills the next mask. Only these two calls are timed. xgrammar
+and outlines-core are measured if they are installed.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ _clock = time.perf_counter
 
 
 class Engine(Protocol):
-    """One engine for one grammar. Texts come one after another, and its caches stay."""
+    """One engine for one grammar. It walks one text after another, with the same caches."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """Seconds for the mask at the beginning of a text, and for each token with its next
-        mask."""
+        """Seconds of the mask at the beginning of a text, and of each token with its next mask."""
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
-        """The same masks, one more than there are tokens."""
+        """The masks of a text: one at the beginning, and one after each token."""
 
     def close(self) -> None:
         """Frees the engine."""
 
 
 class _Walking:
-    """The walk, given the two calls that ``_begin`` returns at the beginning of a text."""
+    """Walks a text with the two calls that ``_begin`` returns."""
 
     _mask: bytearray
 
@@ -47,7 +45,7 @@ class _Walking:
         raise NotImplementedError
 
     def _end(self) -> None:
-        """After a text."""
+        """Called after a text."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
         """As ``Engine`` says."""
@@ -88,7 +86,7 @@ def _address(mask: bytearray) -> int:
 
 
 class Ours(_Walking):
-    """A grammar instance of its own."""
+    """Our grammar engine, with a new grammar instance."""
 
     name = "tokenbus"
 
@@ -128,8 +126,8 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance: a matcher that is reset keeps the states of its lexer, so one matcher is used
-    for all texts; masks are written directly to a known address, by its fastest call."""
+    """llguidance. One matcher is reset for each text, because a reset keeps its lexer's states.
+    The fastest call writes masks directly to an address."""
 
     name = "llguidance"
 
@@ -156,8 +154,7 @@ class LLGuidance(_Walking):
     def walk_rounds(
         self, rounds: Sequence[Sequence[int]], clock: Callable[[], float] = _clock
     ) -> list[float]:
-        """Seconds for accepting the tokens of each round at once and filling the mask after
-        them."""
+        """Seconds of each round: accept all tokens of the round, then fill the next mask."""
         fill = self._begin()[1]
         accept = self._matcher.consume_tokens
         seconds = []
@@ -176,7 +173,7 @@ class LLGuidance(_Walking):
 
 
 class XGrammar(_Walking):
-    """xgrammar, which computes most of its masks when it compiles a grammar: on one thread here."""
+    """xgrammar on one thread. It computes most of its masks when it compiles a grammar."""
 
     name = "xgrammar"
 
@@ -219,7 +216,8 @@ class XGrammar(_Walking):
 
 
 class OutlinesCore(_Walking):
-    """outlines-core: regular expressions only, all masks computed when the index is built."""
+    """outlines-core, which supports only regular expressions. It computes all masks when it builds
+    its index."""
 
     name = "outlines-core"
 
@@ -230,7 +228,8 @@ class OutlinesCore(_Walking):
 
     @staticmethod
     def words(vocabulary: TokenizerVocabulary) -> Any:
-        """The vocabulary in its format. Raises ImportError if outlines-core is not installed."""
+        """The vocabulary in outlines-core's format. Raises ImportError if the package is not
+        installed."""
         outlines_core = importlib.import_module("outlines_core")
         by_text: dict[bytes, list[int]] = {}
         for number in range(vocabulary.size):

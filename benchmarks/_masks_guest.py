@@ -1,4 +1,5 @@
-"""The cost of our engine alone: masks along a C file and in a text, first masks, sequences."""
+"""Measures our grammar engine alone: masks of a C file and of a substring, first masks, and the
+start of sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _clock = time.perf_counter
 
 
 def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
-    """Microseconds of a mask along a C file: mean and 99th percentile, medians over passes."""
+    """Microseconds of a mask in a C file: mean and 99th percentile, each the median of several
+    passes."""
     tokens = world.tokens(C_FILE.read_text())
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
     first, again, appends = [], [], []
@@ -46,7 +48,7 @@ def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
 def _walk(
     world: World, guest: GrammarInstance, tokens: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each mask of a text, and of each token that is appended."""
+    """Seconds of each mask of a text, and of each append of a token."""
     into, place = world.mask(), guest.start()
     began = _clock()
     guest.mask(place, into)
@@ -65,7 +67,7 @@ def _walk(
 
 
 def substring(world: World, fresh: int) -> dict[str, float]:
-    """Microseconds of a token and its next mask along parts of a text of 4 kB."""
+    """Microseconds of a step in parts of a text of 4 kB, under the constraint ``substring``."""
     text = (TEXTS / "harbour.txt").read_text()
     tables = compile_substring(text).to_bytes()
     parts = [world.tokens(text[at : at + 400]) for at in range(0, len(text) - 400, 331)]
@@ -83,13 +85,13 @@ def substring(world: World, fresh: int) -> dict[str, float]:
     }
 
 
-# --- as a worker makes them ----------------------------------------------------------------------
+# --- through a worker's classes ------------------------------------------------------------------
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to its first mask, and the same for each regular
-    expression. Work that a worker does once is excluded. Each figure is the best of several
-    runs with new ``Constraints``, because other work on the machine slows most of them."""
+    """Milliseconds from a constraint's argument to its first mask; the second result has each
+    regular expression. Work that a worker does once is excluded. Each figure is the best of several
+    runs with new ``Constraints``, because other work on the machine slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -116,15 +118,15 @@ def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _wrapped(pattern: str, times: int) -> str:
-    """Another pattern of the same language, so that it is compiled again."""
+    """A different pattern of the same language, which is therefore compiled again."""
     return "(?:" * times + pattern + ")" * times
 
 
 def _first_mask(
     world: World, constraints: Constraints, name: str, arg: str, after: str = ""
 ) -> float:
-    """Seconds from an argument to its first mask. Then the text ``after`` is processed, without
-    timing, to fill the caches."""
+    """Seconds from an argument to its first mask. Afterwards, the text ``after`` is processed
+    without timing, to fill the caches."""
     program = constraints.get(name)
     assert program is not None
     mask = world.mask()
@@ -143,15 +145,15 @@ def _first_mask(
 
 
 def _round(controller: Controller, mask: memoryview) -> None:
-    """The first round of a sequence."""
+    """Runs the first round of a sequence."""
     controller.init_prompt([1, 2, 3])
     controller.pre_process()
     controller.mid_process([0], mask)
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of one more sequence under the C grammar: microseconds to its first mask, which is
-    cached, and bytes of the guest while the sequence is in the middle of a file."""
+    """The cost of another sequence under the C grammar: the microseconds to its first, cached mask,
+    and the bytes of its sandbox in the middle of a file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -1,4 +1,4 @@
-"""Regular expressions for ``masks.py``, each with texts that it accepts: ``texts/regexes.toml``."""
+"""Reads the regular expressions for ``masks.py`` and their texts from ``texts/regexes.toml``."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class Case:
 
 
 CASES = [Case(**case) for case in tomllib.loads((TEXTS / "regexes.toml").read_text())["case"]]
-"""The cases of which ``regex_vs_llguidance`` is the mean."""
+"""The cases whose mean is ``regex_vs_llguidance``."""

@@ -1,5 +1,4 @@
-"""A JSON schema through our controller compared with llguidance alone: the controller's
-overhead."""
+"""Measures the overhead of our ``json_schema`` controller over llguidance alone."""
 
 from __future__ import annotations
 
@@ -50,15 +49,16 @@ SCHEMA = {
 
 
 class Round(NamedTuple):
-    """The tokens appended before a mask is requested: none, then a token or the forced ones."""
+    """The tokens that are appended before a mask is requested: none in the first round, then one
+    sampled token or the forced tokens."""
 
     appended: list[int]
     masked: bool
-    """Whether the answer is a mask; otherwise more is forced, or the text has ended."""
+    """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
 
 
 class Schemas:
-    """Both over the same records."""
+    """Our controller and llguidance, which process the same records."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -77,9 +77,10 @@ class Schemas:
         )
 
     def overhead(self, passes: int) -> dict[str, float]:
-        """Our time over that of llguidance alone, to accept the appended tokens and fill a mask: in
-        the rounds that end in a mask; and in all rounds, in which ours also computes the forced
-        tokens, which llguidance alone is given. Both have processed the records before."""
+        """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
+        and fills a mask. One figure has the rounds that end in a mask, the other figure all rounds,
+        in which our controller also computes the forced tokens. Both have already processed the
+        records."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []
@@ -98,7 +99,7 @@ class Schemas:
         }
 
     def _rounds(self, text: bytes) -> list[Round]:
-        """The rounds of a stream with this text: forced tokens are appended at once."""
+        """The rounds of a stream with this text. Forced tokens are appended in one round."""
         controller, mask = self._start(), self._world.mask()
         rounds: list[Round] = []
         appended: list[int] = []
@@ -112,7 +113,7 @@ class Schemas:
             appended = list(answer.tokens) if answer.action is Action.SPLICE else tokens[:1]
             written = self._world.vocabulary.bytes_of(appended)
             if not written or not text.startswith(written):
-                raise SystemExit(f"the schema wants {written!r} where the text has {text!r}")
+                raise SystemExit(f"the schema forces {written!r}, but the text has {text!r}")
             text = text[len(written) :]
 
     def _walk(self, rounds: list[Round]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Shared by all parts of ``masks.py``: Tekken's vocabulary, a Wasm engine, and texts."""
+"""The vocabulary of Tekken, the Wasm engine and the texts that all parts of ``masks.py`` share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "tokens" / "real_tokeni
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
-"""``max_tokens`` of every sequence: more than any text has, so that none is closed early."""
+"""``max_tokens`` of every sequence, which exceeds all texts, so that none is closed early."""
 MICRO = 1e6
 MILLI = 1e3
 
@@ -38,7 +38,7 @@ class World:
 
     @classmethod
     def make(cls) -> World:
-        """Reads the tokenizer, in about 3 s."""
+        """Creates the shared objects. Reading the tokenizer takes about 3 s."""
         tekken: Callable[[], str] = runpy.run_path(str(TOKENIZERS))["tekken_json"]
         vocabulary = TokenizerVocabulary.from_json(
             tekken(), size=131_072, eos=[EOS], fingerprint="tekken"
@@ -51,7 +51,7 @@ class World:
         return self.vocabulary.tokenize(text.encode())
 
     def host(self, arg: str) -> Host:
-        """The host of a sequence with this argument."""
+        """The controller's host for a sequence with the argument ``arg``."""
         limits = Limits()
         log = Log(limits.log_bytes)
         return Host(1, 0, arg.encode(), self.vocabulary, None, log, limits, MAX_TOKENS)  # type: ignore[arg-type]
@@ -67,6 +67,6 @@ def p99(seconds: Sequence[float]) -> float:
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """Mean time of a step, in microseconds. Each step counts with its median over the passes. Other
-    load on the machine affects different steps in each pass."""
+    """Mean of the steps' median times over the passes, in microseconds. The median removes the
+    effect of other load, which affects different steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

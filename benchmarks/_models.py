@@ -13,8 +13,8 @@ VOCAB = 32_000
 
 
 def llama(**changes: Any) -> Any:
-    """A Llama of 21 million parameters and 32,000 tokens: 6 layers, hidden 256, 8 query and 4
-    key-value heads. ``changes`` are of its LlamaConfig."""
+    """A Llama with 21 million parameters: 6 layers, hidden size 256, 8 query heads, 4 key-value
+    heads and 32,000 tokens. ``changes`` override values of its LlamaConfig."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCAB,
@@ -34,8 +34,8 @@ def llama(**changes: Any) -> Any:
 
 
 def llama_folder(folder: Path, eos: bool = True, **changes: Any) -> Path:
-    """That Llama as a checkpoint, and a byte-level tokenizer for it. Without ``eos`` there is no
-    end-of-sequence token: what a regex matches never ends before its limit."""
+    """Writes the Llama as a checkpoint with a byte-level tokenizer. Without ``eos``, the tokenizer
+    has no end-of-sequence token, so that a stream under a regex reaches its limit."""
     llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<eos>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]

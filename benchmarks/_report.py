@@ -1,4 +1,4 @@
-"""The output of the benchmarks: a table for people, or one JSON object."""
+"""Prints the results of a benchmark as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 
 
 def arguments(what: str | None) -> argparse.Namespace:
-    """The command line that every benchmark has."""
+    """Parses the command line of a benchmark."""
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="shorter, for a first look")
+    parser.add_argument("--quick", action="store_true", help="run fewer and shorter rounds")
     return parser.parse_args()
 
 
 def report(results: dict[str, float], notes: dict[str, str], as_json: bool) -> None:
-    """Prints the results; ``notes`` says what each is and what it is to be."""
+    """Prints the results. ``notes`` has the meaning and the target of each result."""
     if as_json:
         print(json.dumps({name: round(value, 4) for name, value in results.items()}))
         return

@@ -1,10 +1,10 @@
-"""A bare round trip between two processes through a third with two ROUTER sockets: zmq alone.
+"""Measures a ZeroMQ round trip between two processes through a third with two ROUTER sockets.
 
-A message between two workers passes through the broker, so this is its least time. Benchmarks
-compare the measured times of such messages with it.
+A message between two workers goes through the broker, so this time is its minimum. Benchmarks
+compare the times of such messages with this time.
 
-``python benchmarks/_round_trip.py relay FRONT BACK`` passes messages on between its two ROUTERs;
-``python benchmarks/_round_trip.py echo BACK`` sends each message back.
+``python benchmarks/_round_trip.py relay FRONT BACK`` forwards messages between two ROUTERs.
+``python benchmarks/_round_trip.py echo BACK`` returns each message.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import zmq
 
 BODY = bytes(64)
-"""About as large as an operation on a variable."""
+"""A body that is about as large as an operation on a variable."""
 
 
 def round_trip_us(folder: Path, times: int = 2_000) -> float:
-    """The median of this many round trips, in microseconds."""
+    """The median time of ``times`` round trips, in microseconds."""
     front, back = f"ipc://{folder}/relay-front", f"ipc://{folder}/relay-back"
     commands = (["relay", front, back], ["echo", back])
     processes = [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]
@@ -32,7 +32,7 @@ def round_trip_us(folder: Path, times: int = 2_000) -> float:
     try:
         deadline = time.monotonic() + 60
         while True:
-            # Messages are dropped until the echo has announced itself.
+            # The relay drops messages until the echo process has announced itself.
             socket.send_multipart([b"ECHO", BODY])
             try:
                 socket.recv_multipart()
@@ -57,7 +57,7 @@ def round_trip_us(folder: Path, times: int = 2_000) -> float:
 
 
 def _relay(front: str, back: str) -> None:
-    """Passes messages from the front to the latest echo process that announced itself, and back."""
+    """Forwards messages from the front to the echo process that announced itself last, and back."""
     context = zmq.Context()
     clients, workers = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     clients.bind(front)

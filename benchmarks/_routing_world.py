@@ -1,6 +1,6 @@
-"""Simulates eight workers at the real broker core, with real block managers and without a model.
+"""Simulates eight workers without a model, with the real broker core and real block managers.
 
-Time is simulated too: an arrival, a step of a worker and a tick are events of one queue.
+Time is simulated too. An arrival, a worker's step and a tick are events in one queue.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODEL = "m"
 WORKERS = 8
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
-"""Blocks of a worker: 65,520 tokens, a KV cache of 8 GB for a model of 8 billion parameters."""
+"""Number of blocks of a worker: 65,520 tokens, or 8 GB of KV cache for a model of 8B."""
 BATCHED_TOKENS = 2_048
 PREFILL_S = 1 / 16_000
-"""Seconds for a token of a prompt."""
+"""Seconds to compute a prompt token."""
 STEP_S = 0.012
-"""Seconds of a step without prompts: the time to read the weights once."""
+"""Seconds of a step without prompt tokens, in which the weights are read once."""
 MAX_RUNNING = 64
 PAGES_EVERY_S = 0.1
 TICK_S = 0.25
@@ -52,7 +52,7 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A stream at its worker."""
+    """A stream on its worker."""
 
     request: int
     session: int
@@ -63,7 +63,8 @@ class _Sequence:
 
 
 class SimulatedWorker:
-    """Continuous batching with chunked prefill and prefix reuse; prefill takes time by token."""
+    """A worker with continuous batching, chunked prefill and prefix reuse. The time of a prefill is
+    proportional to its tokens."""
 
     def __init__(self, number: int) -> None:
         self.number, self.peer = number, b"\0w%d" % number
@@ -76,7 +77,7 @@ class SimulatedWorker:
         self.reported_at = 0.0
 
     def schedule(self) -> tuple[list[tuple[_Sequence, int]], float]:
-        """The tokens of each sequence in the next step, and the seconds that it takes."""
+        """The number of tokens of each sequence in the next step, and the seconds of the step."""
         room, chunks = BATCHED_TOKENS, []
         for sequence in self.running:
             wanted = len(sequence.tokens) - sequence.computed
@@ -109,8 +110,8 @@ class SimulatedWorker:
         return self.blocks.reserve(sequence.table, sequence.computed, end) is not None
 
     def finish(self, chunks: list[tuple[_Sequence, int]], now: float) -> list[_Sequence]:
-        """Ends a step: appends a token to each sequence without tokens left to compute. Returns the
-        sequences that have ended."""
+        """Ends a step. Appends a token to each sequence whose tokens are all computed. Returns the
+        ended sequences."""
         ended = []
         for sequence, count in chunks:
             sequence.computed += count
@@ -120,7 +121,7 @@ class SimulatedWorker:
             stream = sequence.stream
             stream.first_token = stream.first_token or now
             generated = len(sequence.tokens) - len(stream.prompt)
-            # An arbitrary token that depends only on the text, as with a greedy model.
+            # The token depends only on the text, as with a greedy model.
             sequence.tokens.append((sequence.tokens[-1] * 31 + len(sequence.tokens)) % 50_000)
             if generated + 1 >= stream.num_output:
                 self.blocks.free(sequence.table)
@@ -130,7 +131,7 @@ class SimulatedWorker:
 
 
 class RoutingWorld:
-    """The system, and its events."""
+    """The simulated system and its event queue."""
 
     def __init__(self, route_by_prefix: bool) -> None:
         settings = BrokerSettings(route_by_prefix=route_by_prefix, max_streams=100_000)
@@ -142,7 +143,7 @@ class RoutingWorld:
         self._streams: dict[int, Stream] = {}
         self._ended: dict[int, Callable[[Stream, list[int]], None]] = {}
         self.ended_at = 0.0
-        """When the last stream ended."""
+        """The time at which the last stream ended."""
         for worker in self.workers.values():
             body = Register(
                 name=f"w{worker.number}",
@@ -159,18 +160,19 @@ class RoutingWorld:
         self._route(self.broker.on_client(CLIENT, [b"HELLO", hello], 0.0))
 
     def at(self, when: float, what: Callable[[], None]) -> None:
-        """Plans an event."""
+        """Adds an event to the queue."""
         heapq.heappush(self._events, (when, next(self._count), what))
 
     def run(self) -> None:
-        """Runs until no stream is left and none is planned."""
+        """Runs until all streams have ended and the queue has no further arrival."""
         self._tick()
         while self._events:
             self.now, _, what = heapq.heappop(self._events)
             what()
 
     def submit(self, stream: Stream, ended: Callable[[Stream, list[int]], None]) -> None:
-        """A client sends a request; ``ended`` is called with it and with all of its tokens."""
+        """Sends a request from a client. At its end, ``ended`` is called with the stream and all of
+        its tokens."""
         number = len(self._streams) + 1
         stream.arrived, stream.number = self.now, number
         self._streams[number], self._ended[number] = stream, ended
@@ -180,7 +182,7 @@ class RoutingWorld:
 
     @property
     def prefilled(self) -> int:
-        """Tokens of prompts that were computed."""
+        """Number of computed prompt tokens."""
         return sum(worker.prefilled for worker in self.workers.values())
 
     # --- events ---------------------------------------------------------------------------------

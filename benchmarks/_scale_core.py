@@ -1,8 +1,8 @@
-"""The broker's core, without sockets, with this many workers and live streams.
+"""Measures the broker's core without sockets, with many workers and live streams.
 
-There are as many clients in each, and each worker has the streams of ten of them. A step's message
-has a token of one stream of each: the same shape in a small system and in a large one, so that what
-differs between them is the size of the tables.
+All systems have the same number of clients, and a worker has streams of ten clients. The message of
+a step has one token for each of the ten clients. Small and large systems therefore differ only in
+the size of their tables.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tokenbus.protocol.packing import pack
 from tokenbus.protocol.worker_messages import Heartbeat, Register
 
 SESSIONS = 1_000
-"""Clients."""
+"""Number of clients."""
 GROUP = 10
-"""Clients whose streams a worker has."""
+"""Number of clients whose streams a worker has."""
 PASS = 64
-"""Messages in a call of the core, as the server takes them from a socket."""
+"""Number of messages in a call of the core, as in the server."""
 PROMPT = b"".join(n.to_bytes(4, "little") for n in range(1000, 1256))
 """A prompt of 256 tokens, as an attachment."""
 MICRO = 1e6
 
 
 def resident_bytes() -> int:
-    """The memory of this process."""
+    """The resident memory of this process, in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
 
@@ -75,11 +75,11 @@ class World:
         self.bytes_per_stream = (resident_bytes() - empty - kept) / max(1, self.num_streams)
         self._messages = {w.id: self._step_of(w) for w in self._workers()}
 
-    # --- what is measured -----------------------------------------------------------------------
+    # --- measurements ---------------------------------------------------------------------------
 
     def token_us(self, messages: int, runs: int = 5) -> float:
-        """Microseconds of CPU time for one message of a step's tokens: the least of several runs,
-        each over that many of them. The workers' order is random."""
+        """Microseconds of CPU time for the message of a step. The result is the minimum of several
+        runs of ``messages`` messages from random workers."""
         workers = self._workers()
         found = []
         for _ in range(runs):
@@ -90,8 +90,8 @@ class World:
         return min(found)
 
     def churn_us(self, times: int, runs: int = 5) -> tuple[float, float]:
-        """Microseconds for a request that comes in, and for one that ends: the least of several
-        runs. As many end, anywhere, as begin."""
+        """Microseconds for the beginning and for the end of a request. Each is the minimum of
+        several runs, in which as many random requests end as begin."""
         begin, end = [], []
         sessions = list(self.broker.session_table)
         for _ in range(runs):
@@ -124,8 +124,8 @@ class World:
         return min(self._timed(self.broker.on_workers, self._beats()) for _ in range(runs))
 
     def ticks_ms(self, seconds: float, messages: int) -> list[float]:
-        """Milliseconds of CPU time of each tick over so long, with ``messages`` of tokens between
-        two of them, and each worker's and client's signs of life."""
+        """Milliseconds of CPU time of each tick during ``seconds``. Between two ticks, the core
+        receives ``messages`` TOKEN messages; in each second also all heartbeats and PINGs."""
         workers, found = self._workers(), []
         ping = [b"PING", b'{"n": 1}']
         until, second = self.now + seconds, self.now
@@ -142,10 +142,10 @@ class World:
             found += self.pass_time(0.25, beats=False)
         return found
 
-    # --- its parts ------------------------------------------------------------------------------
+    # --- parts of a measurement -----------------------------------------------------------------
 
     def pass_time(self, seconds: float, beats: bool = True) -> list[float]:
-        """Ticks, as the server makes them; their milliseconds."""
+        """Runs the ticks of ``seconds``, like the server; returns the milliseconds of each."""
         found = []
         until = self.now + seconds
         if beats:
@@ -194,7 +194,8 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """Whose stream the least loaded worker is to get next: that with this number."""
+        """The session whose stream the least loaded worker receives next. ``worker`` is the number
+        of that worker."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.session_table.by_peer[peer]
 
@@ -211,7 +212,7 @@ class World:
         self.broker.on_clients(self._requests(sessions), self.now)
 
     def _step_of(self, worker: Worker) -> bytes:
-        """A step of a worker: a token of one stream of each client."""
+        """The message of a worker's step: one token for each client."""
         by_session: dict[int, list[Token]] = {}
         for request in worker.requests.values():
             if len(by_session) == GROUP:
@@ -242,5 +243,5 @@ def _passes(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The median of a list of figures."""
+    """The percentile ``part`` of a list of values."""
     return statistics.quantiles(values, n=1000)[round(part * 1000) - 1]

@@ -1,4 +1,4 @@
-"""Whole systems with 1, 2, 4 and 8 GPU workers whose forward is a sleep (``_standin_gpu.py``)."""
+"""Measures systems with 1, 2, 4 and 8 GPU workers with a simulated GPU (``_standin_gpu.py``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CONSTRAINT: GenerateOptions = {"controller": "regex", "controller_arg": r"([a-z]
 
 
 def throughputs(steps: int, streams: int) -> dict[int, float]:
-    """Tokens per second by number of GPU workers, with this many streams at each of them, half of
-    which have a constraint."""
+    """Tokens per second for each number of GPU workers. Each worker has ``streams`` streams, and
+    half of the streams have a constraint."""
     with tempfile.TemporaryDirectory(prefix="tb-bench-") as name:
         model = llama_folder(Path(name) / "model", eos=False)
         found = {}
@@ -32,7 +32,7 @@ def throughputs(steps: int, streams: int) -> dict[int, float]:
 
 
 def _tokens_per_s(client: Client, streams: int, new: int) -> float:
-    """Tokens of this many streams together, per second, while all of them run."""
+    """Tokens per second of all streams together, while all of them run."""
     options: GenerateOptions = {"max_tokens": new, "ignore_eos": True, "timeout_s": 600}
     steered: GenerateOptions = {**options, **CONSTRAINT}
     begun = [

@@ -1,4 +1,4 @@
-"""The cases of ``schemas.py``: schemas of MaskBench, with texts that are values or not."""
+"""Reads the cases of ``schemas.py``: schemas of MaskBench with valid and invalid texts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WHERE = Path(__file__).parents[2] / "shared" / "maskbench.tar.gz"
-"""Where the archive is looked for."""
+"""The default path of the archive."""
 
 
 class Case(NamedTuple):
-    """A schema, and texts with whether it accepts them."""
+    """A schema, and texts with the information whether the schema accepts them."""
 
     name: str
     schema: Any
@@ -21,16 +21,16 @@ class Case(NamedTuple):
 
 
 def read_cases(archive: Path, most: int) -> list[Case]:
-    """The cases of an archive, or ``most`` of them, by chance but the same each time.
+    """The cases of an archive; at most ``most`` random cases, which are the same in each run.
 
-    Each is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
-    ``schema`` and ``tests``, each of which has ``data`` and ``valid``. Exits where the archive is
+    A case is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
+    ``schema`` and ``tests``, and each test has ``data`` and ``valid``. Exits if the archive is
     missing.
     """
     if not archive.exists():
         raise SystemExit(
-            f"{archive} is missing: a .tar.gz of files of MaskBench is needed (guidance-ai/"
-            "jsonschemabench on GitHub, maskbench/data); --maskbench PATH names another place"
+            f"{archive} is missing; give a .tar.gz of MaskBench's files (guidance-ai/"
+            "jsonschemabench on GitHub, maskbench/data) with --maskbench PATH"
         )
     cases = []
     with tarfile.open(archive) as tar:

@@ -1,4 +1,4 @@
-"""Schemas by our controller and by llguidance alone: what they accept, and what masks cost."""
+"""Compares our controller with llguidance alone under schemas: accepted texts and mask times."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from tokenbus.workers.controller.backends.llguidance.spacing import spaced_schem
 from tokenbus.workers.controller.interface import Action, Controller
 
 FIRSTS = 3
-"""Times that the first mask of each schema is computed."""
+"""Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of these: where the shortest value may have more, it is searched for first."""
+"""``max_tokens`` of the first masks. If the shortest value may be longer, our controller first
+searches for it."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
-"""CPU time of this thread, which other load does not affect."""
+"""Clock with the CPU time of this thread, which other load does not affect."""
 
 
 class Judged(NamedTuple):
-    """The outcomes of the texts of one schema in one engine."""
+    """The results for the texts of one schema in one engine."""
 
     compiled: bool
     refused_valid: int = 0
@@ -40,24 +41,24 @@ class Judged(NamedTuple):
 
     @property
     def passing(self) -> bool:
-        """Whether all of its texts are judged as the case says."""
+        """Whether the engine accepts exactly the valid texts."""
         return self.compiled and not self.refused_valid and not self.accepted_invalid
 
 
 @dataclass
 class MaskFigures:
-    """The results, of ours and of llguidance."""
+    """The results of our controller and of llguidance."""
 
     ours: list[Judged] = field(default_factory=list)
     theirs: list[Judged] = field(default_factory=list)
     steps: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds of each step along the valid texts."""
+    """Seconds of each step in the valid texts, for our controller and for llguidance."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
-    """Seconds from a schema to its first mask, ours and llguidance's; and whether ours had no
-    process for it."""
+    """Seconds from a schema to its first mask, for our controller and for llguidance, and whether
+    our controller did not use a compile process."""
 
     def add(self, other: MaskFigures) -> None:
-        """Adds those of other cases."""
+        """Adds the results of other cases."""
         self.ours += other.ours
         self.theirs += other.theirs
         for mine, more in zip(self.steps, other.steps, strict=True):
@@ -90,7 +91,7 @@ class MaskFigures:
 
 
 class Masks:
-    """Both over one case after another."""
+    """Our controller and llguidance, which process one case after another."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -100,12 +101,12 @@ class Masks:
         self.figures = MaskFigures()
 
     def add(self, case: Case) -> None:
-        """Runs one case in both, in turn first."""
+        """Runs one case with both. They take turns in running first."""
         schema = json.dumps(case.schema)
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
-        # A schema whose shortest value is longer than ``MAX_TOKENS`` is compiled at a higher one.
+        # A schema whose shortest value exceeds ``MAX_TOKENS`` is compiled with a higher limit.
         for judged, accepts, compiled in (
             (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
             (self.figures.theirs, self._accepts_alone, first[False] is not None),
@@ -120,7 +121,7 @@ class Masks:
         rounds = [self._rounds(schema, text) for text, valid in texts if valid]
         rounds = [one for one in rounds if one]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        for one in rounds:  # As ours has walked them: the states of the lexer are made.
+        for one in rounds:  # Creates the states of the lexer, as our controller's walks did.
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
             masked = [step.masked for step in one]
@@ -132,7 +133,7 @@ class Masks:
                 )
                 self.figures.steps[0 if ours else 1].extend(compress(took_s, masked))
 
-    # --- ours -----------------------------------------------------------------------------------
+    # --- our controller -------------------------------------------------------------------------
 
     def _start(self, schema: str) -> Controller:
         controller = self._program.start(self._world.host(schema))
@@ -147,10 +148,10 @@ class Masks:
         return True
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
-        """The time to the first mask, ours and llguidance's: the least for a few schemas that
-        differ only in a comment, as a schema is compiled once and other load adds to it. CPU time
-        of both where ours uses no process of its own, which it does for schemas that may be
-        expensive; else what passed."""
+        """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
+        minimum over schemas that differ only in a comment, because a schema is compiled once and
+        other load adds time. The clock counts CPU time, except for schemas that may be expensive,
+        for which our controller uses a compile process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):
@@ -164,7 +165,7 @@ class Masks:
         return {ours: min(took) if took else None for ours, took in found.items()}
 
     def _first(self, schema: str, clock: Callable[[], float]) -> float | None:
-        """Seconds from the schema to the first mask; None where it is refused."""
+        """Seconds from the schema to the first mask; None if the schema is refused."""
         began = clock()
         try:
             host = replace(self._world.host(schema), max_tokens=MAX_TOKENS)
@@ -181,7 +182,7 @@ class Masks:
             return None
 
     def _accepts(self, schema: str, text: bytes) -> bool:
-        """Whether each token of a text is in the mask before it, and its end in the last."""
+        """Whether the masks allow each token of a text and the end of the text."""
         controller = self._start(schema)
         try:
             for token in [*self._world.vocabulary.tokenize(text), EOS]:
@@ -195,8 +196,8 @@ class Masks:
             return False
 
     def _rounds(self, schema: str, text: bytes) -> list[Step]:
-        """The rounds of a stream with a text: forced tokens are appended at once; none where the
-        text is refused."""
+        """The rounds of a stream with a text. Forced tokens are appended in one round. The list is
+        empty if the text is refused."""
         controller = self._start(schema)
         rounds: list[Step] = []
         appended: list[int] = []
@@ -254,11 +255,12 @@ class Masks:
 
 
 class Step(NamedTuple):
-    """The tokens appended before a mask is requested: none, then a token or the forced ones."""
+    """The tokens that are appended before a mask is requested: none in the first round, then one
+    sampled token or the forced tokens."""
 
     appended: list[int]
     masked: bool
-    """Whether the answer is a mask; otherwise more is forced, or the text has ended."""
+    """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
 
 
 def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
@@ -270,7 +272,7 @@ def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
 
 
 def _is_at_once(schema: Any) -> bool:
-    """Whether ours uses no process for a schema at ``MAX_TOKENS``."""
+    """Whether our controller compiles a schema without a process at ``MAX_TOKENS``."""
     least = least_bytes(schema)
     return is_plain(json.dumps(schema), schema) and least is not None and least < MAX_TOKENS
 

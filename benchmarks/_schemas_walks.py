@@ -1,4 +1,4 @@
-"""Random walks under the masks of schemas, at any ``max_tokens``: every text is to be whole."""
+"""Generates random texts under the masks of schemas, and checks that the texts are valid."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import Json
 from tokenbus.workers.controller.interface import Action
 
 MAX_TOKENS = 400
-"""The largest ``max_tokens`` of a walk; the smallest is what the shortest value takes."""
+"""The largest ``max_tokens`` of a walk. The smallest is the length of the shortest value."""
 
 HUGE = 10**400
-"""In place of a number that is too large for a float."""
+"""Replaces a number that is too large for a float."""
 DIGITS = 1000
-"""With this many, numbers are divided exactly."""
+"""Number of digits with which the validator divides numbers exactly."""
 
 
 @dataclass
 class WalkFigures:
-    """The outcomes of walks."""
+    """The results of walks."""
 
     walks: int = 0
     whole: int = 0
     tokens: int = 0
     closed: int = 0
     taken_back: int = 0
-    """Tokens that were dropped again."""
+    """Number of tokens that were removed by backtracks."""
     backtracks: int = 0
-    """How often tokens were."""
+    """Number of backtracks."""
     longer: int = 0
-    """Schemas whose shortest value has more than ``MAX_TOKENS``: they have no walks."""
+    """Number of schemas without walks, because their shortest value exceeds ``MAX_TOKENS``."""
     seconds: float = 0.0
-    """CPU time of computing how texts are closed."""
+    """CPU time in which the controller computes how to close texts, in seconds."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Why a walk of a schema failed, by its name."""
+    """The error of a failed walk, by the name of its schema."""
     exceptions: dict[str, str] = field(default_factory=dict)
-    """Why a schema is not closed, by its name."""
+    """The reason why texts of a schema are not closed, by the name of the schema."""
 
     def add(self, other: WalkFigures) -> None:
-        """Adds those of other cases."""
+        """Adds the results of other cases."""
         self.walks += other.walks
         self.whole += other.whole
         self.tokens += other.tokens
@@ -78,7 +78,7 @@ class WalkFigures:
 
 
 class Walks:
-    """The walks of one case after another."""
+    """Runs the walks of one case after another."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -87,18 +87,18 @@ class Walks:
         for _ in range(10_000):
             time.thread_time()
         self._clock_s = (time.thread_time() - began) / 10_000
-        """The time of reading the clock, which is in each interval."""
+        """The time to read the clock, which each interval contains."""
         self.figures = WalkFigures()
 
     def add(self, case: Case, count: int) -> None:
-        """A number of walks under one schema: the first at the least ``max_tokens`` that it has."""
+        """Runs ``count`` walks under one schema. The first walk has the smallest ``max_tokens``."""
         arg = json.dumps(case.schema)
         try:
             least = self._least(arg)
         except TokenbusError:
-            return  # It is counted as not compiled.
+            return  # The results of ``Masks`` count the schema as not compiled.
         if least is None:
-            self.figures.exceptions[case.name] = "no shortest value was found"
+            self.figures.exceptions[case.name] = "the search did not find a shortest value"
             return
         if least > MAX_TOKENS:
             self.figures.longer += 1
@@ -116,7 +116,8 @@ class Walks:
                 self.figures.whole += 1
 
     def _least(self, arg: str) -> int | None:
-        """The tokens of the shortest value. A request below that is to be refused with it."""
+        """The number of tokens of the shortest value. Also checks that a smaller ``max_tokens`` is
+        refused with this number."""
         host = self._world.host(arg)
         shortest = self._program.start(host).shortest
         if shortest is None:
@@ -131,7 +132,7 @@ class Walks:
         return least
 
     def _walk(self, arg: str, most: int, rng: random.Random, validator: Any) -> str:
-        """Why the text of a walk is not whole; empty if it is."""
+        """The reason why the text of a walk is not valid; empty if it is valid."""
         controller = self._program.start(replace(self._world.host(arg), max_tokens=most))
         controller.init_prompt([1])
         self._measure(controller)
@@ -141,7 +142,7 @@ class Walks:
         self.figures.closed += end == "closed"
         text = self._world.vocabulary.bytes_of(tokens)
         if len(tokens) > most:
-            return f"it has {len(tokens)} tokens"
+            return f"the text has {len(tokens)} tokens"
         try:
             with localcontext(prec=DIGITS):
                 validator.validate(_exact(text))
@@ -149,10 +150,10 @@ class Walks:
             return f"{error}: …{text[-60:]!r}"
         except jsonschema.ValidationError as error:
             return error.message[:200]
-        return "" if end != "cut" else "its end is given as cut"
+        return "" if end != "cut" else "the controller reports the text as cut"
 
     def _sampled(self, controller: MatcherController, most: int, rng: random.Random) -> list[int]:
-        """The tokens of a sequence whose model draws them at random."""
+        """The tokens of a sequence whose tokens are chosen at random from the masks."""
         mask = self._world.mask()
         words = np.frombuffer(mask, np.uint32)
         tokens: list[int] = []
@@ -174,7 +175,7 @@ class Walks:
         return tokens
 
     def _measure(self, controller: MatcherController) -> None:
-        """Adds up the time of closing of one sequence."""
+        """Makes the controller of one sequence add the time of its closing computations."""
         closing = controller.closing
 
         def measured(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,8 +192,7 @@ class Walks:
 
 
 def _exact(text: str | bytes) -> Any:
-    """A text of JSON with numbers as they are written: in floats, 0.07 is not a multiple of
-    0.01."""
+    """Parses JSON with exact decimal numbers, because the float 0.07 is not a multiple of 0.01."""
     return json.loads(text, parse_float=_number)
 
 
@@ -204,7 +204,7 @@ def _number(text: str) -> int | Decimal:
 
 
 def _drawn(words: np.ndarray[tuple[int], np.dtype[np.uint32]], rng: random.Random) -> int:
-    """One of the tokens of a mask, each as probable as the others."""
+    """A random token of a mask. All allowed tokens are equally likely."""
     up_to = np.cumsum(np.bitwise_count(words), dtype=np.int64)
     number = rng.randrange(int(up_to[-1]))
     at = int(np.searchsorted(up_to, number, side="right"))

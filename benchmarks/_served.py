@@ -1,6 +1,6 @@
-"""Systems that a benchmark serves from, and the processes that load them.
+"""Runs the systems that a benchmark measures, and the processes that put load on them.
 
-Every process here is ended by its id when its ``with`` block is left, by an error too.
+Every process is ended by its id at the end of its ``with`` block, even after an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ GPU = ("-m", f"{WORKERS}.gpu")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """The environment of a process with these settings and none of this process's own."""
+    """The environment of a process with only ``settings``; settings of this process are removed."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     return own | {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Ends a process: by SIGTERM, and by SIGKILL where that takes too long."""
+    """Ends a process with SIGTERM, or with SIGKILL if it does not end in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.send_signal(signal.SIGTERM)
         process.wait(END_S)
@@ -43,8 +43,8 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 class System:
-    """A broker, a GPU worker started by the Python arguments ``gpu``, and a controller worker if
-    ``steered``, all with these ``settings``. Made at once; ``wait`` waits until it serves."""
+    """A broker, a GPU worker that Python starts with the arguments ``gpu``, and a controller worker
+    if ``steered``. All have these ``settings``. ``wait`` waits until the system is ready."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class System:
             raise
 
     def wait(self) -> None:
-        """Waits until every worker has registered and the model is loaded."""
+        """Waits until all workers have registered and the model is loaded."""
         deadline = time.monotonic() + START_S
         with Client(self.front, patience_s=START_S) as client:
             while time.monotonic() < deadline:
@@ -90,7 +90,7 @@ class System:
         raise SystemExit(f"the system did not start within {START_S:g} s; see {self._log.name}")
 
     def close(self) -> None:
-        """Ends it, workers first."""
+        """Ends the workers, then the broker."""
         for process in reversed(self.processes):
             end(process)
         self._log.close()
@@ -113,8 +113,8 @@ class System:
 
 
 class Loader:
-    """A process that puts load on a server: it takes a line of JSON for each run and answers with
-    one (``_serving_client.py``, ``_serving_engine.py``)."""
+    """A process that puts load on a server (``_serving_client.py``, ``_serving_engine.py``). It
+    reads a line of JSON for each run and answers with a line of JSON."""
 
     def __init__(self, script: str, *arguments: str, **settings: str) -> None:
         self._name = " ".join([script, *arguments])
@@ -127,7 +127,7 @@ class Loader:
         )
 
     def run(self, **order: Any) -> dict[str, Any]:
-        """Has it do this, and waits for what it found."""
+        """Sends the order of a run, and returns the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -139,7 +139,7 @@ class Loader:
         return found
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         end(self._process)
 
     def __enter__(self) -> Self:
@@ -155,11 +155,11 @@ class Loader:
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """In a process of a ``Loader``: the runs that it is to do, until its end."""
+    """The orders of the runs, until the end of the input. For the process of a ``Loader``."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def answer(found: Mapping[str, Any]) -> None:
-    """In a process of a ``Loader``: what a run found."""
+    """Sends the result of a run. For the process of a ``Loader``."""
     print(json.dumps(found), flush=True)

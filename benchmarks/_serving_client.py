@@ -1,16 +1,16 @@
-"""Clients that read streams as fast as they arrive, each in a process of its own.
+"""A client process that reads streams as fast as they arrive.
 
-``python _serving_client.py KIND ADDRESS MODEL`` takes runs from a ``Loader`` (``_served.py``):
-``prompts``, a list of token ids for each stream, all begun at once; ``tokens``, how many each gets;
-``options``, further fields of the request. It answers with tokens per second: ``whole`` from the
-first request to the last token, ``middle`` from a tenth to eight tenths of the tokens, while all
-streams run.
+``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
+run has ``prompts``, a list of token ids for each stream; ``tokens``, the number of tokens of each
+stream; and ``options``, further fields of the requests. All streams begin together. The answer has
+tokens per second: ``whole`` from the first request to the last token, and ``middle`` from a tenth
+to eight tenths of the tokens, while all streams run.
 
-- ``count`` has one connection, takes tokens in columns, and decodes no more than how many tokens
-  and ends of streams there are;
-- ``python`` is our ``AsyncClient``. In a run that has ``seconds`` the streams follow one another,
-  over and over for so long; the answer has ``per_second``, the tokens of each second;
-- ``llamacpp`` is an HTTP client of llama.cpp's server, one connection for each stream.
+- ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
+  streams;
+- ``python`` is our ``AsyncClient``. If a run has ``seconds``, one stream follows another for that
+  time, and the answer has ``per_second``, the number of tokens in each second;
+- ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from _served import answer, orders
 from tokenbus.clients import AsyncClient
 
 SILENCE_MS = 60_000
-"""After this long without a message a run has failed."""
+"""Seconds without a message after which a run fails."""
 
 Order = Mapping[str, Any]
 
 
 class Clock:
-    """When the tokens of a run arrived."""
+    """Records the arrival times of a run's tokens."""
 
     def __init__(self, total: int) -> None:
         self.count = 0
@@ -45,22 +45,22 @@ class Clock:
         self._began = time.perf_counter()
 
     def add(self, count: int) -> None:
-        """Notes the number of tokens that have arrived now."""
+        """Records the arrival of ``count`` tokens."""
         self.count += count
         if self.count >= (self._high if self._marks else self._low) and len(self._marks) < 2:
             self._marks.append((self.count, time.perf_counter()))
 
     def whole(self) -> float:
-        """Tokens per second of a run that is over. Raises RuntimeError where tokens are missing.
+        """Tokens per second of an ended run. Raises RuntimeError if tokens are missing.
 
-        A constraint may end its text a few tokens before the limit, where it is complete.
+        A constraint may end a complete text a few tokens before the limit.
         """
         if not 0.8 * self._total <= self.count <= self._total:
-            raise RuntimeError(f"{self.count} tokens have arrived; there should be {self._total}")
+            raise RuntimeError(f"{self.count} tokens have arrived; expected {self._total}")
         return self.count / (time.perf_counter() - self._began)
 
     def found(self) -> dict[str, float]:
-        """The answer to a run that is over."""
+        """The answer to an ended run."""
         whole = self.whole()
         (low, since), (high, until) = self._marks
         return {"whole": whole, "middle": (high - low) / (until - since)}
@@ -70,14 +70,14 @@ class Clock:
 
 
 class Counted(msgspec.Struct):
-    """As much of an entry as has to be known to count it."""
+    """The fields of an entry that are needed to count it."""
 
     token: int | None = None
     finish_reason: str | None = None
 
 
 class CountedColumns(msgspec.Struct, rename={"tokens": "t", "entries": "e"}):
-    """As much of a ``TOKEN`` in columns."""
+    """The fields of a ``TOKEN`` in columns that are needed to count its tokens."""
 
     tokens: bytes = b""
     entries: list[Counted] = []
@@ -87,7 +87,7 @@ _body: Any = msgspec.msgpack.Decoder(list[Counted] | CountedColumns)
 
 
 def tokens_and_ends(body: bytes) -> tuple[int, int]:
-    """How many tokens the body of a ``TOKEN`` has, and how many ends of streams."""
+    """The number of tokens and the number of stream ends in the body of a ``TOKEN``."""
     found = _body.decode(body)
     columns = isinstance(found, CountedColumns)
     tokens, entries = (len(found.tokens) // 4, found.entries) if columns else (0, found)
@@ -96,7 +96,7 @@ def tokens_and_ends(body: bytes) -> tuple[int, int]:
 
 
 class Counting:
-    """One session, which reads frames and nothing in them but how many tokens there are."""
+    """A client with one session that only counts the received tokens."""
 
     def __init__(self, front: str, model: str) -> None:
         self._model = model
@@ -111,7 +111,7 @@ class Counting:
         assert self._socket.recv_multipart()[0] == b"WELCOME"
 
     def run(self, order: Order) -> dict[str, float]:
-        """Reads these streams to their ends."""
+        """Reads all streams of a run to their ends."""
         prompts, tokens = order["prompts"], order["tokens"]
         clock = Clock(len(prompts) * tokens)
         for prompt in prompts:
@@ -125,7 +125,7 @@ class Counting:
                 frames = self._socket.recv_multipart()
             except zmq.Again:
                 raise RuntimeError(
-                    f"{clock.count} tokens, then none; {live} streams live"
+                    f"no message after {clock.count} tokens, while {live} streams are live"
                 ) from None
             if frames[0] == b"TOKEN":
                 for body in frames[1:]:
@@ -144,14 +144,14 @@ class Counting:
 
 
 class OurClient:
-    """One ``AsyncClient``, a task for each stream."""
+    """One ``AsyncClient`` with a task for each stream."""
 
     def __init__(self, client: AsyncClient, model: str) -> None:
         self._client = client
         self._model = model
 
     async def run(self, order: Order) -> dict[str, Any]:
-        """Reads these streams to their ends."""
+        """Reads all streams of a run to their ends."""
         if "seconds" in order:
             return await self._one_after_another(order)
         prompts, tokens = order["prompts"], order["tokens"]
@@ -167,7 +167,7 @@ class OurClient:
         return clock.found()
 
     async def _one_after_another(self, order: Order) -> dict[str, list[int]]:
-        """How many tokens arrived in each second."""
+        """Runs one stream after another; returns the number of tokens in each second."""
         counts = [0] * int(order["seconds"])
         began = 0.0
         for prompt in itertools.cycle(order["prompts"]):
@@ -186,14 +186,14 @@ class OurClient:
 
 
 class LlamaClient:
-    """Connections to llama.cpp's server, one for each stream, open before the clock starts."""
+    """Connections to llama.cpp's server, one for each stream. They open before the clock starts."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
 
     async def run(self, order: Order) -> dict[str, float]:
-        """Reads these streams to their ends. An event may have the text of several tokens, as half
-        a character is never sent, so that only whole streams can be counted."""
+        """Reads all streams of a run to their ends. Only whole streams can be counted, because an
+        event may have several tokens: the server does not send a part of a character."""
         prompts, tokens = order["prompts"], order["tokens"]
         opened = [await asyncio.open_connection(*self._address) for _ in prompts]
         clock = Clock(len(prompts) * tokens)
@@ -216,9 +216,9 @@ class LlamaClient:
         prompt: list[int],
         tokens: int,
     ) -> int:
-        """Reads one stream; how many tokens the server says that it had."""
+        """Reads one stream; returns the number of tokens that the server reports."""
         body = {"prompt": prompt, "n_predict": tokens, "stream": True, "ignore_eos": True}
-        # The likeliest token, by the shortest way; nothing is taken from earlier prompts.
+        # Greedy sampling with the fewest samplers. The server must not reuse earlier prompts.
         body |= {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0, "cache_prompt": False}
         data = json.dumps(body).encode()
         head = "POST /completion HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -248,7 +248,7 @@ async def _serve(run: Callable[[Order], Any]) -> None:
 
 
 async def main(kind: str, address: str, model: str) -> None:
-    """Until the end of the input."""
+    """Runs orders until the end of the input."""
     if kind == "count":
         counting = Counting(address, model)
         for order in orders():

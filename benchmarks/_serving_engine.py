@@ -1,7 +1,7 @@
-"""The engine of a GPU worker without a bus: ``python _serving_engine.py MODEL``.
+"""Runs the engine of a GPU worker without a bus: ``python _serving_engine.py MODEL``.
 
-It loads the model as a worker does, by the same settings, and takes the same runs as
-``_serving_client.py``; its answers have ``whole`` only.
+The engine has a worker's settings. The process accepts the runs of ``_serving_client.py``, and its
+answers have only ``whole``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tokenbus.workers.gpu.cpu import prepare_environment
 
 
 def main(model: str) -> None:
-    """Until the end of the input."""
+    """Runs orders until the end of the input."""
     settings = load(model=model)
-    # As in the worker: torch is imported when its environment is set.
+    # torch is imported after its environment variables are set, as in the worker.
     prepare_environment(settings.threads)
     from tokenbus.protocol.sampling import Sampling
     from tokenbus.workers.gpu.model.models import Failed, Models, Ready

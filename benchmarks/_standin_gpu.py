@@ -1,13 +1,12 @@
-"""A GPU worker whose forward is a sleep, which leaves the CPU free as a GPU does.
+"""A GPU worker whose forward is a sleep, so that the CPU is free as with a GPU.
 
-``python benchmarks/_standin_gpu.py SECONDS FILE``: everything else is the worker as it is. The
-device does its work in order, as a CUDA stream does: a forward takes SECONDS from when the one
-before it is over, and the tokens of a step are drawn within it. The host's work meanwhile
-costs the device nothing; a device without work waits. Steps overlap unless ``TOKENBUS_OVERLAP`` is
-``off``.
+``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
+The device works in order, like a CUDA stream: a forward begins when the previous forward has ended,
+takes SECONDS, and includes the sampling of the step's tokens. The host's work does not delay the
+device, unless the device has no work. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
 
-At its end it writes to FILE how long each step waited for decisions after its logits were ready, as
-JSON: ``[[sequences, seconds], …]``.
+At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``: the time that each
+step waited for decisions after its logits were ready.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ T = TypeVar("T")
 
 
 class TimedWork(Work[T]):
-    """Work that is over at a time; its result is known before, but not given."""
+    """Work that ends at a given time. The result is computed earlier but returned at that time."""
 
     over_at = 0.0
 
     @property
     def done(self) -> bool:
-        """Whether that time has come."""
+        """Whether the end time has passed."""
         return time.monotonic() >= self.over_at
 
     def wait(self) -> None:
-        """Sleeps until then."""
+        """Sleeps until the end time."""
         left = self.over_at - time.monotonic()
         if left > 0:
             time.sleep(left)
 
 
 class SleepingDevice:
-    """A queue whose forwards take ``seconds`` each, and everything else no time."""
+    """A device queue in which a forward takes ``seconds``, and other work takes no time."""
 
     overlaps = True
 
@@ -66,26 +65,26 @@ class SleepingDevice:
         self._busy_until = 0.0
 
     def submit(self, run: Callable[[], T]) -> Work[T]:
-        """Hands work over."""
+        """Adds work to the queue."""
         work = TimedWork(run)
         work.do()
         work.over_at = self._busy_until
         return work
 
     def compute(self) -> None:
-        """A forward begins when what is before it is over."""
+        """Adds a forward, which begins when the previous forward has ended."""
         self._busy_until = max(time.monotonic(), self._busy_until) + self._seconds
 
 
 def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Tokens as if they had been drawn on the device: any, or one that its mask allows."""
+    """Chooses an arbitrary token for each row; with a mask, an allowed token."""
     count, vocab = len(rows.parameters), logits.shape[-1]
     tokens = (np.arange(count) * 7919 + 101) % vocab
     allowed = np.ones(count)
     if rows.masks:
         masked = list(rows.masks)
         words = np.stack(list(rows.masks.values()))
-        # Not the first of the vocabulary: they end a text.
+        # The first tokens of the vocabulary are not chosen, because they end a text.
         first = 8 + int(rows.positions[0]) * 37 % (words.shape[1] // 2)
         at = first + (words[:, first:] != 0).argmax(1)
         found = words[np.arange(len(masked)), at].astype(np.int64)
@@ -96,7 +95,7 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
         allowed[masked] = found != 0
     dense = [bias.values for bias in rows.biases.values() if bias.tokens is None]
     if dense:
-        # The host's share of a dense bias: one copy, to where the device reads it.
+        # The host's work for a dense bias: one copy to the buffer that the device reads.
         np.stack(dense)
     fixed = np.full(count, -1.0)
     numbers = Numbers(np.stack([tokens.astype(np.float64), fixed, allowed]))
@@ -145,7 +144,7 @@ def main() -> None:
     step_module.draw = draw
     Runner.forward = forward  # type: ignore[method-assign]
     Steering.decide = timed  # type: ignore[method-assign]
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop("the benchmark is over"))
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop("the benchmark has ended"))
     worker.run()
     out.write_text(json.dumps(waits))
 

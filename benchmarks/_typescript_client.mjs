@@ -1,5 +1,5 @@
-// A process with one client in TypeScript: reads 64 streams for each order, the name of a way, and
-// answers with the seconds of CPU time, those that it took, and the number of tokens.
+// A process with one TypeScript client. For each order, the name of a way to read, it reads 64
+// streams and answers with the seconds of CPU time, the elapsed seconds and the number of tokens.
 //
 //     node _typescript_client.mjs BUILT_PACKAGE ADDRESS columns|json
 

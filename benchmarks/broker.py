@@ -1,8 +1,8 @@
-"""The broker against ``zmq.proxy``: frames per second, tokens per second, latency of the hop.
+"""Compares the broker with ``zmq.proxy``: frames per second, tokens per second, and latency.
 
-The broker runs in its own process, as it is run in service; a worker and its clients are raw
-sockets in two other processes, so that what is measured is the broker. All figures are medians over
-rounds in which the broker and the proxy take turns. CPU times hold on a busy machine too.
+The broker runs in its own process. The worker and its clients are raw sockets in two other
+processes, so that mainly the broker is measured. All figures are medians over rounds in which the
+broker and the proxy take turns. CPU times are valid on a busy machine too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""Those of our own clients."""
+"""The capabilities of our clients."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -49,7 +49,7 @@ _RECV: Callable[..., Any] = BackendSocket.recv
 
 
 def dealer(endpoint: str) -> Socket:
-    """A connected socket without limits on what it keeps."""
+    """A connected DEALER whose queues are not bounded."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0
@@ -58,11 +58,11 @@ def dealer(endpoint: str) -> Socket:
 
 
 class Rate(NamedTuple):
-    """How fast messages pass through a process."""
+    """The rate of messages through a process."""
 
     per_s: float
     cpu_us: float
-    """CPU time of all of its threads for each."""
+    """Microseconds of CPU time of the process for each message."""
 
 
 Decode = Callable[[bytes], None] | None
@@ -74,17 +74,17 @@ def _cpu_s(pid: int) -> float:
     return times.user + times.system
 
 
-# --- what is measured ---------------------------------------------------------------------------
+# --- the measured processes ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], float]]]:
-    """Tokenbus's broker, with ``more`` settings: its two addresses, and what tells its CPU time in
-    seconds."""
+    """Runs Tokenbus's broker with the settings ``more``. Yields its two addresses, and a function
+    that returns its CPU time in seconds."""
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    settings["DRAIN_S"] = "0.1"  # The streams here have no end, and wait for another worker.
+    settings["DRAIN_S"] = "0.1"  # The streams never end, and would wait for another worker.
     settings |= more
     process = subprocess.Popen(
         [sys.executable, "-m", "tokenbus.broker"],
@@ -95,7 +95,7 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     try:
         yield front, back, partial(_cpu_s, process.pid)
     finally:
-        # After SIGTERM it would finish what clients that cannot come back have.
+        # After SIGTERM, the broker would finish the streams of clients without a named session.
         process.send_signal(signal.SIGINT)
         process.wait(10)
 
@@ -111,7 +111,8 @@ def _proxy(front: str, back: str) -> None:
 
 @contextlib.contextmanager
 def proxy(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
-    """The same of ``zmq.proxy`` between a ROUTER and a DEALER."""
+    """Runs ``zmq.proxy`` between a ROUTER and a DEALER. Yields its two addresses, and a function
+    that returns its CPU time in seconds."""
     front, back = f"ipc://{folder}/pf.sock", f"ipc://{folder}/pb.sock"
     process = mp.Process(target=_proxy, args=(front, back), daemon=True)
     process.start()
@@ -154,11 +155,11 @@ def _join(front: str, capabilities: list[str]) -> Socket:
     return client
 
 
-# --- the other process: clients that receive ------------------------------------------------------
+# --- the process of the receiving clients ---------------------------------------------------------
 
 
 def _bodies(socket: Socket) -> list[bytes]:
-    """Those of a TOKEN."""
+    """The bodies of a TOKEN message."""
     _RECV(socket, zmq.NOBLOCK)
     bodies, more = [], True
     while more:
@@ -169,7 +170,7 @@ def _bodies(socket: Socket) -> list[bytes]:
 
 
 def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
-    """The last of this many frames."""
+    """The last frame of a message with ``frames`` frames."""
     for _ in range(frames - 1):
         _RECV(socket, zmq.NOBLOCK)
     return [_RECV(socket, zmq.NOBLOCK)]
@@ -178,10 +179,11 @@ def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
 def _receive(
     front: str, proxied: int, clients: int, each: int, pipe: Connection, decode: Decode
 ) -> None:
-    """Receives ``each`` bodies on every one of ``clients`` sockets; sends the seconds that it
-    took, and those of CPU time.
+    """Receives ``each`` bodies on each of ``clients`` sockets. Sends the elapsed seconds and the
+    seconds of CPU time.
 
-    A message through a proxy has ``proxied`` frames; 0: the messages come through the broker.
+    ``proxied``: number of frames of a message through the proxy; 0: the messages come through the
+    broker.
     """
     bodies = partial(_proxied_body, proxied) if proxied else _bodies
     if proxied:
@@ -216,7 +218,7 @@ def _start_receiver(*args: Any) -> tuple[Any, Connection]:
 
 
 def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> Rate:
-    """Messages from a worker to a client."""
+    """The rate of messages from a worker to a client through the broker."""
     with broker(folder) as (front, back, cpu_s):
         worker = _register(back)
         process, pipe = _start_receiver(front, 0, 1, count, None)
@@ -234,8 +236,8 @@ def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> 
 
 
 def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
-    """The same message through a proxy, which finds the client by its routing id: in frames of its
-    own, or packed as workers send it."""
+    """The rate of the same messages through a proxy, which finds the client by its routing id. The
+    message has separate frames, or is packed like a worker's message."""
     frames = [b"TOKEN", encode_token_header([1]), BODY]
     frames = pack(frames) if packed else frames
     with proxy(folder) as (front, back, cpu_s):
@@ -258,8 +260,8 @@ def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
 def token_rate(
     folder: Path, steps: int, columns: bool, decoded: bool = True, **settings: str
 ) -> Rate:
-    """Tokens of steps of 64, for 8 clients that decode them where they are to be ``decoded``; the
-    CPU time is that of the broker and of the clients, or of the broker alone."""
+    """The rate of tokens in steps of 64 tokens for 8 clients. With ``decoded``, the clients decode
+    the tokens, and the CPU time is that of broker and clients; otherwise that of the broker."""
     each = STEP_TOKENS // CLIENTS
     entries = [
         Token(
@@ -299,7 +301,7 @@ def _entries(body: bytes) -> None:
 
 
 class _Columns:
-    """Decodes columns as our clients do: stream ids once, while they stay the same."""
+    """Decodes columns like our clients, which decode the stream ids only when they change."""
 
     def __init__(self) -> None:
         self._last = TokenColumns()
@@ -316,9 +318,9 @@ class _Columns:
 
 
 def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> None:
-    """For each round, that is a way's name: receives ``count`` messages that came that way.
+    """Receives ``count`` messages for each round. A round is the name of a path.
 
-    Answers with the microseconds from their sending to their arrival here.
+    Answers with the microseconds from the sending to the arrival of each message.
     """
     sockets = {way: dealer(address) for way, address in addresses.items() if way != "broker"}
     for socket in sockets.values():
@@ -336,7 +338,7 @@ def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> 
 
 
 def _paced(count: int, send: Callable[[bytes], object]) -> None:
-    """Sends ``count`` bodies of 200 bytes, ``RATE`` a second, each with its time of sending."""
+    """Sends ``count`` bodies of 200 bytes, ``RATE`` in each second. A body has its sending time."""
     begin = time.perf_counter()
     for i in range(count):
         pause = begin + i / RATE - time.perf_counter()
@@ -346,15 +348,15 @@ def _paced(count: int, send: Callable[[bytes], object]) -> None:
 
 
 def _sender(socket: Socket, *head: bytes) -> Callable[[bytes], object]:
-    """Sends a body behind these frames."""
+    """Returns a function that sends a body after the frames ``head``."""
     return lambda body: socket.send_multipart([*head, body], copy=True)
 
 
 def hop_rounds(folder: Path, rounds: int, count: int) -> dict[str, list[list[float]]]:
-    """Microseconds of each message from one process to another, by way and round.
+    """Microseconds of each message from one process to another, by path and round.
 
-    The ways are the broker, ``zmq.proxy`` and a direct connection. Their rounds alternate, so that
-    other work on the machine disturbs all three alike.
+    The paths are the broker, ``zmq.proxy`` and a direct connection. Their rounds alternate, so that
+    other load on the machine affects all three.
     """
     ours, theirs = mp.Pipe()
     router: Socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -390,7 +392,7 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """The medians, over the rounds, of what a hop takes and of its ratio to the proxy's."""
+    """The medians over the rounds of a hop's latency, and of its ratio to the proxy's latency."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}
@@ -404,27 +406,27 @@ def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
 
 
 NOTES = {
-    "frames_vs_zmq_proxy": "broker over zmq.proxy; at least 0.33",
-    "packed_vs_zmq_proxy": "the same where the proxy passes on two frames and not four",
-    "unjoined_vs_zmq_proxy": "over four frames, for a client that takes one body in a message",
-    "broker_frames_per_s": "messages of 200 bytes, one worker to one client",
-    "proxy_frames_per_s": "the same through zmq.proxy, in four frames",
-    "proxy_packed_per_s": "in two frames, as a worker sends it to the broker",
-    "broker_cpu_us": "CPU time of the broker's process for each of these messages",
-    "unjoined_cpu_us": "for a client that takes one body in a message",
-    "proxy_cpu_us": "of the proxy's, in four frames",
-    "tokens_per_s": "steps of 64 tokens in columns for 8 clients that decode",
-    "tokens_vs_entries": "over the same tokens as entries; at least 2",
-    "entries_vs_tokens_cpu": "CPU time a token, broker and clients: as an entry over in columns",
-    "hop_p50_vs_proxy": f"latency of a hop over zmq.proxy's, at {RATE:,} frames/s; at most 2",
-    "hop_p99_vs_proxy": "the same at the 99th percentile; at most 3",
-    "hop_us_p50": "microseconds that the broker adds to a direct connection; at most 150",
-    "hop_us_p99": "99th percentile; at most 1,000",
+    "frames_vs_zmq_proxy": "ratio of messages/s, broker to zmq.proxy; at least 0.33",
+    "packed_vs_zmq_proxy": "ratio of messages/s if the proxy's messages have two frames, not four",
+    "unjoined_vs_zmq_proxy": "ratio of messages/s for a client without joined bodies, four frames",
+    "broker_frames_per_s": "messages/s of 200 bytes through the broker, one worker to one client",
+    "proxy_frames_per_s": "messages/s through zmq.proxy, four frames each",
+    "proxy_packed_per_s": "messages/s through zmq.proxy, two frames each",
+    "broker_cpu_us": "us of the broker's CPU time for a message",
+    "unjoined_cpu_us": "us of the broker's CPU time for a message, client without joined bodies",
+    "proxy_cpu_us": "us of the proxy's CPU time for a message of four frames",
+    "tokens_per_s": "tokens/s in steps of 64 tokens in columns, for 8 clients that decode",
+    "tokens_vs_entries": "ratio of tokens/s, columns to entries; at least 2",
+    "entries_vs_tokens_cpu": "ratio of CPU time per token, entries to columns, broker and clients",
+    "hop_p50_vs_proxy": f"ratio of median latency to zmq.proxy's, {RATE:,} frames/s; at most 2",
+    "hop_p99_vs_proxy": "ratio of the 99th percentile of latency to zmq.proxy's; at most 3",
+    "hop_us_p50": "us that the broker adds to a direct connection, median; at most 150",
+    "hop_us_p99": "us that the broker adds, 99th percentile; at most 1,000",
 }
 
 
 def rates(folder: Path, count: int) -> dict[str, float]:
-    """Medians of rounds in which the ways of a message take turns."""
+    """The rates of messages: medians of rounds in which the paths take turns."""
     ways: dict[str, Callable[[], Rate]] = {
         "broker": lambda: frames_through_broker(folder, count, CAPABILITIES),
         "unjoined": lambda: frames_through_broker(folder, count, []),
@@ -456,7 +458,7 @@ def rates(folder: Path, count: int) -> dict[str, float]:
 
 
 def token_rates(folder: Path, steps: int) -> dict[str, float]:
-    """The same for tokens in columns and as entries."""
+    """The rates of tokens: medians of rounds in which columns and entries take turns."""
     rounds = [
         (token_rate(folder, steps, columns=True), token_rate(folder, steps, columns=False))
         for _ in range(RUNS)
@@ -473,7 +475,7 @@ def token_rates(folder: Path, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     count = 30_000 if args.quick else 200_000
     with tempfile.TemporaryDirectory(prefix="tb-") as name:

@@ -1,13 +1,12 @@
-"""The savings of tokens in columns: the CPU time of our AsyncClient and of a GPU worker, over
-entries.
+"""Measures how much CPU time tokens in columns save, compared with entries in JSON.
 
-``client_us_*``: microseconds of CPU time of a process with one ``AsyncClient`` for each token of 64
-streams, which arrive as fast as it takes them. ``client_us_per_token`` reads each stream to its end
-(``stream.tokens``), ``…_each`` entry by entry (``async for``); ``…_json`` the same of a client that
-gets entries in JSON. A real broker is between; a raw socket plays the worker. ``client_core`` is
-the part of a core that 64 streams take, entry by entry, at 200 steps a second. ``send_us_*``: of
-``LiveStreams.send`` for a step of 64 plain tokens of one session. All rounds alternate; a ratio is
-the median of those of the rounds.
+``client_us_*`` is the CPU time per token, in microseconds, of a process with one ``AsyncClient``
+and 64 streams. The tokens arrive as fast as the client reads. ``client_us_per_token`` reads each
+stream to its end (``stream.tokens``), ``…_each`` reads entry by entry (``async for``), and
+``…_json`` receives entries in JSON. The messages come from a raw socket through a real broker.
+``client_core`` is the part of a core that 64 streams use, entry by entry, at 200 steps per second.
+``send_us_*`` is the CPU time of ``LiveStreams.send`` for a step of 64 plain tokens of one session.
+Rounds alternate, and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -49,11 +48,12 @@ STEPS_PER_S = 200
 FORMS = ("columns", "json")
 
 
-# --- a process with a client ----------------------------------------------------------------------
+# --- the client process ---------------------------------------------------------------------------
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """Reads 64 streams for each order, the name of a way; answers with the seconds of CPU time."""
+    """Reads 64 streams for each order, which is the name of a way to read. Answers with the seconds
+    of CPU time."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))
@@ -91,7 +91,7 @@ WAYS: dict[str, Callable[[AsyncStream], Any]] = {"whole": _whole, "each": _each}
 
 
 class Pipe(Protocol):
-    """To a process with a client."""
+    """The connection to a client process."""
 
     def send(self, value: Any, /) -> None:
         """Sends an order."""
@@ -105,7 +105,7 @@ class Pipe(Protocol):
 
 @contextlib.contextmanager
 def broker(folder: Path) -> Iterator[tuple[str, str]]:
-    """A broker in a process of its own: its two addresses."""
+    """Runs a broker in its own process; yields its two addresses."""
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     settings = environment(front=front, back=back, max_pending_bytes=str(2**31), expiry_s="600")
     command = [sys.executable, "-m", "tokenbus.broker"]
@@ -117,7 +117,7 @@ def broker(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 class Worker:
-    """A registered worker that serves the model ``m``, played by a socket."""
+    """A raw socket that acts as a registered worker for the model ``m``."""
 
     def __init__(self, back: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -135,7 +135,7 @@ class Worker:
         return unpack(self._socket.recv_multipart())
 
     def messages(self, steps: int) -> list[list[bytes]]:
-        """The next 64 requests, answered: a message for each of this many steps."""
+        """Receives the next 64 requests; returns ``steps`` messages with one token for each."""
         requests: list[tuple[int, int]] = []
         while len(requests) < STREAMS:
             frames = self._receive()
@@ -156,7 +156,7 @@ class Worker:
         return found
 
     def send(self, messages: list[list[bytes]], per_s: float | None) -> None:
-        """Sends the messages, ``per_s`` in a second; None: as fast as possible."""
+        """Sends the messages, ``per_s`` in each second. None: as fast as possible."""
         began = time.perf_counter()
         for number, frames in enumerate(messages):
             if per_s is not None:
@@ -173,14 +173,15 @@ def _body(entries: list[Token], flags: int) -> bytes:
 def cpu_us(
     worker: Worker, pipe: Pipe, way: str, steps: int, per_s: float | None = None
 ) -> tuple[float, float]:
-    """The client's CPU time for each token, in microseconds; and as a part of the time it took."""
+    """The client's CPU time per token, in microseconds, and its CPU time as a part of the elapsed
+    time."""
     pipe.send(way)
     messages = worker.messages(steps)
     pipe.send("begin")
     pipe.recv()
     worker.send(messages, per_s)
     cpu_s, real_s, tokens = pipe.recv()
-    assert tokens == STREAMS * steps, f"{tokens} of {STREAMS * steps} tokens have arrived"
+    assert tokens == STREAMS * steps, f"{tokens} of {STREAMS * steps} tokens arrived"
     return 1e6 * cpu_s / tokens, cpu_s / real_s
 
 
@@ -224,8 +225,8 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
 
 
 def _send_us(columns: bool, steps: int) -> float:
-    """CPU time of a step of 64 plain tokens of one session, in microseconds: until the message is
-    encoded, and what was sent is kept for a client that attaches."""
+    """Microseconds of CPU time to encode the message of a step of 64 plain tokens of one session,
+    and to store the entries for clients that attach."""
     streams = LiveStreams(lambda frames, link: None, lambda stream: None)
     sequences = []
     for request in range(1, STREAMS + 1):
@@ -262,21 +263,21 @@ def _ratio(ours: list[float], over: list[float]) -> float:
 
 
 NOTES = {
-    "client_us_per_token": "CPU time of AsyncClient, 64 streams, each read to its end",
-    "client_us_per_token_json": "the same from entries in JSON",
-    "client_vs_json": "the one over the other; at most 0.333",
-    "client_us_per_token_each": "async for: a task is woken for each token that it waits for",
-    "client_us_per_token_each_json": "the same from entries in JSON",
-    "client_each_vs_json": "the one over the other",
-    "client_core": f"of a core, async for, {STEPS_PER_S} steps of 64 tokens a second; at most 0.5",
-    "send_us_per_step": "CPU time of a GPU worker to send a step of 64 streams",
-    "send_us_per_step_json": "the same as entries in JSON",
-    "send_vs_json": "the one over the other; at most 0.333",
+    "client_us_per_token": "us of AsyncClient's CPU time per token, streams read to their ends",
+    "client_us_per_token_json": "us of AsyncClient's CPU time per token, entries in JSON",
+    "client_vs_json": "ratio of CPU time, columns to JSON; at most 0.333",
+    "client_us_per_token_each": "us of AsyncClient's CPU time per token, read with async for",
+    "client_us_per_token_each_json": "us per token, read with async for, entries in JSON",
+    "client_each_vs_json": "ratio of CPU time with async for, columns to JSON",
+    "client_core": f"used part of a core, {STEPS_PER_S} steps of 64 tokens a second; at most 0.5",
+    "send_us_per_step": "us of a GPU worker's CPU time to send a step of 64 streams",
+    "send_us_per_step_json": "us of a GPU worker's CPU time to send a step as entries in JSON",
+    "send_vs_json": "ratio of CPU time to send, columns to JSON; at most 0.333",
 }
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     rounds, steps = (2, 200) if args.quick else (ROUNDS, 600)
     report(client_figures(rounds, steps) | send_figures(rounds, steps), NOTES, args.json)

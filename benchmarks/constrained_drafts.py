@@ -1,10 +1,10 @@
-"""The gain of drafts for streams under a JSON schema and under a regex.
+"""Measures the speedup by drafts for streams under a JSON schema and under a regex.
 
-Broker, GPU worker and controller worker run as threads of one process, with the embedded model:
-one such system has drafts, the other has none. The prompt has rows of JSON, and the stream
-continues with more rows. The schema leaves only the strings free: ``forced_share`` of the tokens
-are appended, not sampled. The regex allows any row. Sampling is greedy, and each run has a session
-of its own. Tokens, log-probabilities and finish reasons of both systems are compared.
+One system has drafts, and the other does not. Broker, GPU worker and controller worker run as
+threads of one process with the embedded model. The prompt has rows of JSON, and the stream
+continues with more rows. The schema allows only strings to vary: ``forced_share`` of the tokens are
+appended, not sampled. The regex allows any row. Sampling is greedy, and each run has a new session.
+The tokens, log-probabilities and finish reasons of both systems must be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROMPT = "".join(f"{msgspec.json.encode(row).decode()},\n" for row in ROWS * 2)
 
 
 def run(address: str, load: dict[str, Any], new: int) -> tuple[float, list[Any]]:
-    """Seconds, and the entries of a stream."""
+    """Runs a stream; returns its seconds and its entries."""
     with Client(address) as client:
         began = time.perf_counter()
         entries = list(client.generate(PROMPT, max_tokens=new, **load))
@@ -47,7 +47,7 @@ def run(address: str, load: dict[str, Any], new: int) -> tuple[float, list[Any]]
 
 
 def check(plain: list[Any], drafted: list[Any]) -> None:
-    """Fails where anything differs."""
+    """Fails if the entries of both systems differ."""
     assert [e.token for e in plain] == [e.token for e in drafted]
     assert plain[-1].finish_reason == drafted[-1].finish_reason
     for one, other in zip(plain, drafted, strict=True):
@@ -82,8 +82,8 @@ def main() -> None:
     }
     results |= {f"{name}_forced_share": share for name, share in forced.items()}
     notes = {
-        "constrained_json_speedup": "under a schema: time without drafts over time with them",
-        "constrained_regex_speedup": "the same under a regex",
+        "constrained_json_speedup": "ratio of the time without drafts to that with drafts, schema",
+        "constrained_regex_speedup": "ratio of the time without drafts to that with drafts, regex",
     }
     report(results, notes, given.json)
 

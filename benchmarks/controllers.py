@@ -1,19 +1,20 @@
-"""The cost of controllers: a call, a round, a fork, a start, a variable; masks and biases.
+"""Measures the cost of controllers: calls, rounds, forks, starts, variables, masks and biases.
 
-Guests are C of ``benchmarks/guests``, compiled here. The system that is measured is the whole one:
-broker, GPU worker, controller worker and state worker in processes of their own.
+The guests in ``benchmarks/guests`` are C files that this program compiles. A measured system has a
+broker, a GPU worker, a controller worker and a state worker in separate processes.
 
-Times differ between machines, so each has a ratio to a peer that is measured in the same run:
+Times differ between machines, so each time is also reported as a ratio to a peer in the same run:
 
-- ``host_us_per_call`` over a bare call, ``wasmtime_func_call_unchecked`` of an empty function
-  (``host_call_vs_bare_call``); ``aici_us_per_round`` over three of these
-  (``aici_round_vs_bare_calls``);
-- ``clone_us``, ``clone_us_first`` and ``start_us`` over a bare instantiation of the same module, a
-  store and nothing else (``clone_vs_instantiate``, ``clone_first_vs_instantiate``,
-  ``start_vs_instantiate``);
-- ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` over a bare round trip through two
-  ROUTER sockets between as many processes (``var_op_vs_round_trip``, ``wait_10_vs_round_trip``,
-  ``wait_40_vs_round_trip``; ``_round_trip.py``). A wait begins when the forward has ended.
+- A bare call is ``wasmtime_func_call_unchecked`` of an empty function. ``host_us_per_call`` has the
+  ratio ``host_call_vs_bare_call``, and ``aici_us_per_round`` the ratio to three bare calls,
+  ``aici_round_vs_bare_calls``.
+- A bare instantiation creates only a store and an instance of the same module. ``clone_us``,
+  ``clone_us_first`` and ``start_us`` have the ratios ``clone_vs_instantiate``,
+  ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
+- A bare round trip goes through two ROUTER sockets between the same number of processes
+  (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` have the ratios
+  ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``. A wait begins
+  when the forward has ended.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ MICRO = 1e6
 
 
 def compiled(name: str, folder: Path, *definitions: str) -> bytes:
-    """A guest of ``benchmarks/guests``, as Wasm; ``definitions`` are flags of the compiler."""
+    """Compiles a guest of ``benchmarks/guests`` to Wasm. ``definitions`` are compiler flags."""
     out = folder / f"{name}.wasm"
     flags = [*definitions, "-target", "wasm32-freestanding", "-O3", "-nostdlib", "-Wl,--no-entry"]
     command = [sys.executable, "-m", "ziglang", "cc", *flags, "-o", str(out)]
@@ -70,7 +71,7 @@ def compiled(name: str, folder: Path, *definitions: str) -> bytes:
 
 
 def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
-    """Microseconds of one call: the best of several runs, each the mean of this many."""
+    """Microseconds of one call: the minimum over ``runs`` runs of the mean of ``times`` calls."""
     for _ in range(times // 10 + 1):
         work()
     best = float("inf")
@@ -82,11 +83,11 @@ def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
     return best * MICRO
 
 
-# --- the sandbox, in this process -----------------------------------------------------------------
+# --- the sandbox in this process ------------------------------------------------------------------
 
 
 class Sandbox:
-    """Guests over a vocabulary of 131,072 tokens."""
+    """Runs guests with a vocabulary of 131,072 tokens."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,7 +96,7 @@ class Sandbox:
         self._vocabulary = TokenizerVocabulary.from_tokens(tokens, eos=[0], fingerprint="benchmark")
 
     def program(self, name: str) -> NativeProgram | AiciProgram:
-        """A guest, ready to start."""
+        """The compiled program of a guest."""
         module = wasmtime.Module(self._engine, compiled(name, self._folder))
         kind = AiciProgram if name == "aici" else NativeProgram
         return kind(self._engine, module)
@@ -106,7 +107,8 @@ class Sandbox:
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
     def costs(self) -> dict[str, float]:
-        """A call, a round of AICI's, a start and a fork, each beside its peer."""
+        """The times of a call, an AICI round, a start and a fork, each with the ratio to its
+        peer."""
         program = self.program("empty")
         controller = program.start(self.host())
         controller.init_prompt([1, 2, 3])
@@ -156,7 +158,7 @@ class Sandbox:
         }
 
     def bare_instantiation_us(self, name: str) -> float:
-        """The median time of a store and an instance of a guest, whose imports are linked."""
+        """The median time to create a store and an instance of a guest with linked imports."""
         module = self.program(name)._template.made
         times = []
         for _ in range(400):
@@ -173,7 +175,7 @@ _NO_DEADLINE = 1 << 40
 
 
 def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
-    """A call of a guest's empty function with nothing around it."""
+    """A bare call of an empty function."""
     store = wasmtime.Store(engine)
     store.set_epoch_deadline(_NO_DEADLINE)
     text = '(module (func (export "f") (result i32) (i32.const 1)))'
@@ -198,7 +200,7 @@ def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
 
 
 def _free_spares() -> None:
-    """Forks that are over leave nothing to the next ones."""
+    """Frees the spare memory of ended forks, so that later forks cannot reuse it."""
     for kept in SPARES._kept:
         kept.free()
     SPARES._kept.clear()
@@ -208,7 +210,8 @@ def _free_spares() -> None:
 def _without_close(
     make: Callable[[], Controller], together: int = 1, after: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time of making a controller, several at once, without the time of their ends."""
+    """The median time to create a controller, ``together`` at once, without the time to close
+    them."""
     times = []
     for _ in range(400):
         made = []
@@ -268,7 +271,7 @@ class System:
         raise SystemExit(f"the system did not start; see {self._log.name}")
 
     def close(self) -> None:
-        """Ends it, workers first."""
+        """Ends the workers, then the broker."""
         self.client.close()
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
@@ -278,7 +281,7 @@ class System:
 
 @contextlib.contextmanager
 def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> Iterator[System]:
-    """A system in a folder of its own."""
+    """Runs a system in a new folder."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         running = System(Path(folder), gpu, model, gpus, controllers)
         try:
@@ -288,7 +291,7 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens of this many streams together, per second, from the first token to the last."""
+    """Tokens per second of all streams together, from the first token to the last."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
         options["controller"] = controller
@@ -304,7 +307,7 @@ def tokens_per_s(client: Client, streams: int, new: int, controller: str | None)
 
 
 def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """How long the batch waits for masks beside a forward that leaves the CPU free."""
+    """The time that the batch waits for masks. The forward is a sleep, so that the CPU is free."""
     out = folder / "waits.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     with system(gpu, model) as running:
@@ -325,7 +328,7 @@ def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
-    """Tokens per second with every sequence of a batch of 32 under a mask, over none."""
+    """Ratio of tokens per second of a batch of 32 with masks to that without masks."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
         running.client.upload_controller(compiled("all_allowed", folder), tag="all")
         free, steered = [], []
@@ -336,8 +339,8 @@ def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
 
 
 def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """Tokens per second with every sequence of a batch of 32 under a bias, over none, beside a
-    forward that leaves the CPU free."""
+    """Ratios of tokens per second of a batch of 32 with biases to that without. The forward is a
+    sleep, so that the CPU is free."""
     out = folder / "biased.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}
@@ -353,7 +356,7 @@ def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> float:
-    """From a guest to the state worker and back, in microseconds: the median."""
+    """The median time of a message from a guest to the state worker and back, in microseconds."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:
@@ -385,34 +388,34 @@ def variable_us(sandbox: Sandbox, model: Path) -> float:
             began = time.perf_counter()
             controller.pre_process()
             times.append(time.perf_counter() - began)
-        bus.close("the benchmark is over")
+        bus.close("the benchmark has ended")
     return statistics.median(times) * MICRO
 
 
 NOTES = {
-    "host_us_per_call": "around an empty guest of the native ABI (at most 6)",
-    "host_call_vs_bare_call": "the same over a bare call of wasmtime's",
-    "aici_us_per_round": "the same for AICI's, three calls and a mask (at most 150)",
-    "aici_round_vs_bare_calls": "the same over three bare calls",
-    "clone_us": "a fork with 1 MiB of memory, eight at a time (at most 150)",
-    "clone_vs_instantiate": "the same over a bare instantiation of the module",
-    "clone_us_first": "a fork where no fork before it has ended",
-    "clone_first_vs_instantiate": "the same over a bare instantiation",
-    "start_us": "a sequence of a known module, its first round included (at most 500)",
-    "start_vs_instantiate": "the same over a bare instantiation",
-    "round_trip_us_p50": "a bare round trip through two ROUTERs, for the next ones",
-    "var_op_us_p50": "from guest to state worker and back (at most 600)",
-    "var_op_vs_round_trip": "the same over a bare round trip",
-    "wait_us_p50_10": "the batch waits for masks, 10 sequences, forward of 25 ms (at most 300)",
-    "wait_10_vs_round_trip": "the same over a bare round trip",
-    "wait_us_p50_40": "40 sequences (at most 700)",
-    "wait_40_vs_round_trip": "the same over a bare round trip",
-    "constrained_vs_free": f"tokens/s under a mask over none, batch 32, {VOCAB:,} tokens, the same "
-    "forward (at least 0.95)",
-    "constrained_vs_free_sparse_bias": f"under a bias of 100 of {LARGE_VOCAB:,} tokens, over none, "
-    "the same forward (at least 0.97)",
-    "constrained_vs_free_dense_bias": "the same under a bias of all of them (at least 0.90)",
-    "constrained_vs_free_cpu": "with a forward on the CPU, which the controllers then share",
+    "host_us_per_call": "us of a call to an empty guest, native ABI (at most 6)",
+    "host_call_vs_bare_call": "ratio of a call's time to that of a bare wasmtime call",
+    "aici_us_per_round": "us of an AICI round, three calls and a mask (at most 150)",
+    "aici_round_vs_bare_calls": "ratio of an AICI round's time to that of three bare calls",
+    "clone_us": "us of a fork with 1 MiB of memory, eight at a time (at most 150)",
+    "clone_vs_instantiate": "ratio of a fork's time to that of a bare instantiation",
+    "clone_us_first": "us of a fork before any fork has ended",
+    "clone_first_vs_instantiate": "ratio of such a fork's time to that of a bare instantiation",
+    "start_us": "us to start a sequence of a loaded module, with its first round (at most 500)",
+    "start_vs_instantiate": "ratio of a start's time to that of a bare instantiation",
+    "round_trip_us_p50": "us of a bare round trip through two ROUTERs, median",
+    "var_op_us_p50": "us from guest to state worker and back, median (at most 600)",
+    "var_op_vs_round_trip": "ratio of a variable operation's time to that of a bare round trip",
+    "wait_us_p50_10": "us that a batch of 10 waits for masks, forward of 25 ms (at most 300)",
+    "wait_10_vs_round_trip": "ratio of this wait to a bare round trip",
+    "wait_us_p50_40": "us that a batch of 40 waits for masks, forward of 25 ms (at most 700)",
+    "wait_40_vs_round_trip": "ratio of this wait to a bare round trip",
+    "constrained_vs_free": f"ratio of tokens/s with masks to without, batch 32, {VOCAB:,} tokens, "
+    "simulated forward (at least 0.95)",
+    "constrained_vs_free_sparse_bias": f"ratio of tokens/s with a bias of 100 of {LARGE_VOCAB:,} "
+    "tokens to without, simulated forward (at least 0.97)",
+    "constrained_vs_free_dense_bias": "ratio of tokens/s with a bias of all tokens (at least 0.90)",
+    "constrained_vs_free_cpu": "ratio of tokens/s with masks if the forward shares the CPU",
 }
 
 

@@ -1,8 +1,8 @@
-"""The engine against transformers' ``generate`` and its continuous batching, on this machine.
+"""Compares the engine with transformers' ``generate`` and continuous batching, on this machine.
 
-The model is a Llama of 21 million parameters with random weights; sampling is greedy. Everything
-runs in one process. Each time is the best of several runs, because other work on the machine only
-makes runs slower.
+The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
+one process. Each time is the minimum of several runs, because other work on the machine only slows
+runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
-    """This number of token ids."""
+    """``count`` random token ids."""
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
@@ -39,7 +39,8 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
-    """The best time of each work. They run in turn, so that a noisy minute affects all of them."""
+    """The minimum time of each function in ``works``. The functions run in turn, so that other load
+    affects all of them."""
     times = [[timed(work) for work in works] for _ in range(runs)]
     return [min(column) for column in zip(*times, strict=True)]
 
@@ -48,7 +49,7 @@ def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
 
 
 def generate(model: Any, prompts: Prompts, new: int) -> None:
-    """``generate`` on one static batch, padded on the left."""
+    """Runs ``generate`` on one static batch, padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -63,13 +64,13 @@ def generate(model: Any, prompts: Prompts, new: int) -> None:
 
 
 def generate_static(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
-    """Static batches of 32: each runs until its longest request has ended."""
+    """Runs static batches of 32. Each batch runs until its longest request has ended."""
     for i in range(0, len(prompts), BATCH):
         generate(model, prompts[i : i + BATCH], max(new[i : i + BATCH]))
 
 
 def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
-    """Transformers' continuous batching, each request with its own length."""
+    """Runs transformers' continuous batching. Each request has its own length."""
     model.set_attn_implementation("sdpa")
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(generation_config=config) as manager:
@@ -79,17 +80,17 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
         while done < len(prompts):
             result = manager.get_result(timeout=60)
             if result is None:
-                raise RuntimeError("transformers' continuous batching gave nothing in a minute")
+                raise RuntimeError("transformers' continuous batching gave no result in a minute")
             if result.error is not None:
                 raise RuntimeError(result.error)
             done += result.is_finished()
 
 
-# --- ours -----------------------------------------------------------------------------------------
+# --- our engine -----------------------------------------------------------------------------------
 
 
 class Ours:
-    """An engine on the same model; ``run`` serves a set of requests to their ends."""
+    """Our engine with the same model. ``run`` runs a set of requests to their ends."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -97,13 +98,13 @@ class Ours:
         self._next = 0
 
     def add(self, prompt: list[int], new: int) -> int:
-        """Begins a request."""
+        """Adds a request; returns its number."""
         self._next += 1
         self.engine.add(self._next, prompt, Sampling(max_tokens=new, ignore_eos=True))
         return self._next
 
     def run(self, prompts: Prompts, new: Sequence[int]) -> None:
-        """Serves these requests, none of which was seen before."""
+        """Runs these requests to their ends. Their prompts must not be in the cache."""
         for prompt, count in zip(prompts, new, strict=True):
             self.add(prompt, count)
         count = 0
@@ -121,7 +122,7 @@ class Ours:
 
 
 def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Throughput on a uniform and on a ragged load."""
+    """Ratios of throughput for requests of equal and of different lengths."""
     rng = random.Random(1)
 
     def uniform_set() -> Prompts:
@@ -152,7 +153,7 @@ def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Throughput of a single stream, over ``generate`` with a batch of one."""
+    """Ratio of a single stream's throughput to that of ``generate``."""
     rng = random.Random(7)
     prompts = iter([[random_tokens(rng, 32)] for _ in range(2 * runs + 2)])
     ours.run(next(prompts), [64])
@@ -166,7 +167,7 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Time to the first token with 1,500 cached tokens of the prompt, over the time without."""
+    """Ratio of the time to the first token with 1,500 cached prompt tokens to that without."""
     rng = random.Random(2)
     ratios = []
     for _ in range(runs):
@@ -178,7 +179,7 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """Blocks of 8 forks of a 512-token prompt after a step, and the time of a fork."""
+    """The KV blocks of 8 forks of a 512-token prompt after a step, and the time of a fork."""
     rng = random.Random(3)
     engine = ours.engine
     times = []
@@ -196,7 +197,7 @@ def forks(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def splices(ours: Ours, runs: int) -> dict[str, float]:
-    """Appending 32 known tokens by a splice, over decoding 32."""
+    """Ratio of the time to append 32 tokens by a splice to the time to decode 32 tokens."""
     rng = random.Random(4)
     engine = ours.engine
     decoded, spliced = [], []
@@ -221,9 +222,9 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
-    """Microseconds of a step at batch 32 without the model's forward, and the ratio to the time of
-    the forward. The remaining work is scheduling, packing, sampling and results. The forward is
-    timed in steps before and after these."""
+    """Microseconds of a step without the forward at batch 32, and their ratio to the time of the
+    forward. The remaining work is scheduling, packing, sampling and results. The forward is timed
+    in steps before and after."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -257,7 +258,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
 
 
 def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
-    """Decode rate at batch 32 with torch.compile, over the rate without it."""
+    """Ratio of the decode rate at batch 32 with torch.compile to the rate without."""
     rng = random.Random(6)
     times = []
     for through in (False, True):
@@ -271,25 +272,25 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "uniform_vs_generate": "32 requests, prompt 32, 64 new; at least 1.0",
-    "one_stream_vs_generate": "one request, prompt 32, 64 new; at least 1.5",
+    "uniform_vs_generate": "ratio of tokens/s, 32 requests, prompt 32, 64 new; at least 1.0",
+    "one_stream_vs_generate": "ratio of tokens/s, 1 request, prompt 32, 64 new; at least 1.5",
     "ragged_vs_generate_batch": "64 requests, prompts 16-512, 16-256 new; at least 2.5",
-    "ragged_vs_generate": "the same over static batches of 32; at least 1.5",
-    "prefix_ttft_ratio": "1,500 tokens seen before, over cold; at most 0.1",
-    "fork8_kv_blocks": "8 forks of 512 tokens, over one sequence; at most 1.3",
-    "fork_us": "per fork, no forward",
-    "splice_vs_decode": "32 known tokens, over decoding 32; at most 0.2",
-    "host_us_per_step": "batch 32, sampling included; at most 1,500",
-    "host_vs_forward": "the same over the forward of those steps, in the same run",
-    "compiled_vs_eager": "torch.compile (an option, off): decode rate at batch 32 over without",
+    "ragged_vs_generate": "ratio for these requests to static batches of 32; at least 1.5",
+    "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
+    "fork8_kv_blocks": "ratio of KV blocks, 8 forks of 512 tokens to 1 sequence; at most 1.3",
+    "fork_us": "us of a fork, without a forward",
+    "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
+    "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",
+    "host_vs_forward": "ratio of this time to the time of the forward",
+    "compiled_vs_eager": "ratio of decode rates at batch 32, with torch.compile to without",
 }
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     runs = 2 if args.quick else 5
-    # Two models with the same weights: the engine changes the memory layout of its model's weights.
+    # The engine needs its own copy of the model, because it changes the layout of the weights.
     model = llama()
     ours = Ours(wrap_model("bench", llama()))
     results = against_generate(model, ours, runs)

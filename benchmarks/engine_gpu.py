@@ -1,8 +1,8 @@
-"""The engine on a GPU: how near decoding comes to the memory's limit, and to transformers' own.
+"""Compares decoding on a GPU with the limit of the memory bandwidth and with transformers.
 
-A Llama-3-8B shape with random weights in bfloat16. Each figure is printed on the standard error as
-soon as it is measured, after the attention and the graphs that run. Without CUDA it says so and
-measures nothing.
+The model has the shape of Llama 3 8B, with random weights in bfloat16. The attention backend, the
+graphs and then each figure are printed on standard error as soon as they are known. Without a CUDA
+device, the program prints a message and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CACHE_BYTES = 16 * 2**30
 
 
 def make_model() -> Any:
-    """The shape of Llama 3 8B, initialised on the device."""
+    """A model with the shape of Llama 3 8B, initialised on the device."""
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = llama(
@@ -58,7 +58,7 @@ def bandwidth() -> float:
 
 
 def make_engine(loaded: LoadedModel, overlap: bool = True) -> Engine:
-    """An engine as a worker makes it: steps overlap on a GPU unless that is turned off."""
+    """An engine with a worker's settings. Steps overlap on a GPU unless ``overlap`` is False."""
     config = EngineConfig(max_num_seqs=512, kv_cache_bytes=CACHE_BYTES, overlap=overlap)
     return Engine(loaded, config)
 
@@ -83,7 +83,7 @@ def step_seconds(
 
 
 def limit_seconds(loaded: LoadedModel, batch: int, bytes_per_s: float) -> float:
-    """Seconds that reading the weights and the KV cache once takes at the measured bandwidth."""
+    """Seconds to read the weights and the KV cache once at the measured bandwidth."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in loaded.layers.values()) * 2
@@ -91,7 +91,7 @@ def limit_seconds(loaded: LoadedModel, batch: int, bytes_per_s: float) -> float:
 
 
 def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
-    """Tokens per second of ours, and of transformers' continuous batching."""
+    """Tokens per second of our engine and of transformers' continuous batching."""
     rng = random.Random(2)
     prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
     engine = make_engine(loaded)
@@ -112,20 +112,20 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
 
 
 NOTES = {
-    "fast_attention": "1: FlashAttention reads the blocks in place",
-    "graphs": "batch sizes with a CUDA graph, of 15",
-    "decode1_of_limit": "batch 1, fraction of the memory's limit; at least 0.6",
-    "decode64_of_limit": "batch 64; at least 0.6",
-    "throughput256_vs_generate_batch": "at least 1.5",
-    "graphs_vs_eager_1": "batch 1, step time without CUDA graphs over with",
+    "fast_attention": "1 if FlashAttention reads the blocks in place",
+    "graphs": "number of CUDA graphs, at most 15",
+    "decode1_of_limit": "fraction of the bandwidth's limit at batch 1; at least 0.6",
+    "decode64_of_limit": "fraction of the bandwidth's limit at batch 64; at least 0.6",
+    "throughput256_vs_generate_batch": "ratio of tokens/s at batch 256; at least 1.5",
+    "graphs_vs_eager_1": "ratio of step times at batch 1, without CUDA graphs to with",
     "graphs_vs_eager_64": "batch 64",
-    "overlap_vs_in_turn_1": "batch 1, step time without overlap over with",
+    "overlap_vs_in_turn_1": "ratio of step times at batch 1, without overlap to with",
     "overlap_vs_in_turn_64": "batch 64",
 }
 
 
 class Results(dict[str, float]):
-    """The figures; each is printed when it is known."""
+    """The figures. Each figure is printed when it is set."""
 
     def __setitem__(self, name: str, value: float) -> None:
         super().__setitem__(name, value)
@@ -133,12 +133,12 @@ class Results(dict[str, float]):
 
 
 def say(line: str) -> None:
-    """Prints a line at once, apart from the result."""
+    """Prints a line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def describe(loaded: LoadedModel, results: Results) -> None:
-    """Which attention runs, whether graphs run, and why not."""
+    """Prints the attention backend, the graphs, and the reasons of fallbacks."""
     path = make_engine(loaded).path
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {path.attention}")
     for fallback in path.fallbacks:
@@ -148,11 +148,11 @@ def describe(loaded: LoadedModel, results: Results) -> None:
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if not torch.cuda.is_available():
-        print("{}" if args.json else "there is no CUDA device: nothing was measured")
+        print("{}" if args.json else "not measured, because torch does not find a CUDA device")
         return
     loaded = wrap_model("llama-3-8b shape", make_model())
     results = Results()

@@ -1,9 +1,8 @@
-"""The cost of the gateway's interfaces over the Python client on the bus, with the same broker and
-worker.
+"""Compares the gateway's interfaces with the Python client, with the same broker and worker.
 
-64 streams of a Llama of 21 million parameters run in turns by the bus client, as server-sent events
-and over one WebSocket. The time to first token of one request is measured in turns too. Then the
-gateway holds 2,000 idle connections. Client, gateway, broker and worker share the machine.
+64 streams of a Llama with 21 million parameters run in turn through the bus client, as server-sent
+events, and over one WebSocket. The time to the first token of one request is measured in turn too.
+Afterwards, the gateway has 2,000 idle connections. All processes share the machine.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ PROMPT = list(range(300, 332))
 IDLE = 2_000
 
 NOTES = {
-    "sse_vs_bus": "tokens/s of 64 streams by /v1/completions over the bus client; at least 0.7",
-    "ws_vs_bus": "tokens/s of 64 streams of one WebSocket over the bus client; at least 0.8",
-    "ttft_added_vs_bus": "time to first token by /v1/completions over the bus client; at most 1.3",
-    "idle_connections_mb": "memory of 2,000 idle connections, half of them WebSockets; at most 100",
-    "bus_tokens_per_s": "tokens/s of 64 streams by the bus client",
+    "sse_vs_bus": "ratio of tokens/s, /v1/completions to bus client, 64 streams; at least 0.7",
+    "ws_vs_bus": "ratio of tokens/s, one WebSocket to bus client, 64 streams; at least 0.8",
+    "ttft_added_vs_bus": "ratio of first-token times, /v1/completions to bus client; at most 1.3",
+    "idle_connections_mb": "MB of 2,000 idle connections, half of them WebSockets; at most 100",
+    "bus_tokens_per_s": "tokens/s of 64 streams through the bus client",
 }
 
 
@@ -65,7 +64,7 @@ class System:
 
     @property
     def gateway_memory(self) -> int:
-        """Bytes of memory of the gateway that no other process shares."""
+        """The gateway's unshared memory, in bytes."""
         text = Path(f"/proc/{self.processes[2].pid}/smaps_rollup").read_text()
         private = [line.split()[1] for line in text.splitlines() if line.startswith("Private_")]
         return sum(map(int, private)) * 1024
@@ -92,7 +91,7 @@ class System:
 
 @contextmanager
 def system() -> Iterator[System]:
-    """A running system with the benchmark's model."""
+    """Runs a system with the benchmark's model."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         running = System(Path(folder), llama_folder(Path(folder) / "llama"))
         try:
@@ -103,22 +102,22 @@ def system() -> Iterator[System]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nothing listens."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Sse:
-    """One connection to ``/v1/completions``, kept alive as long as the gateway keeps it."""
+    """One connection to ``/v1/completions``, which is reused until the gateway closes it."""
 
     def __init__(self, running: System) -> None:
         self._running = running
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def stream(self, tokens: int) -> float:
-        """Reads a stream to its end; the time of its first token, in seconds."""
-        # The gateway closes a connection that was idle while the others had their turns.
+        """Reads a stream to its end; returns the time to its first token, in seconds."""
+        # The gateway may have closed the connection, which was idle during the other turns.
         if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection("127.0.0.1", self._running.port)
         reader, writer = self._streams
@@ -149,7 +148,7 @@ class Sse:
 
 
 async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) -> float:
-    """Throughput of ``STREAMS`` streams by the bus client."""
+    """Tokens per second of ``STREAMS`` streams through the bus client."""
 
     async def one() -> None:
         stream = client.generate(
@@ -163,14 +162,14 @@ async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) ->
 
 
 async def sse_tokens_per_s(connections: list[Sse], tokens: int) -> float:
-    """Throughput of server-sent events, with one connection for each stream."""
+    """Tokens per second as server-sent events, with one connection for each stream."""
     began = time.perf_counter()
     await asyncio.gather(*(one.stream(tokens) for one in connections))
     return STREAMS * tokens / (time.perf_counter() - began)
 
 
 async def ws_tokens_per_s(running: System, tokens: int) -> float:
-    """Throughput of ``STREAMS`` streams over one WebSocket, with the text of each token."""
+    """Tokens per second of ``STREAMS`` streams over one WebSocket, with the text of each token."""
     async with connect(f"ws://127.0.0.1:{running.port}/", max_queue=None) as websocket:
         began = time.perf_counter()
         for number in range(STREAMS):
@@ -196,7 +195,7 @@ async def ws_tokens_per_s(running: System, tokens: int) -> float:
 
 
 async def bus_first_token_s(running: System, client: AsyncClient) -> float:
-    """The time to the first token of one request by the bus client."""
+    """The seconds to the first token of one request through the bus client."""
     began = time.perf_counter()
     stream = client.generate(PROMPT, model=running.model, max_tokens=2, ignore_eos=True, text=True)
     first = 0.0
@@ -206,7 +205,7 @@ async def bus_first_token_s(running: System, client: AsyncClient) -> float:
 
 
 async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
-    """Ratios of throughput and of time to first token: medians of runs that take turns."""
+    """The ratios of throughput and of first-token time: medians of runs that take turns."""
     found: dict[str, list[float]] = {name: [] for name in ("bus", "sse", "ws")}
     times: dict[str, list[float]] = {name: [] for name in ("bus", "sse")}
     connections = [Sse(running) for _ in range(STREAMS)]

@@ -1,8 +1,8 @@
-"""Proves the engine on a GPU, and measures it: ``gpu_check.md`` has the commands.
+"""Checks and measures the engine on a GPU. ``gpu_check.md`` has the commands.
 
-Each stage runs in a process of its own with a time limit. Its figures go to ``results.jsonl`` as
-soon as they are known, one JSON object in a line. ``--dry`` runs all stages on a CPU with small
-models; if Triton is installed, its interpreter runs the kernels.
+Each stage runs in its own process with a time limit, and writes each figure immediately to
+``results.jsonl``, as one line of JSON. ``--dry`` runs all stages on a CPU with small models. If
+Triton is installed, its interpreter then runs the kernels.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "build" / "gpu_check"
-"""The folder on PYTHONPATH: ``tokenbus`` in it links to the packages of this checkout."""
+"""A folder for PYTHONPATH, in which ``tokenbus`` links to the packages of this checkout."""
 PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
 DRY_LIMIT_S = 300.0
-"""The time limit of each stage of a dry run: the machine may be busy."""
+"""Time limit of a stage in a dry run, in seconds. The limit is long because the machine may be
+busy."""
 DRY_JOBS = 2
-"""Stages of a dry run at a time."""
+"""Number of stages that a dry run runs at the same time."""
 
 
 class Stage(NamedTuple):
-    """A stage: ``run`` of its module."""
+    """A stage, which is the function ``run`` of its module."""
 
     title: str
     module: str
@@ -52,7 +53,7 @@ STAGES = {
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """The environment of a stage: ``tokenbus`` is this checkout."""
+    """The environment of a stage, in which ``tokenbus`` is this checkout."""
     package = LINKS / "tokenbus"
     package.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
@@ -65,13 +66,13 @@ def environment(dry: bool) -> dict[str, str]:
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     own |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     if dry:
-        # One thread each: stages of a dry run share the cores.
+        # Each stage of a dry run has one thread, because the stages share the cores.
         own |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return own
 
 
 def _write_metadata() -> None:
-    """The package's version, which the controller worker reads as that of an installed package."""
+    """Writes the package metadata, from which the controller worker reads the version."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     folder = LINKS / f"tokenbus-{version}.dist-info"
     folder.mkdir(exist_ok=True)
@@ -80,7 +81,7 @@ def _write_metadata() -> None:
 
 
 def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> bool:
-    """Runs one stage in a process; whether it passed."""
+    """Runs one stage in a process; returns whether it passed."""
     limit = DRY_LIMIT_S if dry else STAGES[number].limit_s
     command = [sys.executable, __file__, "--inside", str(number), "--results", str(results)]
     began, error = time.monotonic(), ""
@@ -90,11 +91,11 @@ def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> 
     try:
         status = process.wait(limit)
         if status:
-            error = f"exit status {status}"
+            error = f"the stage ended with exit status {status}"
     except subprocess.TimeoutExpired:
-        error = f"not done after {limit:.0f} s"
+        error = f"the stage did not end within {limit:.0f} s"
     finally:
-        # The stage's own processes are in its session.
+        # All processes of the stage are in the stage's session.
         _end(process)
     seconds = round(time.monotonic() - began, 1)
     line = {"stage": number, "name": "stage", "value": error or "passed", "seconds": seconds}
@@ -105,7 +106,7 @@ def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a stage's processes."""
+    """Ends the remaining processes of a stage."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -114,7 +115,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def inside(number: int, dry: bool, results: Path) -> None:
-    """In the process of a stage: runs it."""
+    """Runs a stage in this process."""
     import logging
 
     from _gpu_world import World
@@ -131,19 +132,19 @@ def inside(number: int, dry: bool, results: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--stage", type=int, action="append", choices=STAGES, help="run this stage only"
+        "--stage", type=int, action="append", choices=STAGES, help="run only this stage"
     )
-    parser.add_argument("--dry", action="store_true", help="on a CPU, with small models")
+    parser.add_argument("--dry", action="store_true", help="run on a CPU with small models")
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), metavar="FILE")
     parser.add_argument("--inside", type=int, choices=STAGES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Runs the stages; the exit code is 0 if all of them passed."""
+    """Runs the stages; returns the exit code, which is 0 if all stages passed."""
     options = parse()
     results = options.results.resolve()
     if options.inside:

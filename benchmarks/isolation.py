@@ -1,9 +1,9 @@
-"""The cost of hostile controllers for a neighbour, and of importing the client.
+"""Measures the effect of hostile controllers on another stream, and the time to import the client.
 
-A stream with a well-behaved controller runs beside others in the same controller worker. Its
-slowest step while a hostile controller runs is divided by its slowest step while another
-well-behaved one comes and goes in the same way. The client's import is divided by that of the two
-libraries that it cannot do without.
+A stream with a well-behaved controller runs in the same controller worker as other streams. The
+first figure is the ratio of the stream's slowest step next to a hostile controller to its slowest
+step next to a well-behaved controller that starts and ends in the same way. The second figure is
+the ratio of the client's import time to that of its two required libraries.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ HOSTILE = {
     "a fork bomb": {"pre": "(i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))"},
 }
 NOTES = {
-    "hostile_step_ratio": "a neighbour's slowest step, hostile over well-behaved: the worst median",
-    "client_import_ratio": "importing tokenbus.clients over importing zmq and msgspec",
+    "hostile_step_ratio": "ratio of the slowest steps next to hostile and well-behaved controllers",
+    "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }
 
 
 def guest(**calls: str) -> bytes:
-    """A controller that allows everything, but for what is given."""
+    """A controller that allows every token. ``calls`` has the code of calls that differ."""
     return bytes(wasmtime.wat2wasm(GUEST % {"init": "", "pre": "", "mid": "", **calls}))
 
 
 class Neighbour:
-    """A stream that runs all the time, and the times of its tokens."""
+    """A stream that always runs, and the arrival times of its tokens."""
 
     def __init__(self, front: str, controller: str) -> None:
         self._front, self._controller = front, controller
@@ -68,12 +68,12 @@ class Neighbour:
             time.sleep(0.01)
 
     def slowest(self, since: float, until: float) -> float:
-        """The longest time between two tokens that reaches into a span of time, in seconds."""
+        """The longest time between two tokens that overlaps a period, in seconds."""
         gaps = [b - a for a, b in pairwise(self._times[:]) if b >= since and a <= until]
         return max(gaps, default=0.0)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the stream."""
         self._over.set()
         self._thread.join()
 
@@ -91,7 +91,7 @@ class Neighbour:
 
 
 def spans(running: System, neighbour: Neighbour, controller: str, runs: int) -> float:
-    """The median, over some runs of a controller, of the neighbour's slowest step, in seconds."""
+    """The median over ``runs`` runs of a controller of the neighbour's slowest step, in seconds."""
     slowest = []
     for _ in range(runs):
         began = time.monotonic()
@@ -107,7 +107,7 @@ def spans(running: System, neighbour: Neighbour, controller: str, runs: int) -> 
 
 
 def hostile_step_ratio(runs: int) -> float:
-    """The worst ratio of all the hostile controllers."""
+    """The largest ratio of all hostile controllers."""
     with system(["-m", "tokenbus.workers.gpu"], Path("embedded")) as running:
         calm = running.client.upload_controller(guest()).module
         neighbour = Neighbour(running.front, calm)
@@ -120,14 +120,14 @@ def hostile_step_ratio(runs: int) -> float:
 
 
 def import_s(modules: str, runs: int) -> float:
-    """Seconds that importing takes in a new interpreter: the best of some runs."""
+    """Seconds to import ``modules`` in a new interpreter: the minimum of ``runs`` runs."""
     code = f"import time; t = time.perf_counter(); import {modules}; print(time.perf_counter() - t)"
     command = [sys.executable, "-c", code]
     return min(float(subprocess.check_output(command)) for _ in range(runs))
 
 
 def main() -> None:
-    """Runs it."""
+    """Measures and reports."""
     options = arguments(__doc__)
     runs = 5 if options.quick else 25
     results = {

@@ -1,10 +1,9 @@
-"""LMQL's client against this gateway, and the same client against LMQL's own server.
+"""Compares this gateway with LMQL's server. Both serve LMQL's client.
 
-The same model of 15 million parameters, 32 streams at once, greedy, in turns. Uniform: prompts of
-32 tokens, 96 tokens from each. Ragged: prompts of 8 to 64 tokens, and 16 to 128 tokens from each.
-Client, gateway, broker and worker share the machine, as do LMQL's client and server. The two
-environments, which LMQL needs, are made at the first run, in ``build/environments``; after that a
-run takes some three minutes.
+Both servers have the same model of 15 million parameters and run 32 greedy streams, in turn. In the
+uniform load, prompts have 32 tokens and answers 96. In the ragged load, prompts have 8 to 64 tokens
+and answers 16 to 128. All processes share the machine. The first run creates the two environments
+for LMQL in ``build/environments``; a later run takes about three minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gateway import System, free_port
 STREAMS = 32
 ROUNDS = 5
 WARM = 0.1
-"""Part of the requests of the first round, which is not measured."""
+"""Size of the first round, which is not measured, as a part of a normal round."""
 START_S = 300.0
 HERE = Path(__file__).parent
 
@@ -38,12 +37,12 @@ Request = tuple[list[int], int]
 """A prompt and its ``max_tokens``."""
 
 NOTES = {
-    "lmtp_uniform_vs_lmql": "tokens/s over those of LMQL's own server; at least 1.3",
-    "lmtp_ragged_vs_lmql": "the same with prompts and outputs of many lengths; at least 2.0",
-    "uniform_tokens_per_s": "of LMQL's client against this gateway",
-    "ragged_tokens_per_s": "of LMQL's client against this gateway",
-    "lmql_uniform_tokens_per_s": "of LMQL's client against LMQL's own server",
-    "lmql_ragged_tokens_per_s": "of LMQL's client against LMQL's own server",
+    "lmtp_uniform_vs_lmql": "ratio of tokens/s to LMQL's server, uniform lengths; at least 1.3",
+    "lmtp_ragged_vs_lmql": "ratio of tokens/s to LMQL's server, ragged lengths; at least 2.0",
+    "uniform_tokens_per_s": "tokens/s of LMQL's client with this gateway, uniform lengths",
+    "ragged_tokens_per_s": "tokens/s of LMQL's client with this gateway, ragged lengths",
+    "lmql_uniform_tokens_per_s": "tokens/s of LMQL's client with LMQL's server, uniform lengths",
+    "lmql_ragged_tokens_per_s": "tokens/s of LMQL's client with LMQL's server, ragged lengths",
 }
 
 
@@ -59,7 +58,7 @@ class LmqlClient:
         )
 
     def tokens_per_s(self, requests: list[Request]) -> float:
-        """Begins these requests at once, and waits for the end of all."""
+        """Begins all requests together and waits for their ends; returns tokens per second."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(requests) + "\n")
@@ -69,13 +68,13 @@ class LmqlClient:
         return float(found["tokens"] / found["seconds"])
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         end(self._process)
 
 
 @contextmanager
 def clients(model: Path) -> Iterator[dict[str, LmqlClient]]:
-    """A client of each server, while both servers run."""
+    """Runs both servers; yields a client of each."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="tb-") as folder, ExitStack() as stack:
         theirs = subprocess.Popen(
@@ -102,7 +101,7 @@ def _wait_for(port: int) -> None:
         try:
             urlopen(f"http://127.0.0.1:{port}/", timeout=5.0)
         except URLError as error:
-            # A plain request to its WebSocket is refused once it listens.
+            # LMQL's server refuses a plain HTTP request as soon as it listens.
             if getattr(error, "code", None) is not None:
                 return
         time.sleep(0.2)
@@ -110,12 +109,12 @@ def _wait_for(port: int) -> None:
 
 
 def uniform(chosen: random.Random, part: float) -> list[Request]:
-    """Requests of one size; ``part`` of it."""
+    """Requests of equal lengths, which ``part`` scales."""
     return [(_prompt(chosen, 32), int(96 * part)) for _ in range(STREAMS)]
 
 
 def ragged(chosen: random.Random, part: float) -> list[Request]:
-    """Requests of many sizes; ``part`` of each."""
+    """Requests of different lengths, which ``part`` scales."""
     sizes = [(chosen.randint(8, 64), chosen.randint(16, 128)) for _ in range(STREAMS)]
     return [(_prompt(chosen, length), int(count * part)) for length, count in sizes]
 
@@ -125,7 +124,7 @@ def _prompt(chosen: random.Random, length: int) -> list[int]:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """All figures: medians of rounds in turns."""
+    """All figures: medians of rounds in which the servers take turns."""
     rates: dict[str, list[float]] = {}
     part = 0.25 if quick else 1.0
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
@@ -134,7 +133,7 @@ def measure(quick: bool) -> dict[str, float]:
             for number in range(3 if quick else ROUNDS + 1):
                 for kind in (uniform, ragged):
                     for name, client in both.items():
-                        # New prompts in each round, the same for both: nothing is in a cache.
+                        # Both servers receive the same new prompts, which no cache contains.
                         requests = kind(random.Random(number), part if number else WARM)
                         rate = client.tokens_per_s(requests)
                         if number:  # The first round warms up.

@@ -1,11 +1,11 @@
-"""The cost of token masks, compared with llguidance, xgrammar and outlines-core, for Tekken's
-131,072 tokens.
+"""Compares the cost of token masks with llguidance, xgrammar and outlines-core.
 
-One thread, everything in one process. A step is the work of an engine for one token: accept it and
-fill the next mask, through the calls that a worker makes, including the copy into the mask buffer.
-A first pass is with an engine that is new to the grammar, a second pass with one that has processed
-the same texts; each is the median of several, and the engines take turns. ``_masks_guest.py``
-measures our engine alone, ``_masks_comparison.py`` compares it.
+The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. A step is an
+engine's work for one token: it accepts the token and fills the next mask, with the calls that a
+worker makes and the copy into the mask buffer. The first pass uses a new engine, and the second
+pass an engine that has processed the same texts. Each figure is a median of several passes in which
+the engines take turns. ``_masks_guest.py`` measures our engine alone, and ``_masks_comparison.py``
+compares the engines.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from _report import arguments, report
 ENGINES = (Ours.name, LLGuidance.name, XGrammar.name, OutlinesCore.name)
 
 NOTES = {
-    "c_mean_us": "a mask along a C file of 565 lines, second pass (at most 150)",
-    "c_p99_us": "the 99th percentile of these (at most 1,500)",
-    "c_first_mean_us": "on the first pass (at most 1,000)",
-    "c_first_p99_us": "(at most 20,000)",
-    "c_append_us": "to append a token of that file",
-    "regex_vs_llguidance": "time of a step over llguidance's, mean of the regexes (at most 1.0)",
-    "regex_first_vs_llguidance": "the same on the first pass",
-    "regex_worst_vs_llguidance": "the worst of the regexes, second pass",
-    "json_vs_llguidance": "the yacc JSON over a Lark JSON, mean of the texts (at most 1.0)",
-    "json_first_vs_llguidance": "the same on the first pass",
-    "regex_us": "a step, median of the regexes, second pass",
+    "c_mean_us": "us of a mask in a C file of 565 lines, mean, second pass (at most 150)",
+    "c_p99_us": "us of a mask in the C file, 99th percentile, second pass (at most 1,500)",
+    "c_first_mean_us": "us of a mask in the C file, mean, first pass (at most 1,000)",
+    "c_first_p99_us": "us of a mask in the C file, 99th percentile, first pass (at most 20,000)",
+    "c_append_us": "us to append a token of the C file",
+    "regex_vs_llguidance": "ratio of step times to llguidance, mean of regexes (at most 1.0)",
+    "regex_first_vs_llguidance": "ratio of step times to llguidance, regexes, first pass",
+    "regex_worst_vs_llguidance": "ratio of step times to llguidance, worst regex, second pass",
+    "json_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON (at most 1.0)",
+    "json_first_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON, first pass",
+    "regex_us": "us of a step, median of the regexes, second pass",
     "regex_us_llguidance": "llguidance's",
-    "regex_us_xgrammar": "xgrammar's, of the regexes that it supports",
-    "regex_us_outlines_core": "outlines-core's, of the regexes that it supports",
-    "json_us": "a step, median of the texts, second pass",
+    "regex_us_xgrammar": "us of a step in xgrammar, median of the regexes that it supports",
+    "regex_us_outlines_core": "us of a step in outlines-core, median of its supported regexes",
+    "json_us": "us of a step, median of the JSON texts, second pass",
     "json_us_llguidance": "llguidance's",
     "json_us_xgrammar": "xgrammar's",
-    "substring_us": "a step in 4 kB of text, first pass (at most 100)",
-    "substring_second_us": "the same on a second pass",
-    "schema_overhead": "json_schema by our controller over llguidance alone (at most 1.3)",
-    "schema_overhead_forced": "including the rounds in which ours computes forced tokens",
-    "schema_us": "a round of json_schema that ends in a mask",
+    "substring_us": "us of a step of substring, 4 kB of text, first pass (at most 100)",
+    "substring_second_us": "us of a step of substring, 4 kB of text, second pass",
+    "schema_overhead": "ratio of our json_schema controller to llguidance alone (at most 1.3)",
+    "schema_overhead_forced": "ratio that includes rounds in which we compute forced tokens",
+    "schema_us": "us of a round of json_schema that ends in a mask",
     "schema_us_llguidance": "llguidance's",
-    "first_mask_ms_regex": "from pattern to mask, the slowest regex (at most 50)",
-    "first_mask_ms_c_cold": "from the grammar of C to mask (at most 3,000)",
-    "first_mask_ms_c_warm": "with its tables and masks on disk (at most 50)",
-    "sequence_start_us": "a sequence with its first round, the mask cached (at most 1,000)",
-    "sequence_bytes": "one more sequence, in the middle of that C file (at most 262,144)",
+    "first_mask_ms_regex": "ms from pattern to first mask, slowest regex (at most 50)",
+    "first_mask_ms_c_cold": "ms from the C grammar to the first mask (at most 3,000)",
+    "first_mask_ms_c_warm": "ms to the first mask, with tables and masks on disk (at most 50)",
+    "sequence_start_us": "us to start a sequence with its first, cached mask (at most 1,000)",
+    "sequence_bytes": "bytes of another sequence in the middle of the C file (at most 262,144)",
 }
 
 
 def key(engine: str) -> str:
-    """The suffix of an engine's figures; ours have none."""
+    """The suffix of an engine's figures; empty for our engine."""
     return "" if engine == Ours.name else "_" + engine.replace("-", "_")
 
 
 def compared(kind: str, lines: Sequence[Line]) -> dict[str, float]:
-    """The figures of regexes, or of JSON texts."""
+    """The figures of the regexes or of the JSON texts."""
     ours, theirs = Ours.name, LLGuidance.name
     second = [line.again[ours] / line.again[theirs] for line in lines]
     first = [line.first[ours] / line.first[theirs] for line in lines]
@@ -79,7 +79,7 @@ def compared(kind: str, lines: Sequence[Line]) -> dict[str, float]:
 
 
 def show(kind: str, lines: Sequence[Line], first_ms: dict[str, float]) -> None:
-    """A row for each case: microseconds of a step, first pass and second."""
+    """Prints a row for each case, with the microseconds of a step in the first and second pass."""
     print(f"\n{'us a step: first, second pass':30}", *(f"{engine:>20}" for engine in ENGINES))
     for line in lines:
         cells = [

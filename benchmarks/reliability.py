@@ -1,13 +1,13 @@
-"""The cost of losing nothing: the journal, moves, overload, and memory over many streams.
+"""Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- The journal: tokens/s through the broker, which runs at its limit, with it and without it in
-  turns; and the bytes that it keeps for each token of a plain stream.
-- A move: a worker is killed (SIGKILL) in the middle of a stream with a long prompt. The pause that
-  its client sees, from when the broker knows to the next token, over the prefill of as many tokens.
-- Overload: tokens of completed streams per second, where ten times as much arrives as can be
-  served, over those where as much arrives as can be. The GPU is a stand-in with a forward of a
-  given time; half of the requests have a time-out that many of them would spend in the queue.
-- Memory: how much broker and worker grow over 200,000 short streams, the stand-in again.
+- Journal: tokens per second through a fully loaded broker with and without the journal, in turn,
+  and the journal's bytes for each token of a plain stream.
+- Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
+  client's pause, from the broker's detection to the next token, with a prefill of as many tokens.
+- Overload: the ratio of completed tokens per second at ten times the capacity to those at the
+  capacity. The GPU is simulated, and half of the requests have a timeout that may expire in the
+  queue.
+- Memory: the growth of broker and worker over 200,000 short streams with the simulated GPU.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from tokenbus.protocol.messages import System as Notice
 from tokenbus.protocol.worker_messages import Register
 
 NOTES = {
-    "journal_overhead": "tokens/s through the broker with the journal over without; at least 0.95",
-    "journal_overhead_cpu": "CPU time of the broker for each token, without over with",
+    "journal_overhead": "ratio of tokens/s, with the journal to without; at least 0.95",
+    "journal_overhead_cpu": "ratio of the broker's CPU time per token, without journal to with",
     "tokens_per_s_without_journal": "",
-    "journal_bytes_per_token": "of a plain stream, its request included; at most 64",
-    "move_vs_prefill": "pause of a move from its detection on, over its prefill; at most 3",
-    "move_pause_s": "from SIGKILL to the next token",
-    "move_detection_s": "from SIGKILL until the broker knows",
-    "prefill_s": "of prompt and output together, at the other worker",
-    "overload_goodput": "completed tokens/s at 10 times capacity over at capacity; at least 0.9",
+    "journal_bytes_per_token": "bytes per token of a plain stream, with its request; at most 64",
+    "move_vs_prefill": "ratio of the pause after the detection to the prefill; at most 3",
+    "move_pause_s": "seconds from SIGKILL to the next token",
+    "move_detection_s": "seconds from SIGKILL to the broker's detection",
+    "prefill_s": "seconds of the prefill of prompt and output at the other worker",
+    "overload_goodput": "ratio of completed tokens/s, 10 times capacity to capacity; at least 0.9",
     "goodput_at_capacity": "tokens/s",
     "goodput_at_10_times": "tokens/s",
-    "refused_at_10_times": "the part of the requests that was refused at once",
-    "overload_rss_mb": "growth of the broker while 10 times as much arrives",
-    "rss_growth_mb": "of broker and worker, over 200,000 short streams; at most 30",
+    "refused_at_10_times": "refused part of the requests at 10 times capacity",
+    "overload_rss_mb": "growth of the broker's memory at 10 times capacity, MiB",
+    "rss_growth_mb": "growth of broker and worker over 200,000 short streams, MiB; at most 30",
     "streams_per_s": "short ones",
 }
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
 Socket = zmq.Socket[bytes]
-# For a type checker this name is that of the folder.
+# A type checker finds this name as the folder's.
 token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
@@ -70,7 +70,7 @@ token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
 def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
-    """The broker with its journal and without, in turns; the order alternates."""
+    """Measures the broker with and without its journal, in alternating order."""
     rates, cpu, without = [], [], []
     for number in range(rounds):
         found = {}
@@ -88,7 +88,7 @@ def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 def journal_bytes(tokens: int) -> dict[str, float]:
-    """The journal of a stream that gets 100 tokens/s, as the broker's core keeps it."""
+    """The size of the journal of a stream with 100 tokens/s in the broker's core."""
     broker = Broker(BrokerSettings(), boot=1, now=0.0)
     register = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
@@ -139,7 +139,7 @@ class System:
         self.broker = self.start("-m", "tokenbus.broker")
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
-        """Starts one more process of it."""
+        """Starts another process of the system."""
         process = subprocess.Popen(
             [sys.executable, *command], env=self._settings, stdout=self._log, stderr=self._log
         )
@@ -147,18 +147,18 @@ class System:
         return process
 
     def wait_for_workers(self, client: Client, count: int) -> None:
-        """Waits until this many workers serve their model."""
+        """Waits until ``count`` workers serve their model."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(TokenbusError):
                 if sum(bool(w.models) for w in client.status(timeout_s=5.0).workers) == count:
                     return
             time.sleep(0.1)
-        raise SystemExit(f"no {count} workers within {START_S:g} s; see {self._log.name}")
+        raise SystemExit(f"{count} workers did not start in {START_S:g} s; see {self._log.name}")
 
     def last_move(self) -> float:
-        """When the broker found out last that a request has lost its worker, in seconds since 1970;
-        its log says so."""
+        """The time at which the broker last detected that a request lost its worker, from the
+        broker's log, in seconds since 1970."""
         times = MOVED.findall(Path(self._log.name).read_text())
         return datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
@@ -174,7 +174,8 @@ class System:
 
 @contextlib.contextmanager
 def standin(folder: Path, forward_s: float, **settings: str) -> Iterator[tuple[System, int]]:
-    """A system whose one worker has a GPU with a forward of so long, and that worker's id."""
+    """Runs a system with one worker, whose simulated forward takes ``forward_s``. Yields the system
+    and the worker's process id."""
     with System(folder, **settings) as system:
         worker = system.start(str(HERE / "_standin_gpu.py"), str(forward_s), str(folder / "waits"))
         with Client(system.front, patience_s=START_S) as client:
@@ -183,7 +184,7 @@ def standin(folder: Path, forward_s: float, **settings: str) -> Iterator[tuple[S
 
 
 def resident_mb(*pids: int) -> float:
-    """The memory of processes, in MiB."""
+    """The resident memory of processes together, in MiB."""
     return float(sum(psutil.Process(pid).memory_info().rss for pid in pids) / MIB)
 
 
@@ -191,11 +192,11 @@ def resident_mb(*pids: int) -> float:
 
 
 def moves(folder: Path, rounds: int, prompt_tokens: int) -> dict[str, float]:
-    """Kills the worker of a stream, in each round; medians."""
+    """Kills the worker of a stream in each round; returns medians."""
     draw = random.Random(2)
 
     def prompt(length: int) -> list[int]:
-        """One that no cache has."""
+        """A prompt that no cache contains."""
         return [draw.randrange(256, 1024) for _ in range(length)]
 
     ratios, pauses, prefills, detections = [], [], [], []
@@ -251,12 +252,12 @@ FORWARD_S = 0.025
 SLOTS = 16
 OUTPUT = 32
 CAPACITY_PER_S = SLOTS / (OUTPUT * FORWARD_S)
-"""Requests that could be served in a second if a step took no more than its forward."""
+"""Number of requests per second that could be served if a step took only its forward's time."""
 
 
 async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, float]:
-    """Requests of eight clients at a rate; the tokens per second of those that are completed in the
-    second half of the time, and the part that is refused."""
+    """Sends requests from eight clients at a rate. Returns the tokens per second of the requests
+    that complete in the second half of the time, and the refused part of the requests."""
     clients = [AsyncClient(front, wait_for_room=False) for _ in range(8)]
     began = time.monotonic()
     completed, refused, sent = 0, 0, 0
@@ -291,7 +292,7 @@ async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, flo
 
 
 def overload(folder: Path, rounds: int, seconds: float) -> dict[str, float]:
-    """As much as can be served, and ten times as much, in turns."""
+    """Runs at capacity and at ten times the capacity, in turn."""
     once, tenfold, refusals, growth = [], [], [], []
     settings = {"capacity": str(SLOTS), "max_queued": "400"}
     with standin(folder, FORWARD_S, **settings) as (system, _):
@@ -315,11 +316,11 @@ def overload(folder: Path, rounds: int, seconds: float) -> dict[str, float]:
 # --- memory ---------------------------------------------------------------------------------------
 
 WINDOW = 128
-"""Short streams that are open at a time."""
+"""Number of short streams that are open at the same time."""
 
 
 def short_streams(front: str, count: int) -> None:
-    """Runs this many streams of one token, from one client."""
+    """Runs ``count`` streams of one token from one client."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0
@@ -349,7 +350,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of broker and worker over ``count`` streams, after a tenth as many."""
+    """The growth of broker and worker over ``count`` streams, after a tenth as many warm-up
+    streams."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()
@@ -360,7 +362,7 @@ def memory(folder: Path, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     quick = args.quick
     with tempfile.TemporaryDirectory(prefix="tb-", ignore_cleanup_errors=True) as name:

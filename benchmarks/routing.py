@@ -1,15 +1,15 @@
-"""Routing by what is cached, over routing by load alone, on eight workers.
+"""Compares routing by cached prefixes with routing by load, on eight simulated workers.
 
-Workers have the real block manager and a forward that only takes time: 1/16,000 s for each token
-of a prompt that is not in the cache, and 12 ms a step beside it. The broker is the real core; both
-runs of a workload are the same but for its setting ``route_by_prefix`` (``_routing_world.py``).
+The broker's core and the block managers are real (``_routing_world.py``). The forward only takes
+time: 12 ms for a step, and 1/16,000 s for each prompt token that is not cached. The two runs of a
+workload differ only in the setting ``route_by_prefix``.
 
-- ``shared``: 96 system prompts of 2,048 tokens, each request with 128 more of its own;
-- ``turns``: conversations of six turns, each with all that was said before and 256 tokens more;
-- ``unique``: prompts of 1,024 tokens that have nothing in common.
+- ``shared``: 96 system prompts of 2,048 tokens; each request adds 128 tokens;
+- ``turns``: conversations of six turns; each turn adds 256 tokens to the conversation so far;
+- ``unique``: prompts of 1,024 tokens without common prefixes.
 
-``prefill_saved`` and ``p90_ttft_vs_least_load`` are the worse ones of the first two workloads;
-``throughput_vs_least_load`` is of the third, with more requests than the workers can take.
+``prefill_saved`` and ``p90_ttft_vs_least_load`` are the worse results of the first two workloads.
+``throughput_vs_least_load`` comes from the third workload, which overloads the workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Requests with one of 96 system prompts, 36 a second."""
+    """Adds requests with one of 96 system prompts, 36 per second."""
     rng = random.Random(1)
     systems = [_tokens(rng, 2_048) for _ in range(96)]
     when = 0.0
@@ -42,7 +42,8 @@ def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Conversations of six turns, of which six a second begin, with some 3 s between two turns."""
+    """Adds conversations of six turns. Six conversations begin per second, and a turn follows about
+    3 s after the previous turn."""
     rng = random.Random(2)
 
     def ended(left: int, pause: random.Random, stream: Stream, tokens: list[int]) -> None:
@@ -63,7 +64,7 @@ def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def unique(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Prompts that have nothing in common, all at once."""
+    """Adds prompts without common prefixes, all at the same time."""
     rng = random.Random(3)
     for number in range(count):
         stream = Stream(_tokens(rng, 1_024), rng.randrange(32, 160))
@@ -87,14 +88,14 @@ class Run:
 
 
 NOTES = {
-    "prefill_saved": "prompt tokens computed under least load over ours; at least 2",
-    "p90_ttft_vs_least_load": "time to the first token, 90th percentile; at most 0.5",
-    "throughput_vs_least_load": "tokens/s without shared prefixes; at least 0.98",
+    "prefill_saved": "ratio of computed prompt tokens, least load to prefix; at least 2",
+    "p90_ttft_vs_least_load": "ratio of first-token times, 90th percentile; at most 0.5",
+    "throughput_vs_least_load": "ratio of tokens/s without shared prefixes; at least 0.98",
 }
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     count = 600 if args.quick else 3_000
     results: dict[str, float] = {}

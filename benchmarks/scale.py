@@ -1,21 +1,21 @@
-"""The cost of growth for the broker, and the gain of one more GPU worker.
+"""Measures how the broker scales with workers and streams, and the gain of more GPU workers.
 
-``_scale_core.py`` runs the broker's core, with the journal and without sockets, with up to 10,000
+``_scale_core.py`` runs the broker's core with the journal and without sockets, for up to 10,000
 workers and a million live streams of a thousand clients. Times are CPU time. Each figure is the
-least of several runs, because other work on the machine evicts caches:
+minimum of several runs, because other work on the machine evicts caches:
 
-- ``us_per_token_1m_vs_1k``: time to route a step's tokens with a million live streams at 1,000
-  workers, divided by the time with a thousand streams at 100 workers;
-- ``us_per_submit_10kw_vs_10w``: time to admit a request and choose its worker with 10,000 workers,
-  divided by the time with ten workers; both have 100,000 live streams;
+- ``us_per_token_1m_vs_1k``: ratio of the times to route a step's tokens, with a million live
+  streams on 1,000 workers to a thousand streams on 100 workers;
+- ``us_per_submit_10kw_vs_10w``: ratio of the times to admit a request and choose its worker, with
+  10,000 workers to ten workers; both systems have 100,000 live streams;
 - ``bytes_per_stream``: memory for each of a million live streams, without the request and the
   tokens in the journal;
-- ``tick_ms_max``: the longest tick of these systems.
+- ``tick_ms_max``: the longest tick of all systems.
 
-``worker_scaling_8`` (``_scale_workers.py``): whole systems with 1, 2, 4 and 8 GPU workers whose
-forward is a sleep of 25 ms, on one broker, with two controller workers and half of the streams
-under a constraint: the throughput with 8 over eight times that with one. All processes of such a
-system share the processors of this machine: if there are only two, they limit the figure.
+``_scale_workers.py`` runs systems with 1, 2, 4 and 8 GPU workers on one broker, with two controller
+workers. The forward is a sleep of 25 ms, and half of the streams have a constraint.
+``worker_scaling_8`` is the ratio of the throughput with 8 workers to eight times that with one. All
+processes share the processors of the machine, which limit the figure if there are only two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Figures = dict[str, float]
 
 
 def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int) -> Figures:
-    """All figures of a system with this many workers, and this many streams at each."""
+    """All figures of a system with ``num_workers`` workers and ``per_worker`` streams on each."""
     world = World(num_workers, per_worker)
     token = world.token_us(messages)
     submit, end = world.churn_us(min(messages, num_workers * per_worker // 2))
@@ -49,18 +49,18 @@ def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int)
 
 
 def alone(work: Callable[..., Figures], *args: float) -> Figures:
-    """Runs ``work`` in a new process, so that its memory is measured alone."""
+    """Runs ``work`` in a new process, so that only its own memory is measured."""
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)
 
 
 NOTES = {
-    "us_per_token_1m_vs_1k": "a step's tokens: 1,000,000 live streams over 1,000; at most 1.5",
-    "us_per_submit_10kw_vs_10w": "a request: 10,000 workers over 10; at most 2",
-    "us_per_end_10kw_vs_10w": "the end of a request: 10,000 workers over 10",
-    "bytes_per_stream": "memory beyond the journal; at most 2,000",
-    "tick_ms_max": "the longest tick; at most 5",
-    "worker_scaling_8": "tokens/s with 8 workers over 8 times those with 1; at least 0.9",
+    "us_per_token_1m_vs_1k": "ratio of times of a step's tokens, 1m streams to 1k; at most 1.5",
+    "us_per_submit_10kw_vs_10w": "ratio of times of a request, 10,000 workers to 10; at most 2",
+    "us_per_end_10kw_vs_10w": "ratio of times of a request's end, 10,000 workers to 10",
+    "bytes_per_stream": "bytes per live stream without the journal; at most 2,000",
+    "tick_ms_max": "ms of the longest tick; at most 5",
+    "worker_scaling_8": "ratio of tokens/s, 8 workers to 8 times 1 worker; at least 0.9",
 }
 CELLS = {
     "100w_1k": (100, 10),
@@ -68,11 +68,11 @@ CELLS = {
     "10kw_100k": (10_000, 10),
     "1kw_1m": (1_000, 1_000),
 }
-"""Workers, and live streams at each."""
+"""The number of workers, and of live streams on each worker."""
 
 
 def core_figures(quick: bool) -> Figures:
-    """The broker's core; ``quick``: a tenth of the streams."""
+    """The figures of the broker's core. ``quick``: a tenth of the streams."""
     cells = dict(CELLS)
     if quick:
         cells |= {"10w_100k": (10, 1_000), "10kw_100k": (10_000, 1), "1kw_1m": (1_000, 100)}
@@ -91,8 +91,8 @@ def core_figures(quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Runs all of it."""
-    # Imported here because the processes of ``alone`` import this file too and do not need torch.
+    """Measures and reports."""
+    # Imported here because the processes of ``alone`` import this file and do not need torch.
     from _scale_workers import throughputs
 
     args = arguments(__doc__)

@@ -1,10 +1,11 @@
-"""JSON schemas of MaskBench by our controller, compared with llguidance alone, for Tekken's 131,072
-tokens; and whether random texts under them are whole at every ``max_tokens``.
+"""Compares our ``json_schema`` controller with llguidance alone on MaskBench's JSON schemas, and
+checks that random texts under the schemas are valid for every ``max_tokens``.
 
-The schemas and their texts are not part of this repository: ``--maskbench`` is a ``.tar.gz`` of
-files of MaskBench (guidance-ai/jsonschemabench on GitHub, ``maskbench/data``). Each of
-``--processes`` has a share of them and one thread, beside the process that bounds the compilation
-of a schema that may be expensive. ``_schemas_masks.py`` compares, ``_schemas_walks.py`` walks.
+The vocabulary is Tekken's, with 131,072 tokens. The schemas and their texts are not part of this
+repository: ``--maskbench`` is a ``.tar.gz`` of MaskBench's files (guidance-ai/jsonschemabench on
+GitHub, ``maskbench/data``). Each of ``--processes`` has a share of the schemas and one thread, and
+a compile process for schemas that may be expensive. ``_schemas_masks.py`` compares the masks, and
+``_schemas_walks.py`` generates random texts.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 
 NOTES = {
-    "schemas": "schemas in this run",
-    "compiled": "schemas that we take",
-    "compiled_llguidance": "those that llguidance alone takes",
-    "passing": "schemas whose texts are all judged rightly (at least llguidance's)",
+    "schemas": "number of schemas in this run",
+    "compiled": "schemas that our controller compiles",
+    "compiled_llguidance": "schemas that llguidance alone compiles",
+    "passing": "schemas for which exactly the valid texts are accepted (at least llguidance's)",
     "passing_llguidance": "llguidance's",
     "validation_errors": "schemas with a valid text that is refused (at most llguidance's)",
     "validation_errors_llguidance": "llguidance's",
     "invalidation_errors": "schemas with an invalid text that is accepted (0)",
     "invalidation_errors_llguidance": "llguidance's",
-    "mask_vs_llguidance": "a step along valid texts over one of llguidance, means (at most 1.1)",
-    "mask_us": "our step, in CPU time",
+    "mask_vs_llguidance": "ratio of mean step times in valid texts to llguidance (at most 1.1)",
+    "mask_us": "us of CPU time of our step",
     "mask_us_llguidance": "llguidance's",
-    "first_mask_vs_llguidance": "from the schema to the first mask, means (at most 1.5)",
-    "first_mask_at_once_vs_llguidance": "in CPU time, of the schemas that need no process",
-    "first_mask_at_once_share": "how many these are",
-    "first_mask_ms": "ours at max_tokens 1024, with what bounds it",
+    "first_mask_vs_llguidance": "ratio of mean times from schema to first mask (at most 1.5)",
+    "first_mask_at_once_vs_llguidance": "ratio of CPU times, schemas without a compile process",
+    "first_mask_at_once_share": "share of schemas without a compile process",
+    "first_mask_ms": "our ms to the first mask at max_tokens 1024, with the compile process",
     "first_mask_ms_llguidance": "llguidance's",
-    "walks": "random walks, from the least max_tokens of a schema to 400",
-    "closed_share": "walks whose text parses and validates with jsonschema (1.0)",
-    "closed_by_us_share": "walks whose text was closed before max_tokens",
-    "backtracks": "times that tokens were taken back (0)",
-    "taken_back_share": "tokens taken back over tokens of the texts",
-    "closing_us_per_token": "CPU time of closing over tokens, beyond the mask (at most 15)",
-    "closing_exceptions": "schemas that are not closed (at most 0.5 % of them)",
-    "longer_than_400_tokens": "schemas without walks, as their shortest value is longer",
-    "minutes": "of this run",
+    "walks": "random walks, with max_tokens from a schema's minimum to 400",
+    "closed_share": "share of walks whose text is valid for jsonschema (1.0)",
+    "closed_by_us_share": "share of walks whose text the controller closed before max_tokens",
+    "backtracks": "number of backtracks (0)",
+    "taken_back_share": "ratio of removed tokens to the tokens of the texts",
+    "closing_us_per_token": "us of CPU time per token to compute the closing (at most 15)",
+    "closing_exceptions": "schemas whose texts are not closed (at most 0.5 % of them)",
+    "longer_than_400_tokens": "schemas without walks, because their shortest value is longer",
+    "minutes": "minutes of this run",
 }
 
 
@@ -60,10 +61,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="60 schemas and 4 walks")
     parser.add_argument("--maskbench", type=Path, default=WHERE, help=f"the archive ({WHERE})")
-    parser.add_argument("--schemas", type=int, default=1_000_000, help="at most so many of them")
-    parser.add_argument("--minutes", type=float, default=1e9, help="no schema is begun after them")
-    parser.add_argument("--processes", type=int, default=1, help="each has a share of the schemas")
-    parser.add_argument("--walks", type=int, default=20, help="random walks of each schema")
+    parser.add_argument("--schemas", type=int, default=1_000_000, help="maximum number of schemas")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="time after which no schema begins"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="number of processes")
+    parser.add_argument("--walks", type=int, default=20, help="random walks per schema")
     options = parser.parse_args()
     if options.quick:
         options.schemas, options.walks = min(options.schemas, 60), min(options.walks, 4)
@@ -92,15 +95,15 @@ def main() -> None:
 
 
 _shared: list[World] = []
-"""The vocabulary, which the processes have from the one that starts them."""
+"""The vocabulary, which forked processes inherit."""
 
 
 def _run(cases: list[Case], walks: int, until: float) -> tuple[MaskFigures, WalkFigures]:
-    """The share of one process."""
+    """Runs the cases of one process."""
     [world] = _shared
     matchers = Matchers()
     program = JsonSchemaProgram(matchers)
-    program.start(world.host("{}"))  # The tokenizer is read.
+    program.start(world.host("{}"))  # Reads the tokenizer before the measurement.
     compared, walked = Masks(world, program), Walks(world, program)
     gc.freeze()
     gc.disable()

@@ -1,18 +1,20 @@
-"""Tokens per second of a whole system over those of its forward, its engine and llama.cpp's server.
+"""Compares a system's tokens per second with its forward, its engine and llama.cpp's server.
 
-- ``served_vs_forward_*``: the forward is a sleep on the device's queue (``_standin_gpu.py``), which
-  leaves the CPU free as a GPU does. Tokens of all streams per second, over as many as there would
-  be if no step took longer than its forward. The client only counts what it receives (``_python``:
-  our ``AsyncClient``); timed from a tenth to eight tenths of the tokens, while all streams run.
-- ``served_vs_engine_*``: a Llama of 21 million parameters, through the bus to our ``AsyncClient``,
-  over the same engine within a process. Prompts of 32 tokens; a stream of 192 tokens, or 32 of 64.
-- ``vs_llamacpp_*``: the same requests over llama.cpp's server, float32 and greedy too, its streams
-  read over HTTP. Without that server, which ``make bench-peers`` builds, these figures are absent.
-- ``slowest_second_vs_median``: of a minute of streams of 1,000 tokens, one after another.
+- ``served_vs_forward_*``: ratio to the tokens per second if every step took only its forward's
+  time. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
+  counts tokens, except in ``_python``, where it is our ``AsyncClient``. The time is measured from a
+  tenth to eight tenths of the tokens, while all streams run.
+- ``served_vs_engine_*``: ratio of our ``AsyncClient`` on the bus to the same engine within a
+  process. The model is a Llama with 21 million parameters, and prompts have 32 tokens. A run has
+  one stream of 192 tokens or 32 streams of 64 tokens.
+- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests, read over HTTP, also greedy
+  and in float32. The figures are missing without the server, which ``make bench-peers`` builds.
+- ``slowest_second_vs_median``: ratio of the slowest second to the median second, in a minute of
+  streams of 1,000 tokens, one after another.
 
-All rounds alternate. A figure is the median, over the rounds, of the ratio of two runs of the same
-round. The machine is shared by all processes of a system and its clients; those that are not
-measured are idle. No tokens are drafted (``speculation = off``): ``speculation.py`` measures that.
+Rounds alternate. A figure is the median over the rounds of the ratio of two runs of a round. All
+processes share the machine, and processes that are not measured are idle. Speculation is off;
+``speculation.py`` measures it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from _served import HERE, Loader, System
 
 ROUNDS = 5
 SHORT = 0.15
-"""Part of a run that only warms up."""
+"""Size of a warm-up run, as a part of a normal run."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
 TEXT = {"text": True}
@@ -42,7 +44,8 @@ REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 
 
 class Load(NamedTuple):
-    """A run: this many streams of this many tokens each, from a system read by a client."""
+    """A run of ``streams`` streams with ``tokens`` tokens each, on one system and with one
+    client."""
 
     system: str
     client: str
@@ -51,7 +54,7 @@ class Load(NamedTuple):
     prompt: int = 8
     options: dict[str, Any] = {}
     rate: str = "middle"
-    """Which tokens per second: see ``_serving_client.py``."""
+    """The key of the client's answer: ``whole`` or ``middle`` (``_serving_client.py``)."""
 
 
 LOADS = {
@@ -71,12 +74,12 @@ LOADS = {
     "llamacpp_32": Load("llamacpp", "llamacpp", 32, 64, 32, rate="whole"),
 }
 FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
-"""Seconds of the forward of a stand-in."""
+"""Seconds of the simulated forward of each system."""
 
 
 class Figure(NamedTuple):
-    """The ratio of the tokens per second of two loads; without ``over``, to those of a system that
-    never waits."""
+    """The ratio of the tokens per second of two loads. Without ``over``, the ratio to the tokens
+    per second of a system whose steps take only their forward's time."""
 
     load: str
     over: str
@@ -99,18 +102,18 @@ FIGURES = {
         "forward_64_2ms", "", "64 streams, forward of 2 ms; at least 0.80"
     ),
     "served_vs_engine_1": Figure(
-        "bus_1", "engine_1", "through the bus over within a process, 1 stream; at least 0.85"
+        "bus_1", "engine_1", "ratio of the bus to the engine, 1 stream; at least 0.85"
     ),
     "served_vs_engine_32": Figure("bus_32", "engine_32", "32 streams; at least 0.85"),
     "vs_llamacpp_1": Figure(
-        "bus_1", "llamacpp_1", "over llama.cpp's server, 1 stream; at least 0.6"
+        "bus_1", "llamacpp_1", "ratio to llama.cpp's server, 1 stream; at least 0.6"
     ),
     "vs_llamacpp_32": Figure("bus_32", "llamacpp_32", "32 streams; at least 1.2"),
 }
 MINUTE = "slowest_second_vs_median"
 NOTES = {
     **{name: figure.note for name, figure in FIGURES.items()},
-    MINUTE: "the slowest second of a minute of one stream over the median; at least 0.6",
+    MINUTE: "ratio of the slowest second to the median, one stream; at least 0.6",
     **{f"{name}_tokens_per_s": "" for name in LOADS},
 }
 
@@ -122,7 +125,7 @@ class Runs(Protocol):
 
 
 class Systems:
-    """The systems that some loads need, and their clients, by what they are called in ``LOADS``."""
+    """The systems that the chosen loads need, and their clients, by their names in ``LOADS``."""
 
     def __init__(self, stack: ExitStack, folder: Path, needed: set[tuple[str, str]]) -> None:
         self._stack = stack
@@ -157,17 +160,17 @@ class Systems:
         return self._stack.enter_context(Loader(script, *address, **SETTINGS))
 
     def run(self, name: str, number: int, part: float) -> dict[str, float]:
-        """The result of a load in the round of this number; ``part`` of its tokens."""
+        """Runs a load in the round ``number``. ``part`` scales its tokens."""
         load = LOADS[name]
         return self._clients[load.system, load.client].run(
-            # New ones in each round, the same for all: nothing is in a cache.
+            # All loads of a round have the same new prompts, which no cache contains.
             prompts=prompts(random.Random(number), load.streams, load.prompt),
             tokens=max(10, int(load.tokens * part)),
             options=load.options,
         )
 
     def slowest_second(self, seconds: float) -> float:
-        """Tokens of the slowest second of one stream, over the median second."""
+        """Ratio of the tokens in the slowest second of one stream to those in the median second."""
         found = self._clients["model", "python"].run(
             prompts=prompts(random.Random(0), 100, 32), tokens=1_000, seconds=seconds
         )
@@ -176,12 +179,12 @@ class Systems:
 
 
 def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
-    """This number of prompts of this length in tokens."""
+    """``count`` random prompts of ``length`` tokens."""
     return [[chosen.randrange(300, VOCAB) for _ in range(length)] for _ in range(count)]
 
 
 def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None) -> float:
-    """A figure, from what its loads gave in one round."""
+    """A figure, from the results of its loads in one round."""
     load = LOADS[figure.load]
     value = ours[load.rate]
     if over is None:
@@ -190,7 +193,7 @@ def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None)
 
 
 def measure(names: list[str], quick: bool) -> dict[str, float]:
-    """The figures of these names."""
+    """The figures with these names."""
     figures = {name: FIGURES[name] for name in names if name in FIGURES}
     used = {f.load for f in figures.values()} | {f.over for f in figures.values()}
     loads = [name for name in LOADS if name in used]
@@ -222,11 +225,11 @@ def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="one short round, for a first look")
+    parser.add_argument("--quick", action="store_true", help="run one short round")
     choices = [*FIGURES, MINUTE]
     parser.add_argument("--only", nargs="+", choices=choices, default=choices, metavar="NAME")
     options = parser.parse_args()
-    # Ended by a signal, it ends what it has started.
+    # A signal becomes SystemExit, so that the started processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = options.only
     if not SERVER.exists() and any(name.startswith("vs_llamacpp") for name in names):

@@ -1,10 +1,10 @@
-"""Decoding with drafts over decoding without: texts that repeat, one that does not, 32 at once.
+"""Compares decoding with drafts with decoding without, for repetitive and unrepetitive texts.
 
-The model is the Llama shape of 21 million parameters. Its layers are random; its output layer is
-fitted, so that it continues each prompt by the text that is wanted: source code with names
-replaced, records in JSON, prose. So tokens and computations are those of a model that writes these
-texts. Each run is a session of its own, but for ``same_session``. All in one process, greedy, in
-turn without and with drafts; each stream's tokens, log-probabilities and ends are compared.
+The model is a Llama with 21 million parameters. Its layers are random, and its output layer is
+fitted so that the model continues each prompt with a given text: source code with replaced names,
+records in JSON, or prose. Each run has a new session, except in ``same_session``. Everything runs
+in one process and greedily, in turn without and with drafts. The tokens, log-probabilities and ends
+of both must be equal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32
 TURNS = 4
-"""So often a text is written in a round without and with drafts, one and the other first: a run
-takes half a second, within which the machine changes."""
+"""Number of runs of a text without and with drafts in a round. They alternate in running first,
+because the machine's speed changes within the half second of a run."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -37,14 +37,15 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-"""The shape of the draft model, whose output layer is fitted to the prose too."""
+"""The shape of the draft model. Its output layer is fitted to the prose too."""
 RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
 Text = tuple[list[int], list[int]]
-"""A prompt and what follows it."""
+"""A prompt, and the tokens that follow it."""
 
 
 def texts(new: int) -> dict[str, Text]:
-    """The texts by name, as the embedded model's tokenizer cuts them; ``new`` tokens follow."""
+    """The texts by name, tokenized by the embedded model's tokenizer. ``new`` tokens follow each
+    prompt."""
     tokenizer = load_model("embedded").tokenizer
 
     def tokens(text: str) -> list[int]:
@@ -64,8 +65,9 @@ def texts(new: int) -> dict[str, Text]:
 
 
 def writer(wanted: Sequence[Text], **shape: int) -> Any:
-    """A Llama that continues each prompt by its text: multi-class hinge regression of the output
-    layer's rows on the states of the last layer. ``shape``: where it is not the usual one."""
+    """A Llama that continues each prompt with its text. Its output layer is fitted to the states of
+    the last layer by multi-class hinge regression. ``shape``: values that differ from the default
+    shape."""
     model = llama(initializer_range=0.1, **shape)
     states, labels = [], []
     with torch.inference_mode():
@@ -78,7 +80,7 @@ def writer(wanted: Sequence[Text], **shape: int) -> Any:
     classes, label = torch.cat(labels).unique(return_inverse=True)
     weight = torch.zeros(len(classes), state.shape[1], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05)
-    # The last column stands for all other tokens, whose rows are zeros.
+    # The last column represents all other tokens, whose rows are zeros.
     for _ in range(1000):
         scores = torch.nn.functional.pad(state @ weight.T, (0, 1))
         loss = torch.nn.functional.multi_margin_loss(scores, label, margin=2.0)
@@ -94,7 +96,7 @@ def writer(wanted: Sequence[Text], **shape: int) -> Any:
 
 
 class Side:
-    """An engine with drafts or without; ``run`` serves some texts at once, from begin to end."""
+    """An engine with or without drafts. ``run`` generates several texts together."""
 
     def __init__(self, loaded: Any, speculation: bool, draft_model: Any = None) -> None:
         config = EngineConfig(kv_cache_bytes=512 * 2**20, speculation=speculation)
@@ -104,7 +106,8 @@ class Side:
     def run(
         self, wanted: Sequence[Text], session: int | None
     ) -> tuple[float, dict[int, list[TokenOutput]]]:
-        """Seconds, and the outputs of each. ``session``: None for a new one."""
+        """The seconds of a run, and the outputs of each text. ``session``: None for a new
+        session."""
         first = self._next
         client = 1 + first if session is None else session
         for prompt, text in wanted:
@@ -124,7 +127,7 @@ class Side:
 
 
 def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutput]]) -> float:
-    """The greatest difference of two log-probabilities; fails where anything else differs."""
+    """The largest difference of two log-probabilities. Fails if tokens or ends differ."""
     away = 0.0
     for i, expected in plain.items():
         found = drafted[i]
@@ -171,7 +174,8 @@ def main() -> None:
                 seconds[name].append(tuple(sums))
 
     def speedup(*names: str) -> float:
-        """The median over the rounds of the time without drafts over that with them."""
+        """The median over the rounds of the ratio of the time without drafts to that with
+        drafts."""
         each = zip(*(seconds[name] for name in names), strict=True)
         sums = [[sum(side) for side in zip(*times, strict=True)] for times in each]
         return statistics.median(off / on for off, on in sums)
@@ -192,12 +196,12 @@ def main() -> None:
         "logprob_difference": away,
     }
     notes = {
-        "repetitive_speedup": "code edit and JSON, one stream: at least 2",
-        "same_session_speedup": "the code edit again, in the session that made it before",
-        "unrepetitive_speedup": "prose, one stream: at least 0.97",
-        "draft_model_speedup": "the prose, with a draft model of a third of the weights",
-        "batch32_speedup": "all three at once, 32 streams: at least 1",
-        "logprob_difference": "at most 1e-4",
+        "repetitive_speedup": "speedup for the code edit and JSON, one stream; at least 2",
+        "same_session_speedup": "speedup for the code edit in the session of an earlier run",
+        "unrepetitive_speedup": "speedup for prose, one stream; at least 0.97",
+        "draft_model_speedup": "speedup for prose with a draft model of a third of the weights",
+        "batch32_speedup": "speedup for all three texts, 32 streams; at least 1",
+        "logprob_difference": "largest difference of log-probabilities; at most 1e-4",
     }
     report(results, notes, given.json)
 

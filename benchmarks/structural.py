@@ -1,11 +1,11 @@
-"""The cost of an answer of several parts (the constraint ``structural``), over Tekken's tokens.
+"""Measures the constraint ``structural``, which constrains an answer of several parts.
 
-An answer in Hermes's form, masks of 131,072 tokens: free text in which eight functions may be
-called, thinking, and calls. A step is the work for one token: accept it and fill the next mask,
-through the calls that a worker makes. Free text is compared with a regular expression that allows
-any text, with the same calls, and with llguidance alone under structural tags with the same
-triggers; the arguments of a call with ``json_schema`` alone. All have processed the text before;
-``first`` is the first pass. One thread.
+The answers have Hermes's form: thinking, free text in which eight functions may be called, and
+calls. The vocabulary is Tekken's, with 131,072 tokens. A step is the work for one token, with the
+calls that a worker makes: accept the token and fill the next mask. Free text is compared with a
+regex that allows any text, and with llguidance alone under structural tags with the same triggers.
+The arguments of a call are compared with ``json_schema`` alone. All have already processed the
+text, except in figures with ``first``. Everything runs on one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _clock = time.perf_counter
 
 
 class Steps:
-    """Walks texts under a constraint, as a worker does."""
+    """Walks texts under a constraint, with the calls that a worker makes."""
 
     def __init__(self, world: World, constraints: Constraints) -> None:
         self._world, self._constraints = world, constraints
@@ -47,7 +47,7 @@ class Steps:
         return controller
 
     def free(self, name: str, arg: str, tokens: Sequence[int]) -> list[float]:
-        """Seconds of each step along a text, all of whose tokens are sampled."""
+        """Seconds of each step of a text whose tokens are all sampled."""
         controller, mask, group = self.start(name, arg), self._mask, [0]
         controller.mid_process(group, mask)
         seconds = []
@@ -62,8 +62,8 @@ class Steps:
         return seconds
 
     def value(self, name: str, arg: str, text: bytes, value: bytes) -> list[float]:
-        """Seconds of each step that ends in a mask, while the rest of ``text`` has less than
-        ``value`` and is inside of it; what is forced is appended."""
+        """Seconds of each step inside ``value``, a part of ``text``, that ends in a mask. Forced
+        tokens are appended."""
         controller, mask, group = self.start(name, arg), self._mask, [0]
         seconds: list[float] = []
         appended: list[int] = []
@@ -76,18 +76,18 @@ class Steps:
             if answer.action is Action.STOP or not text:
                 controller.close()
                 return seconds
-            # In free text the last part of the value is behind the beginning of its last token.
+            # In free text, the last token of the value may also contain the text after it.
             if answer.masked and len(text) < len(value):
                 seconds.append(took)
             tokens = self._world.vocabulary.tokenize(text)[:1]
             appended = list(answer.tokens) if answer.action is Action.SPLICE else tokens
             written = self._world.vocabulary.bytes_of(appended)
-            assert text.startswith(written), f"{written!r} where the text has {text!r}"
+            assert text.startswith(written), f"forced {written!r}, but the text has {text!r}"
             text = text[len(written) :]
 
 
 def structures() -> dict[str, str]:
-    """The arguments of the constraint by the part that an answer begins in."""
+    """The arguments of the constraint, by the part with which an answer begins."""
     text = structure_of(HERMES, Wanted(FUNCTIONS))
     thinking = structure_of(HERMES, Wanted(FUNCTIONS, thinking="inside"))
     return {
@@ -97,7 +97,7 @@ def structures() -> dict[str, str]:
 
 
 def structural_tags() -> str:
-    """The same calls as llguidance's structural tags."""
+    """The calls as llguidance's structural tags."""
     return StructTag.to_grammar(
         [
             StructTag(
@@ -147,12 +147,12 @@ def main() -> None:
     results["thinking_vs_regex"] = results["thinking_us"] / results["regex_us"]
     results["call_vs_schema"] = results["call_us"] / results["schema_us"]
     notes = {
-        "text_vs_regex": "free text, over a regex that allows any text (at most 1.2)",
-        "text_vs_llguidance": "the same over llguidance alone under structural tags (at most 1.0)",
-        "thinking_vs_regex": "thinking, over that regex (at most 1.2)",
-        "call_vs_schema": "the arguments of a call, over json_schema alone (at most 2.0)",
-        "text_us": "a step in free text",
-        "text_first_us": "the same on the first pass, with the making of the masks",
+        "text_vs_regex": "ratio of step times, free text to a regex for any text (at most 1.2)",
+        "text_vs_llguidance": "ratio of step times, free text to llguidance alone (at most 1.0)",
+        "thinking_vs_regex": "ratio of step times, thinking to the regex (at most 1.2)",
+        "call_vs_schema": "ratio of step times, arguments to json_schema alone (at most 2.0)",
+        "text_us": "us of a step in free text",
+        "text_first_us": "us of a step in free text in the first pass, which computes the masks",
     }
     report(results, notes, given.json)
 

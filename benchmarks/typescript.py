@@ -1,12 +1,11 @@
-"""The savings of tokens in columns in the TypeScript client: its CPU time in Node, over entries in
-JSON.
+"""Measures how much CPU time tokens in columns save in the TypeScript client, compared with JSON.
 
-``…_us_per_token``: microseconds of CPU time of a Node process with one client for each token of 64
-streams of token ids, which arrive as fast as it takes them: ``ws`` over a WebSocket of a gateway,
-``zmq`` over ZeroMQ. Each is read to its end (``stream.tokens()``), ``…_each`` entry by entry (``for
-await``), and ``…_json`` is a client that gets entries in JSON. A real broker and gateway are
-between; a raw socket plays the worker. All rounds alternate; a ratio is the median of those of the
-rounds. Needs node and npm, which build the package.
+``…_us_per_token`` is the CPU time per token, in microseconds, of a Node process with one client and
+64 streams of token ids, which arrive as fast as the client reads. ``ws`` uses a gateway's
+WebSocket, and ``zmq`` ZeroMQ. A stream is read to its end (``stream.tokens()``), in ``…_each``
+entry by entry (``for await``). In ``…_json`` the client receives entries in JSON. The messages come
+from a raw socket through a real broker and gateway. Rounds alternate, and a ratio is the median of
+the rounds' ratios. The package is built with node and npm.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ START_S = 60.0
 
 
 class Node:
-    """A Node process with a client; sends orders and receives answers as a pipe does."""
+    """A Node process with a client. It has the interface of a pipe for orders and answers."""
 
     def __init__(self, built: Path, address: str, form: str) -> None:
         script = HERE / "_typescript_client.mjs"
@@ -57,7 +56,7 @@ class Node:
 
 @contextmanager
 def gateway(folder: Path, front: str) -> Iterator[str]:
-    """A gateway in a process of its own: its address for WebSockets."""
+    """Runs a gateway in its own process; yields its WebSocket address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -82,7 +81,7 @@ def gateway(folder: Path, front: str) -> Iterator[str]:
 
 
 def figures(built: Path, rounds: int, steps: int) -> dict[str, float]:
-    """All of them."""
+    """All figures."""
     found: dict[tuple[str, str, str], list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tb-")))
@@ -112,16 +111,16 @@ def figures(built: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 NOTES = {
-    "ws_us_per_token": "CPU time of the client in Node, 64 streams, each read to its end",
-    "ws_us_per_token_json": "the same from entries in JSON",
-    "ws_vs_json": "the one over the other",
+    "ws_us_per_token": "us of the client's CPU time per token over a WebSocket, 64 streams",
+    "ws_us_per_token_json": "us of the client's CPU time per token, entries in JSON",
+    "ws_vs_json": "ratio of CPU time, columns to JSON",
     "ws_us_per_token_each": "for await",
-    "zmq_us_per_token": "over ZeroMQ in place of a WebSocket",
+    "zmq_us_per_token": "us of the client's CPU time per token over ZeroMQ",
 }
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Measures and reports."""
     args = arguments(__doc__)
     sys.path.insert(0, str(HERE.parent))
     from tests.clients.typescript_package import built_package

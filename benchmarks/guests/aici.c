@@ -1,4 +1,4 @@
-// A controller of AICI's binary interface: reads each argument, allows every token by a mask.
+// A controller with AICI's binary interface that reads each argument and allows all tokens with a mask.
 typedef unsigned u32;
 #define IMPORT(name) __attribute__((import_module("env"), import_name(#name)))
 #define EXPORT(name) __attribute__((export_name(#name)))

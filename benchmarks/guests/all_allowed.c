@@ -1,4 +1,4 @@
-// A controller of the native ABI that allows every token, by a mask, and does nothing else.
+// A controller with the native ABI that only allows all tokens with a mask.
 typedef unsigned u32;
 
 static u32 block[16], inbox[1024], mask[8192];

@@ -1,10 +1,10 @@
-// A controller of the native ABI that gives a bias and does nothing else. With NUM_PAIRS, the bias has a value for
-// this number of tokens; if NUM_PAIRS is 0, for each of 131,072 tokens.
+// A controller with the native ABI that only returns a bias. The bias has values for NUM_PAIRS tokens; if NUM_PAIRS
+// is 0, for all 131,072 tokens.
 typedef unsigned u32;
 
 #define VOCAB 131072
 #ifndef NUM_PAIRS
-#error "give -DNUM_PAIRS=…"
+#error "NUM_PAIRS is not defined; compile with -DNUM_PAIRS=…"
 #endif
 
 static u32 block[16], inbox[1024], bias[NUM_PAIRS ? 2 * NUM_PAIRS : VOCAB];

@@ -1,4 +1,4 @@
-// A controller of the native ABI that does nothing, in one MiB of memory that it has written to.
+// A controller with the native ABI whose calls do nothing. It has written to 1 MiB of its memory.
 typedef unsigned u32;
 
 static u32 block[16], inbox[1024];

@@ -1,4 +1,4 @@
-// A controller of the native ABI whose pre_process writes and reads a variable once.
+// A controller with the native ABI whose pre_process writes and reads a variable once.
 typedef unsigned u32;
 
 __attribute__((import_module("tokenbus"), import_name("var_set"))) int var_set(
