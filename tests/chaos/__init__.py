@@ -1,1 +1,1 @@
-"""Streams of every kind while processes are killed and stopped: each ends as if nothing was."""
+"""Runs streams of every kind while processes are killed and stopped, and compares their results."""

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos [--seconds S] [--seed N] [--kinds gpu,broker]``: for as long as asked."""
+"""``python -m tests.chaos [--seconds S] [--seed N] [--kinds gpu,broker]``: runs the chaos test."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from .workloads import modules, workloads
 
 
 def main() -> int:
-    """Runs it; 1 if a stream was not what it would have been."""
+    """Runs the test; returns 1 if a stream's result differs from its undisturbed result."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long; default 120")
-    parser.add_argument("--seed", type=int, default=1, help="of the schedule; default 1")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of processes; default all")
-    parser.add_argument("--blows", type=int, help="a number of blows, in place of seconds")
-    parser.add_argument("--brokers", type=int, default=1, help="how many; default 1")
+    parser.add_argument("--seconds", type=float, default=120.0, help="duration (default: 120)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the schedule (default: 1)")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="kinds of processes (default: all)"
+    )
+    parser.add_argument("--blows", type=int, help="number of blows, instead of --seconds")
+    parser.add_argument("--brokers", type=int, default=1, help="number of brokers (default: 1)")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between blows")
-    parser.add_argument("--only-kills", action="store_true", help="stop no process")
-    parser.add_argument("--patient", action="store_true", help="wait for streams between blows")
-    parser.add_argument("--only", default="", help="requests whose name matches this")
-    parser.add_argument("--undisturbed", type=int, default=1, help="rounds without blows")
-    parser.add_argument("--close-calls", action="store_true", help="only find these requests")
-    parser.add_argument("--set", action="append", default=[], help="NAME=VALUE: a setting")
+    parser.add_argument("--only-kills", action="store_true", help="kill processes, but stop none")
+    parser.add_argument(
+        "--patient", action="store_true", help="wait for all streams after each blow"
+    )
+    parser.add_argument("--only", default="", help="pattern of the requests' names")
+    parser.add_argument("--undisturbed", type=int, default=1, help="number of rounds without blows")
+    parser.add_argument("--close-calls", action="store_true", help="only find close calls")
+    parser.add_argument("--set", action="append", default=[], help="setting, as NAME=VALUE")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     given = parser.parse_args()
     if given.close_calls:
@@ -67,7 +71,8 @@ def main() -> int:
 
 
 def find_close_calls() -> int:
-    """Runs every request once; prints those that come to a place where the last bits decide."""
+    """Runs every request once; prints the requests whose tokens depend on the last bits of
+    logits."""
     os.environ["PYTHONPATH"] = str(ROOT)
     system = System(gpu_workers=1, gpu_module="tests.chaos.close_calls")
     try:

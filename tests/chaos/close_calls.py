@@ -1,8 +1,8 @@
-"""Finds the requests for whose tokens the last bits of a logit decide.
+"""Finds the requests whose tokens depend on the last bits of logits.
 
-``python -m tests.chaos --close-calls`` runs all requests once on GPU workers that are this module:
-each choice is repeated with logits that differ as little as those of another batch may, and where
-another token is chosen, the seed of the request is logged. Such requests get a number in
+``python -m tests.chaos --close-calls`` runs all requests once, with this module as the GPU worker.
+The worker repeats each choice with logits that differ as little as those of another batch. If the
+chosen token differs, it logs the seed of the request. Such a request receives a number in
 ``workloads.VARIANTS``.
 """
 
@@ -15,19 +15,20 @@ from pathlib import Path
 
 CLOSE_CALL = "close call of seed"
 NOISE = 1e-5
-"""Standard deviation of what is added to logits; batches of other shapes differ by some 1e-6."""
+"""Standard deviation of the noise that is added to logits. Batches of different shapes differ by
+about 1e-6."""
 TRIES = 4
 ROOT = Path(__file__).parents[2]
 
 
 def close_calls(log: str) -> Counter[int]:
-    """How often each seed is in the log of a worker that was this module."""
+    """The number of close calls of each seed, from the log of such a worker."""
     lines = log.splitlines()
     return Counter(int(s.rpartition(" ")[2]) for s in lines if s.startswith(CLOSE_CALL))
 
 
 def main() -> int:
-    """A GPU worker that looks for close calls."""
+    """Runs a GPU worker that finds close calls."""
     import torch
     from tokenbus.workers.gpu.__main__ import main as serve
     from tokenbus.workers.gpu.sampling import sampler
@@ -51,6 +52,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # A process of this name runs in the folder of its system.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

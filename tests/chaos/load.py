@@ -1,4 +1,4 @@
-"""Runs the requests, all at the same time, and notes what each client was notified of."""
+"""Runs all requests at the same time, and records the notices that clients receive."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from .system import System
 from .workloads import PREFACE, PREFACE_TEXT, Workload
 
 CLIENTS = 4
-"""Sessions, over which the requests of the bus are spread."""
+"""Number of sessions over which the requests of the bus are distributed."""
 HUNG_S = 1200.0
-"""A stream that has not ended so long after the last blow is hung."""
+"""Seconds after the last blow after which a stream that has not ended counts as hung."""
 RETRY_S = 3600.0
 
 
 @dataclass
 class Move:
-    """A stream went on with another worker."""
+    """The move of a stream to another worker or broker."""
 
     workload: str
     at: float
-    """When it went on."""
+    """The time at which the stream continued."""
     left: str
-    """The slot of the worker that it left; empty: it went on as it was, behind another broker."""
+    """The slot of the worker that the stream left; empty if only the broker changed."""
     pause_s: float
-    """For how long nothing new arrived at the client: from the last entry before the notice to the
-    first one after it."""
+    """Seconds without new entries at the client, from the last entry before the notice to the first
+    entry after it."""
     noticed_s: float
-    """The pause by the notice, which does not have the time until the loss was seen."""
+    """The pause in the notice, which does not include the time until the loss was detected."""
 
 
 @dataclass
 class Notes:
-    """Notes of the clients besides the outcomes."""
+    """Records of the clients, in addition to the outcomes."""
 
     moves: list[Move] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)
-    """By event."""
+    """The number of notices, by event."""
     again: list[str] = field(default_factory=list)
-    """Requests that a client sent again from their beginning, and why."""
+    """Requests that a client sent again from the beginning, with the reason."""
     cut_off: list[float] = field(default_factory=list)
-    """The pauses of streams of the bus whose client's broker got a blow."""
+    """The pauses of bus streams whose client's broker received a blow."""
     ended: int = 0
     tokens: int = 0
 
@@ -63,11 +63,11 @@ class Load:
         self._system, self._clients, self._http = system, clients, http
         self.notes = Notes()
         self.progress: dict[str, float] = {}
-        """When each running request last got something."""
+        """The time of the last entry of each running request."""
         self._streaming: dict[str, AsyncClient] = {}
-        """The clients of the streams of the bus that run."""
+        """The clients of the running bus streams."""
         self._cut_off: set[str] = set()
-        """Those whose client's broker got a blow since."""
+        """Running bus streams whose client's broker has received a blow since their last entry."""
 
     async def outcome(self, number: int, workload: Workload) -> Outcome:
         """Runs one request to its end."""
@@ -133,25 +133,25 @@ class Load:
         return outcome_of_events(lines)
 
     def cut_off(self, front: str) -> None:
-        """A broker, if any, is about to get a blow."""
+        """Records a blow to the broker at ``front``; an empty address is ignored."""
         for name, client in self._streaming.items():
             if client.broker == front:
                 self._cut_off.add(name)
 
     def resumed(self, workload: Workload, pause_s: float) -> None:
-        """Something has arrived for a stream, perhaps the first since such a blow."""
+        """Records an entry of a stream, which may be the first entry after such a blow."""
         if workload.name in self._cut_off:
             self._cut_off.remove(workload.name)
             self.notes.cut_off.append(pause_s)
 
     def note(self, workload: Workload, notice: Notice) -> None:
-        """Something that a client was notified of."""
+        """Records a client's notice."""
         self.notes.notices[notice.event] += 1
         if notice.event == "retrying":
             self.notes.again.append(f"{workload.name}: {notice.message}")
 
     def moved(self, workload: Workload, notice: Notice, pause_s: float) -> None:
-        """A move, once something has arrived after it."""
+        """Records a move after the first entry has followed it."""
         left = self._system.name_of(notice.left) if notice.left else ""
         now, noticed_s = time.monotonic(), notice.pause_s or 0.0
         self.notes.moves.append(Move(workload.name, now, left, pause_s, noticed_s))
@@ -166,13 +166,13 @@ class _Reader:
         self._last = time.monotonic()
 
     def on_system(self, notice: Notice) -> None:
-        """A notice, read in its place among the entries."""
+        """Handles a notice, which is read in its order among the entries."""
         self._load.note(self._workload, notice)
         if notice.event == "moved":
             self._moved.append(notice)
 
     def arrived(self) -> None:
-        """Some entries."""
+        """Handles entries."""
         now = time.monotonic()
         self._load.resumed(self._workload, now - self._last)
         for notice in self._moved:
@@ -183,9 +183,9 @@ class _Reader:
 
 @asynccontextmanager
 async def clients_of(system: System, modules: dict[str, bytes]) -> AsyncIterator[Load]:
-    """The clients, with the modules uploaded and a buffer for each."""
+    """Yields the clients, after it has uploaded the modules and sent a buffer from each client."""
     clients = [AsyncClient(system.front, patience_s=600.0) for _ in range(CLIENTS)]
-    # A connection is not used again: a gateway that was stopped would close it as it is.
+    # A connection is not reused, because a gateway that was stopped would close an idle connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     try:
         for tag, wasm in modules.items():
@@ -200,12 +200,12 @@ async def clients_of(system: System, modules: dict[str, bytes]) -> AsyncIterator
 
 
 FIRST = ("yacc 0", "arithmetic 0")
-"""Alone before all others: a request waits for only so long until another has a grammar compiled,
-which the tables on disk then spare all workers."""
+"""Requests that run alone before all others. They compile the grammars, and other workers then read
+the tables from disk. A request waits only a limited time for a compilation."""
 
 
 async def one_round(load: Load, workloads: Sequence[Workload]) -> list[Outcome]:
-    """All requests once, at the same time."""
+    """Runs all requests once, at the same time."""
     for first in workloads:
         if first.name in FIRST:
             await load.outcome(0, first)
@@ -220,7 +220,7 @@ async def again_and_again(
     until: asyncio.Event,
     ended: Callable[[int, Outcome], None],
 ) -> None:
-    """Each request once and again, side by side, until the event is set and the last ones end."""
+    """Repeats all requests at the same time until the event is set, then waits for their ends."""
 
     async def repeat(number: int, workload: Workload) -> None:
         while not until.is_set():

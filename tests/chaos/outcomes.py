@@ -1,4 +1,4 @@
-"""The outcome of a request, and how two outcomes of it differ."""
+"""The outcome of a request, and the difference of two outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tokenbus.clients import GeneratedSequence
 
 TOLERANCE = 1e-4
-"""By so much log-probabilities may differ: a batch of another shape has other last bits."""
+"""Maximum difference of log-probabilities, whose last bits depend on the shape of the batch."""
 
 
 @dataclass
@@ -22,11 +22,11 @@ class Outcome:
     parts: dict[str, Any] = field(default_factory=dict)
     """The fields that must be equal."""
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    """The fields that must be equal but for the last bits."""
+    """The fields that must be equal up to ``TOLERANCE``."""
     error: str | None = None
 
     def difference(self, other: Outcome) -> str | None:
-        """Where the other first differs from this one, in each of its parts; None: nowhere."""
+        """The first difference of each part; None if the outcomes are equal."""
         if self.error is not None or other.error is not None:
             return f"errors: {self.error!r}, and {other.error!r}"
         different = []
@@ -53,7 +53,7 @@ def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
     made = Outcome()
     for one in sequences:
         name = f"sequence {one.seq} of {one.parent}: "
-        # Without the counts of the prompt: what is cached depends on what ran before.
+        # The counts of the prompt are left out, because cached tokens depend on earlier requests.
         for part in ("tokens", "text", "logs", "storage", "finish_reason", "error", "code", "stop",
                      "constraint"):  # fmt: skip
             made.parts[name + part] = getattr(one, part)
@@ -65,8 +65,8 @@ def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
 def outcome_of_events(lines: Iterable[str]) -> Outcome:
     """The outcome of a stream of server-sent events, without its ids and times.
 
-    Text that arrives together comes in one chunk, so that chunks of a choice without
-    log-probabilities are joined. Those with them must be the same ones, one by one.
+    Chunks of a choice without log-probabilities are joined, because texts that arrive together have
+    one chunk. Chunks with log-probabilities must be equal one by one.
     """
     made = Outcome()
     choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -98,12 +98,13 @@ def outcome_of_events(lines: Iterable[str]) -> Outcome:
 
 
 def _likely(top: dict[int, float]) -> list[float]:
-    """Without the tokens: two that are as likely as each other may stand in either order."""
+    """The log-probabilities without the tokens, because equally likely tokens may be in any
+    order."""
     return sorted(top.values())
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers with a fraction in a JSON value, which are replaced in it."""
+    """Removes the fractional numbers from a JSON value; returns these numbers."""
     found: list[float] = []
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value or []))
     for key, inner in pairs:
@@ -116,9 +117,9 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _join(pieces: list[dict[str, Any]], choice: dict[str, Any]) -> None:
-    """Adds a choice of a chunk to those before it.
+    """Joins a choice of a chunk to the earlier pieces.
 
-    The last chunk's own fields (the finish reason, the receipt) may come with text or after it.
+    The fields of the last chunk (finish reason, receipt) may arrive together with text or after it.
     """
     text, before = _only_text(choice), _only_text(pieces[-1]) if pieces else None
     if text is None or before is None:

@@ -1,4 +1,4 @@
-"""Controllers in Python, which workers of the system serve by their names."""
+"""Python controllers that the workers of the system serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tokenbus.workers.controller.python as tb
 
 
 class Alternating(tb.Controller):
-    """Words and numbers in turn; a pair of tokens that repeats is dropped. It logs each round."""
+    """Allows words and numbers in turn, removes a repeated pair of tokens, and logs each round."""
 
     tokenbus_name = "alternating"
 
@@ -37,7 +37,7 @@ class Alternating(tb.Controller):
 
 
 class Pair(tb.Controller):
-    """Two sequences of which the second waits for what the first has written, and repeats it."""
+    """Has two sequences. The second waits for the text that the first writes, and repeats it."""
 
     tokenbus_name = "pair"
 
@@ -76,7 +76,7 @@ class Pair(tb.Controller):
 
 
 async def survey(ctx: tb.Context) -> None:
-    """Asks several things of a sequence, goes back once, and writes what came of it."""
+    """Generates several answers in a sequence, backtracks once, and writes the answers."""
     await ctx.fixed(" name: ")
     name = await ctx.gen(regex="[A-Z][a-z]{3,9}")
     place = ctx.label()
@@ -103,7 +103,7 @@ async def survey(ctx: tb.Context) -> None:
 
 
 async def meeting(ctx: tb.Context) -> None:
-    """Three forks that wait for each other three times, and read what the others wrote."""
+    """Has three forks that wait for each other three times and read each other's variables."""
     count = 3
     index = await ctx.fork(count)
     await ctx.fixed(f" {('first', 'second', 'third')[index]}:")

@@ -1,4 +1,4 @@
-"""One run: the requests undisturbed, then again and again under blows; what it shows."""
+"""Runs the requests undisturbed, then repeatedly under blows, and reports the results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .system import System
 from .workloads import Workload, modules, workloads
 
 BETWEEN_S = 2.0
-"""Between two blows."""
+"""Seconds between two blows."""
 OF_THE_BROKER = re.compile("the connection( to the broker)? was lost")
-"""In the notice of a request that is sent again as its broker has died. That may be: what has
-brought nothing yet is rather sent again than looked for, and so is what ended meanwhile."""
+"""Matches the notice of a request that is sent again after its broker has died. A request without
+entries, or one that has ended in the meantime, may be sent again."""
 RECOVER_S = 30.0
-"""Only bounds how long the next blow waits for streams to go on."""
+"""Maximum time that the next blow waits until the streams continue, in seconds."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Report:
     seed: int
     kinds: Sequence[str]
     streams: int = 0
-    """Those that ran undisturbed, and were compared with."""
+    """Number of different requests, whose undisturbed outcomes the run compares."""
     dealt: list[tuple[float, Blow, str | None]] = field(default_factory=list)
-    """When, and to which slot."""
+    """The time and the slot of each blow."""
     notes: Notes = field(default_factory=Notes)
     failures: list[str] = field(default_factory=list)
-    """Streams that were lost, came twice, hung, failed, or were sent again from its beginning."""
+    """Streams that were lost or duplicated, that hung or failed, or that were sent again."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Report:
             f"{self.notes.tokens} tokens, {self.seconds:.0f} s; blows: "
             + ", ".join(f"{n} {what}" for what, n in sorted(self._counts().items())),
             f"notices: {dict(self.notes.notices)}",
-            f"sent again, as the broker had died: {self._of_the_broker()}",
+            f"sent again after the broker's death: {self._of_the_broker()}",
         ]
         for what, moves in self._by_blow().items():
             pauses = [move.pause_s for move in moves]
@@ -76,7 +76,7 @@ class Report:
         )
 
     def _by_blow(self) -> dict[str, list[Move]]:
-        """The moves by the last blow to the process that they left, or to the broker."""
+        """The moves, by the last blow to the worker that the stream left, or to the broker."""
         found: dict[str, list[Move]] = {}
         for move in self.notes.moves:
             blows = [blow for at, blow, slot in self.dealt if at < move.at and slot == move.left]
@@ -114,12 +114,12 @@ async def run(
     between_s: float = BETWEEN_S,
     only_kills: bool = False,
 ) -> Report:
-    """Runs the requests undisturbed, and then under blows, for a time or a number of blows.
+    """Runs the requests undisturbed, then under blows for a time or for a number of blows.
 
-    ``patient``: the next blow waits until every stream has gone on since the last one. ``only``:
-    the requests whose names match this. ``undisturbed``: this many rounds without
-    blows, which must be equal. ``between_s``: between two blows. ``only_kills``: no process is
-    stopped.
+    ``patient``: the next blow waits until every stream has continued after the previous blow.
+    ``only``: a pattern of the requests' names. ``undisturbed``: number of rounds without blows,
+    whose outcomes must be equal. ``between_s``: seconds between two blows. ``only_kills``:
+    processes are killed but not stopped.
     """
     report = Report(seed, kinds)
     wasm = modules()
@@ -198,7 +198,7 @@ async def _under_blows(
 
 
 async def _all_went_on(load: Load, since: float) -> None:
-    """Waits until each stream has got something after a time, or has ended."""
+    """Waits until each stream has received an entry after the time ``since``, or has ended."""
     streams = [name for name, at in load.progress.items() if at < since]
     deadline = time.monotonic() + RECOVER_S
     while time.monotonic() < deadline:
@@ -206,7 +206,7 @@ async def _all_went_on(load: Load, since: float) -> None:
             return
         await asyncio.sleep(0.05)
     still = [name for name in streams if load.progress.get(name, since) < since]
-    print(f"nothing has come for {RECOVER_S:.0f} s for {', '.join(still)}", flush=True)
+    print(f"no entry in {RECOVER_S:.0f} s: {', '.join(still)}", flush=True)
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""Which process is killed or stopped next: drawn from a seed, so that a run can be repeated."""
+"""Chooses the processes that are killed or stopped, from a seed, so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door")
-"""The kinds of processes. ``door`` is the gateway that has streams: it is only stopped."""
+"""The kinds of processes. ``door`` is the gateway that has streams; it is stopped, not killed."""
 MAX_STOP_S = 8.0
-"""Longer than a lease; shorter than a session waits for its client."""
+"""Seconds for which a process is stopped. It is longer than a lease, and shorter than the time that
+a session waits for its client."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Blow:
     number: int
     kind: str
     which: int
-    """Which of that kind: any number, taken modulo how many there are."""
+    """The number of the process within its kind, modulo the number of such processes."""
     stop_s: float | None
-    """For how long it is stopped; None: it is killed."""
+    """Seconds for which the process is stopped; None: the process is killed."""
 
 
 def blows(seed: int, kinds: Sequence[str] = KINDS, only_kills: bool = False) -> Iterator[Blow]:
-    """The blows of a seed, without end. ``only_kills``: none is stopped."""
+    """The endless blows of a seed. ``only_kills``: processes are killed but not stopped."""
     chance = random.Random(seed)
     number = 0
     while True:

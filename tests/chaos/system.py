@@ -1,4 +1,4 @@
-"""The processes of a system, and what restarts them."""
+"""Runs the processes of a system, and restarts them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from . import python_controllers
 from .schedule import Blow
 
 START_S = 300.0
-"""Only bounds a hang."""
+"""Bounds a hang, in seconds."""
 LOOK_S = 0.02
 SETTINGS: dict[str, object] = {
     "kv_cache_bytes": 96 * 2**20,
     "log_level": "info",
-    # A busy machine may give a controller no CPU time for a while; its own limits are not tested.
+    # The limits of controllers are not tested, and a busy machine may delay a controller.
     "controller_pre_ms": 1000,
     "controller_mid_ms": 1000,
     "controller_post_ms": 1000,
     "controller_init_ms": 20_000,
 }
-"""Settings of liveness have their defaults, unless they are given."""
+"""The settings of the system. Settings of liveness have their defaults unless they are given."""
 
 
 class Slot:
-    """A program of supervisord.conf: a process that is started again whenever it ends.
+    """A program of supervisord.conf, whose process is restarted when it ends.
 
-    By supervisord's rules: at once if it has run for ``startsecs``, else after as many seconds as
-    it has ended too early in a row. (supervisord gives up after ``startretries``; this does not.)
+    The rules are supervisord's: the restart is immediate if the process has run for ``startsecs``.
+    Otherwise the pause in seconds is the number of consecutive early ends. Unlike supervisord, a
+    slot does not give up after ``startretries``.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Slot:
         self._continue_at: float | None = None
         self._started = 0.0
         self.pids: dict[int, None] = {}
-        """The ids of all processes that it has had."""
+        """The ids of all processes of this slot so far."""
         self.process = self._start()
 
     def _start(self) -> Process:
@@ -68,7 +69,7 @@ class Slot:
         return process
 
     def look(self, now: float) -> None:
-        """Continues it if it was stopped for long enough; starts it again if it has ended."""
+        """Continues a process whose stop time has passed; restarts a process that has ended."""
         if self._continue_at is not None and now >= self._continue_at:
             self.go_on()
         if self.process.alive:
@@ -83,7 +84,7 @@ class Slot:
             self.process = self._start()
 
     def suffer(self, blow: Blow, now: float) -> bool:
-        """Kills it, or stops it for a while; whether it was there for that."""
+        """Kills or stops the process; returns False if the process does not run."""
         if not self.process.alive:
             return False
         if blow.stop_s is None:
@@ -94,22 +95,22 @@ class Slot:
         return True
 
     def go_on(self) -> None:
-        """Continues it."""
+        """Continues the process."""
         self._continue_at = None
         if self.process.alive:
             self.process.send(signal.SIGCONT)
 
     @property
     def log(self) -> str:
-        """The logs of its processes."""
+        """The log of this slot's processes."""
         return self._log.read_text() if self._log.exists() else ""
 
 
 class System:
     """Brokers, GPU workers, controller workers, a state worker and two gateways, supervised.
 
-    Not by supervisord itself, as a GPU worker takes seconds of CPU to import torch each time; here
-    it is forked from a process that has done so (``tests/forks.py``).
+    This class replaces supervisord, because a new GPU worker needs seconds of CPU time to import
+    torch. Here, a worker is forked from a process that has imported torch (``tests/forks.py``).
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class System:
         shutil.copy(python_controllers.__file__, self.folder)
         served = tuple(f"python_controllers:{name}" for name in python_controllers.SERVED)
         self.http = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        """Where the gateways listen: the one that is killed, and the one that is only stopped."""
+        """The addresses of the gateways. The first gateway is killed; the second is only
+        stopped."""
         self.slots: list[Slot] = []
         for i in range(brokers):
             name = f"broker-{i}" if brokers > 1 else "broker"
@@ -165,23 +167,23 @@ class System:
         return [slot for slot in self.slots if slot.kind == kind]
 
     def name_of(self, worker: str) -> str:
-        """The slot of a worker that the broker calls so: its name ends with its process id."""
+        """The slot of a worker, from its name at the broker, which ends with the process id."""
         pid = int(worker.rpartition("-")[2])
         return next((slot.name for slot in self.slots if pid in slot.pids), worker)
 
     def suffer(self, blow: Blow) -> str | None:
-        """Deals a blow; to which slot, or None if its process is not there."""
+        """Executes a blow; returns the name of the slot, or None if the process does not run."""
         with self._lock:
             slots = self.of(blow.kind)
             slot = slots[blow.which % len(slots)]
             return slot.name if slot.suffer(blow, time.monotonic()) else None
 
     def front_of(self, blow: Blow) -> str:
-        """Where the broker listens that a blow is for; empty: it is for another process."""
+        """The address of the broker that a blow hits; empty if it hits another kind of process."""
         return self.fronts[blow.which % len(self.fronts)] if blow.kind == "broker" else ""
 
     def go_on(self) -> None:
-        """Continues all that is stopped."""
+        """Continues all stopped processes."""
         with self._lock:
             for slot in self.slots:
                 slot.go_on()
@@ -193,7 +195,7 @@ class System:
                     slot.look(time.monotonic())
 
     def wait_until_complete(self) -> None:
-        """Waits until every worker is registered and has its model."""
+        """Waits until all workers are registered and have loaded their model."""
         wanted = len([s for s in self.slots if s.kind in ("state", "controller", "python", "gpu")])
         with Client(self.front, patience_s=START_S) as client:
 
@@ -210,20 +212,20 @@ class System:
             until(complete, START_S, "a complete system")
 
     def close(self) -> None:
-        """Ends all processes; what they logged stays until ``remove``."""
+        """Ends all processes. Their logs exist until ``remove``."""
         self._ended.set()
         self._watch.join()
         for slot in reversed(self.slots):
             slot.process.kill()
 
     def remove(self) -> None:
-        """Removes its folder."""
+        """Removes the folder of the system."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
 def running(**settings: object) -> Iterator[System]:
-    """A system that is complete, and ended afterwards. The logs of one that fails stay."""
+    """Runs a complete system. Its logs are not removed if the block fails."""
     system = System(**settings)  # type: ignore[arg-type]
     try:
         system.wait_until_complete()

@@ -1,6 +1,6 @@
-"""Streams of every kind, while a process is killed or stopped every two seconds: each ends with the
-tokens, texts, logs, storage and finish reasons that it has in an undisturbed run, and none is sent
-again. ``make chaos`` goes on for as long as asked."""
+"""Runs streams of every kind while a process is killed or stopped every two seconds. Each stream
+must have the tokens, texts, logs, storage and finish reasons of an undisturbed run, and must not be
+sent again. ``make chaos`` runs for a chosen time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from .system import running
 pytestmark = pytest.mark.process
 
 SEED = 44975
-"""Its first blows are to every kind of process, a broker and workers of all roles among them."""
+"""A seed whose first blows hit every kind of process, including a broker and workers of all
+roles."""
 BLOWS = 12
 SECONDS = 60.0
-"""For blows. On a busy machine fewer fit in, as each waits until all streams have gone on."""
+"""Seconds with blows. A busy machine has fewer blows, because each blow waits until all streams
+have continued."""
 
 
 @pytest.mark.timeout(1800)

@@ -1,6 +1,6 @@
-"""Two brokers, one of which is killed every few seconds: every stream ends with the tokens, texts,
-logs, storage and finish reasons that it has in an undisturbed run. ``make chaos
-ARGS='--brokers 2 --kinds broker --only-kills --every 10'`` goes on for as long as asked."""
+"""Runs two brokers, one of which is killed every few seconds. Each stream must have the tokens,
+texts, logs, storage and finish reasons of an undisturbed run. ``make chaos
+ARGS='--brokers 2 --kinds broker --only-kills --every 10'`` runs for a chosen time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .system import running
 pytestmark = pytest.mark.process
 
 SEED = 3
-"""Its blows are to either broker."""
+"""A seed whose blows hit both brokers."""
 BLOWS = 3
 SECONDS = 40.0
-"""For blows."""
+"""Seconds with blows."""
 EVERY_S = 4.0
-"""Longer than a broker takes to start on most machines, so that the other one is there."""
+"""Seconds between blows. A broker starts in less time on most machines, so that one broker always
+runs."""
 REQUESTS = "^(greedy|sampled|several|buffer|score|regex|best_of-1|backtrack|barrier|tree) [01]$"
-"""Plain, constrained, controlled and forked ones."""
+"""Pattern of the names of plain, constrained, controlled and forked requests."""
 
 
 @pytest.mark.timeout(900)
@@ -42,4 +43,4 @@ def test_streams_go_on_at_the_other_broker() -> None:
         )
         print(report)
         assert not report.failures, str(report)
-        assert report.notes.cut_off, "no stream was at a broker that was killed"
+        assert report.notes.cut_off, "the killed brokers had no streams"

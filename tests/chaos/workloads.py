@@ -1,10 +1,10 @@
-"""The requests: one hundred and some, of every kind, whose outcomes depend on no race.
+"""More than one hundred requests of every kind. Their outcomes do not depend on races.
 
-Events that would depend on one are left out: who appends to a variable first and is then read in
-that order, how often a compare-and-set is tried, how often a suspended sequence is woken.
+The requests avoid events that would depend on a race: the order of appends to a variable, the
+number of attempts of a compare-and-set, and the number of times that a suspended sequence is woken.
 
-Logits have other last bits in a batch of another shape, which can decide between two tokens that
-are as good as each other: no request comes to such a place (``close_calls.py``).
+The last bits of logits depend on the shape of the batch, and could decide between two equally
+likely tokens. The requests avoid such places (``close_calls.py``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..workers.controller.wasm.aici_guests import compile_rust, puppet
 from ..workers.controller.wasm.guests import SDK, compile_guest
 
 VARIANTS: dict[str, int] = {}
-"""For requests that came to a place where the last bits decide: another prompt, and another
+"""By request, if its tokens would depend on the last bits: a number that changes the prompt and the
 seed."""
 
 Door = Literal["bus", "score", "completions", "chat"]
 GUESTS = Path(__file__).parent / "guests"
 PREFACE = "preface"
-"""The name of a buffer of each client."""
+"""The name of the buffer that each client has."""
 PREFACE_TEXT = "# The module of the day.\n\n"
 
 PROMPTS = [
@@ -69,18 +69,18 @@ COMBINATION = {
 
 @dataclass
 class Workload:
-    """One request, and the door through which it goes."""
+    """One request, and the interface through which it is sent."""
 
     name: str
-    """A name of its kind, with a number."""
+    """The kind of the request and a number."""
     door: Door = "bus"
     options: dict[str, Any] = field(default_factory=dict)
-    """Of ``generate``, or the further fields of the body over HTTP."""
+    """The options of ``generate``, or further fields of the body over HTTP."""
     prompt: str = ""
 
     @property
     def kind(self) -> str:
-        """As in ``plain``."""
+        """The kind in the name, for example ``plain``."""
         return self.name.partition(" ")[0]
 
 
@@ -96,13 +96,13 @@ def modules() -> dict[str, bytes]:
     try:
         found["rust"] = compile_rust("choice")
     except pytest.skip.Exception:
-        # There is no Rust for WASI here; the puppet is a module of the same interface.
+        # Without Rust for WASI, the puppet is a module with the same interface.
         found["rust"] = b""
     return {tag: wasm for tag, wasm in found.items() if wasm}
 
 
 def workloads(tags: set[str]) -> list[Workload]:
-    """All requests whose modules are there."""
+    """All requests whose modules are in ``tags``."""
     made = [*_plain(), *_constrained(), *_wasm(), *_aici(tags), *_python(), *_http()]
     assert len(made) >= 100
     for i, one in enumerate(made):
@@ -114,7 +114,7 @@ def workloads(tags: set[str]) -> list[Workload]:
 
 
 def _some(kind: str, count: int, **options: Any) -> Iterator[Workload]:
-    """Requests that differ in their prompt and seed."""
+    """Requests that differ in prompt and seed."""
     for i in range(count):
         given = {"max_tokens": 120, "ignore_eos": True, **options}
         yield Workload(f"{kind} {i}", "bus", given)
@@ -196,7 +196,7 @@ def _aici(tags: set[str]) -> Iterator[Workload]:
         drawn = {"max_tokens": 100, "temperature": 0.9, "top_k": 20}
         yield from _some(f"puppet-{name}", 1, **puppet_arg, **drawn)
     if "rust" in tags:
-        # One sequence: those of several would vote in the order in which they come.
+        # The request has one sequence, because several sequences would vote in order of arrival.
         texts = ["yes, of course it is", "yes, but never in the morning", "no"]
         arg: dict[str, Any] = {
             "controller": "rust",
@@ -213,7 +213,8 @@ def _python() -> Iterator[Workload]:
 
 
 def _http() -> Iterator[Workload]:
-    """Through the OpenAI door. With log-probabilities each token has a chunk of its own."""
+    """Requests through the OpenAI interface. With log-probabilities, each token has its own
+    chunk."""
 
     def body(**fields: Any) -> dict[str, Any]:
         common = {"model": "embedded", "stream": True, "max_tokens": 120, "temperature": 0.9}

@@ -1,7 +1,7 @@
-"""Sentences of the documentation, of docstrings and of comments.
+"""Extracts the sentences of pages, docstrings and comments.
 
-Code is left out: fenced blocks of a page, literal blocks of a docstring, and the text
-between backticks, which counts as one word.
+Fenced blocks of a page and literal blocks of a docstring are left out. Text between backticks
+counts as one word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROW = re.compile(r"\S {2,}\S")
-"""A row of a table in a docstring: its columns are set apart by spaces."""
+"""Matches a row of a table in a docstring, whose columns are separated by spaces."""
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 CODE = re.compile(r"``[^`]+``|`[^`]+`")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
@@ -32,7 +32,8 @@ def sentences(text: str) -> list[str]:
 
 
 def paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Paragraphs and list items of plain text; a colon at the end of a line ends one, too."""
+    """Paragraphs and list items of plain text. A colon at the end of a line also ends a
+    paragraph."""
     block: list[str] = []
     for line in [*lines, ""]:
         if not line.strip() or ITEM.match(line):
@@ -66,7 +67,7 @@ def of_page(text: str) -> list[str]:
 
 
 def of_docstring(text: str) -> list[str]:
-    """The sentences of a docstring; what follows ``::`` and is indented is code."""
+    """The sentences of a docstring. An indented block after ``::`` is code."""
     plain: list[str] = []
     literal: int | None = None
     for line in text.splitlines():
@@ -93,7 +94,7 @@ def docstrings(source: str) -> list[str]:
 
 
 def comments(source: str) -> list[str]:
-    """The comments of a module; those on consecutive lines are one."""
+    """The comments of a module. Comments on consecutive lines are joined."""
     found: list[str] = []
     previous = -1, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,8 +1,8 @@
-"""Counts sentences that must be read twice, and fails if a folder has more than its ceiling, or if
-``docs/`` has too many words.
+"""Counts sentences that must be read twice. Fails if a folder exceeds its ceiling, or if ``docs/``
+has too many words.
 
 ``python -m tests.lint.sentences`` is part of ``make lint``. ``--show FOLDER`` prints the sentences
-of a folder, and ``--lower`` writes smaller counts as the new ceilings; nothing raises a ceiling.
+of a folder. ``--lower`` writes smaller counts as new ceilings; a ceiling never rises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .prose import of_file
 ROOT = Path(__file__).parents[2]
 CEILINGS = Path(__file__).with_name("ceilings.json")
 GOALS = {"openings": 20, "dialect": 10, "long": 100}
-"""The most of each kind that all folders together are to have."""
+"""Target for the number of sentences of each kind in all folders."""
 MAX_WORDS = 32
 MAX_DOCS_WORDS = 40_000
 """Words in all pages of ``docs/``, in tables and examples too."""
@@ -57,7 +57,7 @@ def num_words(text: str) -> int:
 
 
 def folder_of(name: str) -> str:
-    """The folder that a file is counted in: the second level below ``workers`` and ``clients``."""
+    """The folder in which a file is counted: the second level below ``workers`` and ``clients``."""
     parts = name.split("/")[:-1]
     if not parts or name.endswith(".md"):
         return "docs"
@@ -65,7 +65,7 @@ def folder_of(name: str) -> str:
 
 
 def files() -> Iterator[Path]:
-    """Every page and module that is counted."""
+    """All pages and modules that are counted."""
     for pattern in PAGES:
         yield from sorted(ROOT.glob(pattern))
     for folder in (*FOLDERS, "tests", "benchmarks"):
@@ -73,7 +73,7 @@ def files() -> Iterator[Path]:
 
 
 def marked() -> Iterator[tuple[str, str, str, str]]:
-    """Folder, file, kind and text of each sentence that counts; of tests, only docstrings do."""
+    """Folder, file, kind and text of each counted sentence. In tests, only docstrings count."""
     for path in files():
         name = str(path.relative_to(ROOT))
         if "node_modules" in name:
@@ -85,8 +85,8 @@ def marked() -> Iterator[tuple[str, str, str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--show", metavar="FOLDER", help="print a folder's sentences, or a file's")
-    parser.add_argument("--lower", action="store_true", help="write smaller counts as ceilings")
+    parser.add_argument("--show", metavar="FOLDER", help="print the sentences of a folder or file")
+    parser.add_argument("--lower", action="store_true", help="write smaller counts as new ceilings")
     options = parser.parse_args()
     found = list(marked())
     for folder, name, kind, sentence in found:

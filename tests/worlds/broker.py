@@ -1,4 +1,4 @@
-"""A broker without its sockets, for tests: events in, what it sends sorted by receiver."""
+"""A broker without sockets. A test passes events, and reads the sent messages by receiver."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tokenbus.protocol.worker_messages import Register, Registered
 
 
 class Bench:
-    """A broker with a clock of its own. Clients and workers have names.
+    """A broker with a simulated clock. Clients and workers have names.
 
-    It awaits no workers of an earlier run, unless ``recover_s`` is given, and lets clients without
-    keys raise the priority, unless ``max_priority`` is.
+    The broker does not wait for workers of an earlier run unless ``recover_s`` is given. Clients
+    without keys may raise the priority unless ``max_priority`` is given.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -34,12 +34,12 @@ class Bench:
         self.broker = Broker(BrokerSettings(**given), boot=1, now=self.now)
         self.sent: list[Outgoing] = []
         self._msgpack: set[str] = set()
-        """Clients that get their messages in msgpack."""
+        """Clients that receive msgpack."""
 
     def client(
         self, name: str, kind: str, body: dict[str, Any] | None = None, key: str = ""
     ) -> list[tuple[str, Any]]:
-        """Sends a client's message; returns the immediate answers."""
+        """Sends a message from a client; returns the immediate answers."""
         frames = [kind.encode(), msgspec.json.encode(body or {})]
         if kind == "HELLO":
             self._msgpack.discard(name)
@@ -57,7 +57,7 @@ class Bench:
         return msgspec.msgpack.decode(answer[2], type=Registered)
 
     def send(self, name: str, kind: str, body: Any, header: Header | None = None) -> list[Outgoing]:
-        """Sends a worker's message; returns what the broker sends at once."""
+        """Sends a message from a worker; returns the broker's immediate messages."""
         frames = [kind.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
         out = self.broker.on_worker(peer_of(name), frames, self.now)
         self.sent += out
@@ -66,7 +66,7 @@ class Bench:
     def tokens(
         self, name: str, to: Header, *entries: Token, final: bool = False, columns: bool = False
     ) -> list[Any]:
-        """Sends a worker's TOKEN message for one stream, in the encoding of its header."""
+        """Sends a worker's TOKEN message for one stream, in the encoding that ``to`` has."""
         finished = [to.request] if final else []
         head = encode_token_header([to.address], finished)
         body = pack_columns(entries) if columns else list(entries)
@@ -75,7 +75,7 @@ class Bench:
         return self._note(self.broker.on_worker(peer_of(name), frames, self.now))
 
     def pass_time(self, seconds: float) -> None:
-        """Lets time pass, with a tick every 0.25 s."""
+        """Advances the clock with a tick every 0.25 s."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.25)

@@ -1,4 +1,4 @@
-"""A client's session without sockets, and a broker played by hand."""
+"""A client's session without sockets. The test acts as the broker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 
 class Bench:
-    """A session that says HELLO, and a broker played by hand."""
+    """A session that has sent HELLO. The test acts as the broker."""
 
     def __init__(self, front: str = "tcp://front") -> None:
         self.now = 0.0
@@ -27,11 +27,11 @@ class Bench:
         self.receive("WELCOME", body)
 
     def receive(self, message_type: str, body: Any) -> None:
-        """A message of the broker's."""
+        """Passes a message of the broker to the session."""
         self.session.on_frames([message_type.encode(), msgspec.json.encode(body)], self.now)
 
     def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
-        """The next entries of a call's stream."""
+        """Sends the next entries of a call's stream."""
         first = call.came.get(seq, 0)
         entries = [
             Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=first + i)
@@ -54,14 +54,14 @@ class Bench:
             self.session.on_time(self.now)
 
     def sent(self) -> list[tuple[str, Any]]:
-        """Messages that it sent since the last look."""
+        """The session's messages since the last call."""
         taken, self.session.outgoing = self.session.outgoing, []
         return [(f[0].decode(), _decode(f[1])) for f in taken]
 
     def events(self, call: Call) -> list[Event]:
-        """Events that a call got since the last look."""
+        """The events of a call since the last call of this method."""
         ready = [part for part in self.session.ready if not isinstance(part, Step)]
-        assert len(ready) == len(self.session.ready), "this broker sends no columns"
+        assert len(ready) == len(self.session.ready), "this broker does not send columns"
         self.session.ready = [(c, e) for c, e in ready if c is not call]
         return [e for c, events in ready if c is call for e in events]
 

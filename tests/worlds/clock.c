@@ -1,4 +1,4 @@
-// A wall clock that a test sets: preloaded, it adds the seconds that stand in a mapped file.
+// A preloaded library that adds the seconds in a mapped file to the wall clock, so that a test can set the clock.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

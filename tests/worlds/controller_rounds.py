@@ -32,7 +32,7 @@ def constraints() -> Constraints:
 
 
 class World:
-    """The requests of one worker under one constraint, whose STEPs are run as they arrive."""
+    """The requests of one worker under one constraint. Each STEP runs when it arrives."""
 
     def __init__(self, constraint: str, arg: str, max_tokens: int = 120) -> None:
         program = constraints().get(constraint)
@@ -42,7 +42,7 @@ class World:
         self.groups: dict[int, SequenceGroup] = {}
         self.posted: list[list[bytes]] = []
         self.num_jobs = 0
-        """The number of jobs that the last STEP was split into."""
+        """The number of jobs into which the last STEP was split."""
         for request in range(1, GROUPS + 1):
             group = SequenceGroup(
                 request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
@@ -52,7 +52,7 @@ class World:
             self.groups[request] = group
 
     def batches_nothing(self) -> None:
-        """From now on each round is run by itself."""
+        """Makes all further rounds run individually."""
         for group in self.groups.values():
             group._sequences[0].batched = None
 
@@ -63,7 +63,7 @@ class World:
         return controller
 
     def step(self, tokens: dict[int, Sequence[int]], ended: Iterable[int] = ()) -> list[StepResult]:
-        """The results of a STEP with these tokens by request, in the order of the requests."""
+        """Runs a STEP with the tokens of each request; returns the results in request order."""
         begun = []
         for request, given in tokens.items():
             found = self.groups[request].step(0, given, request in ended, None)

@@ -41,8 +41,9 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample(mask);
 }
 """
-"""The argument: "mask" allows every token by a mask, "loop" computes without end in its third
-round, "empty" forks and has an empty mask in the fork, for which the other sequence waits."""
+"""The argument chooses the behaviour. "mask" allows all tokens with a mask. "loop" has an endless
+loop in its third round. "empty" forks; the fork has an empty mask, and the other sequence waits for
+the fork."""
 
 
 class System:
@@ -52,7 +53,7 @@ class System:
         self.bus = bus
         self.client = client
         self.second = second
-        """The model of another vocabulary."""
+        """The name of the model with a different vocabulary."""
 
     def run(self, prompt: str | list[int] = PROMPT, **options: Any) -> list[GeneratedSequence]:
         options.setdefault("timeout_s", 300)
@@ -61,12 +62,12 @@ class System:
     def script(
         self, *do: Any, prompt: str | list[int] = PROMPT, **options: Any
     ) -> list[GeneratedSequence]:
-        """A run of ``Scripted``."""
+        """Runs ``Scripted``."""
         arg = {"do": do, "tells": options.pop("tells", False)}
         return self.run(prompt, controller=SCRIPTED, controller_arg=arg, **options)
 
     def idle(self) -> bool:
-        """Whether no worker has anything left of any request."""
+        """Whether the workers have removed all requests."""
         workers = self.client.status().workers
         blocks = sum(w.load.get("kv_blocks_used", 0) for w in workers)
         rooms = sum(w.load.get("sessions", 0) for w in workers if w.role == "controller")
@@ -74,7 +75,7 @@ class System:
 
 
 def _serving(bus: Bus, *names: str) -> Process:
-    """A worker of Python controllers."""
+    """Starts a worker that serves Python controllers."""
     shutil.copy(scripted.__file__, bus.folder)
     (bus.folder / "serve_controllers.py").write_text(
         "import sys\n"

@@ -44,7 +44,7 @@ class ClientView:
 
 
 def run(engine: Engine, client: ClientView | None = None) -> ClientView:
-    """Steps until nothing is left."""
+    """Runs steps until all requests have ended."""
     client = client or ClientView()
     while engine.has_work:
         client.take(engine.step())
@@ -55,7 +55,7 @@ _alone: dict[object, list[int]] = {}
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The output of a fresh engine for a prompt; many tests ask for the same one, made once."""
+    """The output of a new engine for a prompt. It is cached, because many tests use it."""
     key = embedded.name, tuple(prompt), msgspec.json.encode(sampling), torch.get_num_threads()
     if key not in _alone:
         engine = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))

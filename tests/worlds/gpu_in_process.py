@@ -1,4 +1,4 @@
-"""A GPU worker in the test's own process, on a real broker: a test can make a part of it fail."""
+"""A GPU worker in the test's process with a real broker. A test can make a part of it fail."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ class InProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the worker runs."""
         return self._thread.is_alive()
 
     def engine(self, model: str = "embedded") -> Any:
-        """The engine of a model that is loaded."""
+        """The engine of a loaded model."""
         return self.worker._models.engines[model]
 
     def end(self) -> int | None:
-        """Stops it; the result of its ``run``, None where that raised."""
-        self.worker.stop("the test is over")
+        """Stops the worker; returns the result of its ``run``, or None if ``run`` has raised."""
+        self.worker.stop("the test has ended")
         self._thread.join(JOIN_S)
         assert not self.alive
         return self.results[0] if self.results else None
 
     def wait_until_idle(self) -> None:
-        """Waits until neither the broker nor the worker has anything left of any request."""
+        """Waits until the broker and the worker have removed all requests."""
         with self.bus.client() as client:
 
             def idle() -> bool:
                 workers = client.status().workers
                 return not any(w.requests or w.load.get("kv_blocks_used") for w in workers)
 
-            until(idle, JOIN_S, "nothing is left of any request")
+            until(idle, JOIN_S, "the broker and the worker are idle")
 
 
 @contextmanager
 def in_process(**settings: Any) -> Iterator[InProcess]:
-    """A bus whose GPU worker is in this process, and serves."""
+    """Runs a bus whose GPU worker is in this process."""
     with Bus(heartbeat_s=0.1) as bus:
         running = InProcess(bus, **settings)
         try:

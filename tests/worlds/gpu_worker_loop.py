@@ -1,4 +1,4 @@
-"""The loop of a GPU worker, turn by turn and without a broker."""
+"""The loop of a GPU worker without a broker. A test runs each iteration."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tokenbus.workers.gpu.model.models import Ready
 from tokenbus.workers.gpu.worker import GpuWorker
 
 CONTROLLER = 7
-"""The number of the controller worker."""
+"""The id of the controller worker."""
 
 
 class Loop:
-    """A worker whose messages a test writes and reads."""
+    """A worker that receives the test's messages."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Loop:
         self.load("m")
 
     def load(self, model: str) -> None:
-        """A model is loaded."""
+        """Loads a model."""
         config = EngineConfig(
             kv_cache_bytes=2**22,
             max_num_batched_tokens=self.batched,
@@ -65,7 +65,7 @@ class Loop:
         attachments: Iterable[bytes] = (),
         link: int = 0,
     ) -> None:
-        """A message has arrived over a link."""
+        """Delivers a message to the worker over a link."""
         encoded = body if isinstance(body, bytes) else encode_body(body, "msgpack")
         header = Header(request, address, flags)
         self.worker._bus._inbox.put([FromBus(kind, header, encoded, list(attachments), link)])
@@ -90,7 +90,7 @@ class Loop:
         self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request, link=link)
 
     def decide(self, request: int, action: Any) -> None:
-        """The controller of a request has decided."""
+        """Delivers the decision of a request's controller."""
         results = Result(sequences=[StepResult(request, 0, action)], host="elsewhere")
         self.give(b"RESULT", results, 0, CONTROLLER)
 
@@ -104,11 +104,11 @@ class Loop:
         worker._step()
 
     def sent(self, kind: bytes, link: int = 0) -> list[list[bytes]]:
-        """The messages of a type that were sent over a link so far."""
+        """All sent messages of a type over a link."""
         return [frames for frames in self.worker._bus._links[link]._outbox if frames[0] == kind]
 
     def entries(self, request: int) -> list[Any]:
-        """The entries that the client of a request has received."""
+        """The entries that a request's client has received."""
         bodies = [body for frames in self.sent(b"TOKEN") for body in frames[2:]]
         entries = [entry for body in bodies for entry in msgspec.json.decode(body)]
         return [entry for entry in entries if entry["stream_id"] == request]

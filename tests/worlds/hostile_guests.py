@@ -1,4 +1,4 @@
-"""A whole system in which hostile guests run while a well-behaved stream does."""
+"""A system in which hostile guests run at the same time as a well-behaved stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..processes import Bus, Process
 from ..workers.controller.wasm.hostile.neighbour import Neighbour
 
 INIT_MS = 400.0
-"""Shorter than the default, so that these tests are."""
+"""A time limit below the default, which shortens these tests."""
 CALM_TOKENS = 12
 Made = TypeVar("Made")
 
 
 class System:
-    """A broker, a worker of each role, and a stream that runs while others do."""
+    """A broker, a worker of each role, and a client."""
 
     def __init__(self, bus: Bus, worker: Process, client: Client) -> None:
         self.bus, self.worker, self.client = bus, worker, client
@@ -27,11 +27,11 @@ class System:
         self._calm = self.calm()
 
     def calm(self) -> list[int]:
-        """The tokens of a well-behaved request."""
+        """Runs a well-behaved request; returns its tokens."""
         return self.run("calm", max_tokens=CALM_TOKENS)[0].tokens
 
     def run(self, controller: str | bytes, **options: Any) -> list[GeneratedSequence]:
-        """A request to its end; a module is uploaded first."""
+        """Runs a request to its end. A module is uploaded first."""
         name = controller if isinstance(controller, str) else self.upload(controller)
         given = {"max_tokens": 5, "ignore_eos": True, "timeout_s": 300.0, "text": False} | options
         return self.client.generate("x = 1", controller=name, **given).wait()
@@ -40,7 +40,8 @@ class System:
         return self.client.upload_controller(wasm).module
 
     def undisturbed(self, act: Callable[[], Made]) -> Made:
-        """Does it while a well-behaved stream runs: that goes on, and so does the worker."""
+        """Calls ``act`` during a well-behaved stream, and checks that the stream and the worker
+        continue."""
         with self.neighbour.running():
             made = act()
         assert self.worker.alive, self.worker.log
@@ -48,7 +49,7 @@ class System:
         return made
 
     def fails(self, controller: bytes | str, **options: Any) -> TokenbusError:
-        """The error that a guest brings to its own client."""
+        """The error that the client of a guest receives."""
         name = controller if isinstance(controller, str) else self.upload(controller)
 
         def act() -> TokenbusError:
@@ -59,7 +60,7 @@ class System:
         return self.undisturbed(act)
 
     def controller_error(self, controller: bytes | str, **options: Any) -> str:
-        """The text of an error that is a controller's own failure."""
+        """The text of the error ``controller_failed`` of a guest."""
         error = self.fails(controller, **options)
         assert type(error) is ControllerError
         assert error.code == "controller_failed"
@@ -67,7 +68,7 @@ class System:
         return error.message
 
     def refusal(self, wasm: bytes) -> RequestError:
-        """Why a module is not taken."""
+        """The error with which a module is refused."""
 
         def act() -> RequestError:
             with pytest.raises(RequestError) as caught:

@@ -1,4 +1,4 @@
-"""Journals of sessions beside a plain list of entries for each request."""
+"""Compares the journals of sessions with a plain list of entries for each request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STREAMS = 5
 
 
 class World:
-    """Some sessions, what is routed for them, and what their journals are to have of it."""
+    """Some sessions, their routed messages, and the expected content of their journals."""
 
     def __init__(self, seed: int, sessions: int = 3) -> None:
         self.rng = random.Random(seed)
@@ -26,10 +26,10 @@ class World:
             journal.json = self.rng.random() < 0.5
         self.wanted: dict[int, list[Token]] = {}
         self.live: dict[tuple[int, int], int] = {}
-        """The request of each live stream of a session."""
+        """The requests of a session's live streams."""
 
     def turn(self, request: int) -> None:
-        """Something happens."""
+        """Runs one random event."""
         rng = self.rng
         what, number = rng.random(), rng.randrange(len(self.journals))
         journal, stream = self.journals[number], rng.randrange(STREAMS)
@@ -60,7 +60,7 @@ class World:
             self.message(sorted(rng.sample(range(len(self.journals)), rng.randint(1, 2))))
 
     def message(self, numbers: list[int], size: int = 0) -> None:
-        """A worker's TOKEN with a body for each of these sessions, or, now and then, none."""
+        """Routes a worker's TOKEN with a body for each of these sessions. Some have no body."""
         head = encode_token_header([self.journals[n].session for n in numbers])
         bodies = []
         for number in numbers:
@@ -90,13 +90,13 @@ class World:
                 self.wanted[request].append(entry)
 
     def check(self) -> None:
-        """Each journal has what it is to have."""
+        """Checks the content of each journal."""
         for number, journal in enumerate(self.journals):
             live = [request for (of, _), request in self.live.items() if of == number]
             assert journal.entries(live) == {request: self.wanted[request] for request in live}
 
     def end(self) -> None:
-        """All requests end: nothing is left."""
+        """Ends all requests, and checks that the journals are empty."""
         for (number, _), request in self.live.items():
             self.journals[number].end(request)
         assert [journal.size for journal in self.journals] == [0] * len(self.journals)

@@ -33,12 +33,12 @@ class KeyedBroker:
     """A broker on TCP for clients and on a Unix socket for workers, both with keys."""
 
     def __init__(self, back: str = "") -> None:
-        """``back``: where workers connect, if that is another address."""
+        """``back``: the address for workers; empty: a Unix socket."""
         self._temporary = tempfile.TemporaryDirectory(prefix="tb-")
         self.path = Path(self._temporary.name)
         self.keys = KeyFolder(self.path / "keys")
         self.keys.make(new_pair)
-        # Its own ticks look at the folder of keys; no lease is to end in a test.
+        # The broker's ticks read the folder of keys. A lease must not expire in a test.
         settings = BrokerSettings(
             expiry_s=600, session_expiry_s=600, session_grace_s=600, tick_s=0.02, drain_s=0
         )
@@ -62,13 +62,13 @@ class KeyedBroker:
         self._temporary.cleanup()
 
     def new_key(self, name: str, role: Role = "client", quotas: Quotas = NONE) -> OwnKey:
-        """A key that may connect once the broker has looked at the folder."""
+        """A key that may connect after the broker has read the folder of keys."""
         key = self.stranger(name, role)
         self.keys.allow(role, name, Allowed(public=key.public, **msgspec.structs.asdict(quotas)))
         return key
 
     def stranger(self, name: str = "stranger", role: Role = "client") -> OwnKey:
-        """A key that nobody has allowed."""
+        """A key that was not allowed."""
         return KeyFolder.issue(name, role, new_pair(), self.keys.broker().public)
 
     def client(self, key: OwnKey | None, front: str = "") -> Client:
@@ -76,14 +76,14 @@ class KeyedBroker:
         return Client(front or self.front, patience_s=WAIT_MS / 1000, key=key)
 
     def worker(self, key: OwnKey, name: str = "w", patterns: tuple[str, ...] = ("m",)) -> Worker:
-        """A worker that has registered; it serves nothing of what it gets by itself."""
+        """A registered worker. The test answers its messages."""
         worker = Worker(self.back, key, name)
         worker.register(patterns)
         return worker
 
 
 class Worker:
-    """The connection of a worker, driven by the test."""
+    """The connection of a worker whose messages the test sends."""
 
     def __init__(self, back: str, key: OwnKey | None, name: str = "w") -> None:
         self.name = name

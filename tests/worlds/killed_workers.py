@@ -20,9 +20,9 @@ FORKS = guest(
         {set_word(1056, 2)} (return (i32.const 3))))
       (if (call $seq_id) (then (return (i32.const 2))))"""
 )
-"""Two sequences, of which one is suspended in its second round."""
+"""A guest with two sequences. One of them is suspended in its second round."""
 LARGE = guest(pages=512, init="(memory.fill (i32.const 65536) (i32.const 1) (i32.const 33488896))")
-"""One that has 32 MiB."""
+"""A guest that uses 32 MiB of memory."""
 
 
 class System:
@@ -38,7 +38,7 @@ class System:
         [self.reference] = self.stream().wait()
 
     def with_controllers(self, count: int) -> None:
-        """Starts controller workers until there are this many."""
+        """Starts controller workers until ``count`` of them are registered."""
         self.controllers = [c for c in self.controllers if c.alive]
         while len(self.controllers) < count:
             self.controllers.append(self.bus.start_other("controller"))
@@ -65,14 +65,14 @@ class System:
         return self.client.generate(PROMPT, controller=controller, **given)
 
     def streams(self, count: int, controller: str = "calm", **options: Any) -> list[Reader]:
-        """Streams, each of which has brought a token."""
+        """Begins streams, and waits for a token of each."""
         readers = [Reader(self.stream(controller, **options)) for _ in range(count)]
         for reader in readers:
-            assert reader.began.wait(BOUND_S), "a stream has not begun"
+            assert reader.began.wait(BOUND_S), "a stream did not begin"
         return readers
 
     def wait_until_free(self) -> None:
-        """Waits until no worker has a request, and no controller worker a session."""
+        """Waits until the workers have no requests and the controller workers no sessions."""
 
         def free() -> bool:
             workers = self.client.status().workers
@@ -80,5 +80,5 @@ class System:
             idle = all(w.load.get("sessions") == 0 for w in controllers)
             return idle and all(w.requests == 0 for w in workers if w.role != "state")
 
-        until(free, BOUND_S, "everything is free")
+        until(free, BOUND_S, "the workers are idle")
         until(lambda: self.of("state")[0].load.get("requests") == 0, BOUND_S, "no variables")

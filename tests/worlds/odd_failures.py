@@ -1,4 +1,4 @@
-"""A system whose clock jumps, and whose disk and descriptors run out."""
+"""A system whose clock jumps, whose disk becomes full, or whose file descriptors run out."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ COUNTS = guest(
     mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
       {call("log", FREE, 1)}"""
 )
-"""In each round it appends a byte to a variable, and logs the version that this made."""
+"""A guest that appends a byte to a variable in each round, and logs the new version."""
 
 
 def limit(process: Process, kind: int, soft: int) -> None:
-    """Sets a limit of a running process."""
+    """Sets a soft limit of a running process."""
     _, hard = resource.prlimit(process.pid, kind)
     resource.prlimit(process.pid, kind, (soft, hard))
 
 
 @contextlib.contextmanager
 def limited(process: Process, kind: int, soft: int) -> Iterator[None]:
-    """Sets a soft limit of a process within the block."""
+    """Sets a soft limit of a process for the ``with`` block."""
     before, _ = resource.prlimit(process.pid, kind)
     limit(process, kind, soft)
     try:
@@ -60,7 +60,7 @@ class Clock:
             self._map = mmap.mmap(file.fileno(), 8)
 
     def jump(self, seconds: int) -> None:
-        """Sets it to so much more than the time."""
+        """Sets the clock ``seconds`` ahead of the real time."""
         self._map[:8] = struct.pack("<q", seconds)
 
 
@@ -88,7 +88,7 @@ class System:
         return process
 
     def load(self, role: str) -> dict[str, float]:
-        """The report of the worker of a role."""
+        """The load that the worker of a role reports."""
         return next(w.load for w in self.client.status().workers if w.role == role)
 
     def stream(self, controller: str | None, client: Client | None = None, **more: Any) -> Stream:
@@ -99,11 +99,12 @@ class System:
 
     @contextlib.contextmanager
     def undisturbed(self, *controllers: str | None) -> Iterator[None]:
-        """Streams that run when the block begins end as they would have without it."""
+        """Checks that streams that run during the block have the same results as undisturbed
+        streams."""
         controllers = controllers or ("counts", None, "counts", None)
         readers = [Reader(self.stream(controller)) for controller in controllers]
         for reader in readers:
-            assert reader.began.wait(BOUND_S), "a stream has not begun"
+            assert reader.began.wait(BOUND_S), "a stream did not begin"
         yield
         for reader, controller in zip(readers, controllers, strict=True):
             [sequence] = reader.whole()

@@ -1,4 +1,4 @@
-"""A stream that is read on a thread of its own."""
+"""Reads a stream on a thread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenbus.clients.results import GeneratedSequence
 from tokenbus.clients.streams import Stream
 
 BOUND_S = 300.0
-"""Only bounds a hang: within so long everything has ended, whatever was killed."""
+"""Bounds a hang, in seconds. All streams end sooner, even if processes are killed."""
 
 
 class Reader:
-    """Reads a stream to its end, on a thread of its own."""
+    """Reads a stream to its end on a thread."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -23,19 +23,19 @@ class Reader:
         self._thread.start()
 
     def end(self) -> TokenbusError | None:
-        """Waits for its end, for a bounded time; its error."""
+        """Waits for the end of the stream; returns its error or None."""
         self._thread.join(BOUND_S)
         assert not self._thread.is_alive(), "a stream hangs"
         return self.error
 
     def whole(self) -> list[GeneratedSequence]:
-        """Waits for its end, which is not an error; its sequences."""
+        """Waits for the end of a stream without an error; returns its sequences."""
         assert self.end() is None
         return self.stream.sequences
 
     @property
     def ended(self) -> bool:
-        """Whether it has been read to its end."""
+        """Whether the stream has been read to its end."""
         return not self._thread.is_alive()
 
     @property

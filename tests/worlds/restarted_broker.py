@@ -1,4 +1,4 @@
-"""A broker that is restarted, with real client sessions and leases, and workers played by hand."""
+"""A broker that a test restarts, with real client sessions and leases, and simulated workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Running:
 
 
 class Peer:
-    """Whoever has a connection; ``name`` is that of the connection."""
+    """A client or a worker with a connection. ``name`` is the name of the connection."""
 
     def __init__(self, world: World, name: str, side: Side) -> None:
         self.world, self.name, self.side = world, name, side
@@ -69,23 +69,24 @@ class Peer:
 
 
 class GpuWorker(Peer):
-    """A worker that gives the tokens 100, 101, 102, … of each stream, one a step."""
+    """A worker that sends the tokens 100, 101, 102, … of each stream, one token per step."""
 
     def __init__(self, world: World, name: str = "gpu", role: str = "gpu") -> None:
         super().__init__(world, name, Side.BACK)
         self.role = role
         self.drops = True
-        """Whether it drops the requests that it should drop; a busy one does so only later."""
+        """Whether the worker drops requests when the broker asks for it. A busy worker does so
+        later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)
         self.got: list[tuple[bytes, Header, list[bytes]]] = []
         self.takes: int | None = None
-        """Messages that it handles before it is busy; None: all."""
+        """Number of messages that the worker handles before it is busy; None: all messages."""
         self.held: list[list[bytes]] = []
 
     def catch_up(self) -> None:
-        """It is not busy any more."""
+        """Ends the busy state."""
         self.takes, held, self.held = None, self.held, []
         for frames in held:
             self.receive(frames)
@@ -174,7 +175,7 @@ class GpuWorker(Peer):
         self.out.append([b"TOKEN", head, encode_body(tokens, "msgpack")])
 
     def step(self) -> None:
-        """One more token of each stream; what ends is kept, as a real worker does for a while."""
+        """Sends another token of each stream. Ended streams are kept, as in a real worker."""
         for one in self.running.values():
             if one.ended:
                 continue
@@ -222,7 +223,7 @@ class ClientPeer(Peer):
     def take(self) -> None:
         ready, self.session.ready = self.session.ready, []
         for part in ready:
-            assert not isinstance(part, Step), "these workers send no columns"
+            assert not isinstance(part, Step), "these workers do not send columns"
             call, events = part
             self.tokens[call] += [e.token for e in events if isinstance(e, Token)]
             for event in events:
@@ -231,7 +232,7 @@ class ClientPeer(Peer):
 
 
 class World:
-    """A broker that may be missing, and its peers."""
+    """A broker, which may not run, and its peers."""
 
     def __init__(self, **settings: Any) -> None:
         self.now = 100.0
@@ -246,7 +247,7 @@ class World:
         self.broker = None
 
     def start(self) -> None:
-        """A new broker, on which every peer has a new connection."""
+        """Starts a new broker, to which every peer has a new connection."""
         self.boot += 1
         self.broker = Broker(self.settings, boot=self.boot, now=self.now)
         for peer in self.peers:
@@ -258,7 +259,7 @@ class World:
             self._route(self.broker.on_gone(peer.side, peer.id, self.now))
 
     def run(self, *only: Peer) -> None:
-        """Carries messages, of these peers or of all, until nobody has any."""
+        """Delivers the messages of ``only``, or of all peers, until all messages are delivered."""
         moved = True
         while moved:
             moved = False
@@ -297,7 +298,7 @@ def steps(world: World, gpu: GpuWorker, count: int) -> None:
 
 
 def begun(length: int = 8, sent: int = 3, **settings: Any) -> tuple[World, GpuWorker, ClientPeer]:
-    """A world in which a stream has begun."""
+    """A world with a stream of ``length`` tokens, of which ``sent`` have been sent."""
     world = World(**settings)
     gpu, client = GpuWorker(world), ClientPeer(world)
     world.run()

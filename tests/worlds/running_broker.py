@@ -14,12 +14,12 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.protocol.keys import OwnKey
 
 WAIT_MS = 120_000
-"""How long a socket waits for an answer: far longer than one takes."""
+"""Time that a socket waits for an answer. It only bounds a hang."""
 
 
 @contextmanager
 def running(server: BrokerServer) -> Iterator[BrokerServer]:
-    """Runs a broker; it stops at the end."""
+    """Runs a broker for the ``with`` block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.run(),))
     thread.start()
@@ -32,7 +32,7 @@ def running(server: BrokerServer) -> Iterator[BrokerServer]:
 
 
 class RawPeer:
-    """A DEALER that a test drives, with a routing id of its choice if one is given."""
+    """A DEALER whose messages a test sends. The test can choose the routing id."""
 
     def __init__(self, address: str, key: OwnKey | None = None, routing_id: bytes = b"") -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -66,9 +66,9 @@ class RawPeer:
 def intrude(
     address: str, routing_id: bytes, frames: list[bytes], expected: bytes, key: OwnKey | None = None
 ) -> tuple[RawPeer, list[bytes]]:
-    """A peer with the routing id of another one, and its first answer, of the type ``expected``.
+    """A peer with another peer's routing id, and its first answer of the type ``expected``.
 
-    The first connections come to nothing while libzmq or the broker still has the one before.
+    The first attempts fail while libzmq or the broker still has the earlier connection.
     """
     while True:
         peer = RawPeer(address, key, routing_id)

@@ -1,4 +1,4 @@
-"""A state worker as a process, over a real broker; the workers around it are played by hand."""
+"""A state worker process with a real broker. The test acts as the client and the other workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOBODY = WorkerStatus(
 
 
 class Dealer:
-    """A connection that closes with its test."""
+    """A connection that is closed at the end of its test."""
 
     def __init__(self, endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -60,7 +60,7 @@ class Client(Dealer):
 
 
 class Worker(Dealer):
-    """A worker that has registered."""
+    """A registered worker."""
 
     def __init__(self, bus: Bus, role: Role, **more: Any) -> None:
         super().__init__(f"ipc://{bus.folder}/back.sock")
@@ -80,7 +80,7 @@ class Worker(Dealer):
         self.socket.send_multipart(pack([message_type, encode_header(request), body]))
 
     def receive(self, message_type: bytes) -> tuple[Header, bytes]:
-        """The next message of that type."""
+        """The next message of a type."""
         while True:
             frames = unpack(self.socket.recv_multipart())
             if frames[0] == message_type:
@@ -88,11 +88,12 @@ class Worker(Dealer):
 
 
 class System:
-    """A broker, a state worker, and by hand: a client, a GPU worker and a controller worker."""
+    """A broker and a state worker. The test acts as a client, a GPU worker and a controller
+    worker."""
 
     def __init__(self) -> None:
-        # The workers by hand send no heartbeats.
-        # This broker has no earlier run whose variables are to be kept for a while.
+        # The test's workers do not send heartbeats.
+        # The broker does not wait for workers of an earlier run.
         self.bus = Bus(expiry_s=600, recover_s=0.1)
         self.state = self.start_state_worker()
         self.client = Client(self.bus)
@@ -112,11 +113,11 @@ class System:
         self.bus.__exit__()
 
     def start_state_worker(self) -> Process:
-        """Starts it, again after it was killed, and waits until it has registered."""
+        """Starts the state worker, and waits until it has registered."""
         log = self.bus.folder / "state.log"
         self.state = Process("tokenbus.workers.state", log, self.bus.environment)
         self.bus.workers.append(self.state)
-        until(lambda: self.status.pid == self.state.pid, 120.0, "the state worker is there")
+        until(lambda: self.status.pid == self.state.pid, 120.0, "the state worker is registered")
         return self.state
 
     @property
@@ -127,7 +128,7 @@ class System:
         return max(states, key=lambda worker: worker.pid == self.state.pid, default=_NOBODY)
 
     def start_request(self) -> tuple[int, int]:
-        """A request whose controller has started: its id, and its stream."""
+        """Starts a request and its controller; returns the request's id and its stream."""
         stream = next(self.streams)
         body = {"stream_id": stream, "model": "m", "prompt": [5], "controller": "mine"}
         self.client.send(b"GENERATE", body)
@@ -137,11 +138,11 @@ class System:
         return request, stream
 
     def send(self, op: Variable) -> None:
-        """An operation, unanswered."""
+        """Sends an operation, without waiting for its answer."""
         self.controller.send(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
-        """The answers that come, as they are the first time, until none came for ``wait_s``."""
+        """Yields the first answer to each operation, until no answer arrives for ``wait_s``."""
         while self.controller.socket.poll(int(1000 * wait_s)):
             frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":
@@ -149,7 +150,7 @@ class System:
                 yield msgpack.encode(structs.replace(answer, repeated=False))
 
     def do(self, *ops: Variable) -> list[bytes]:
-        """The answers to operations, as they come; what is not answered is sent again."""
+        """Sends operations, unanswered ones again; returns the answers in order of arrival."""
         waiting = {(op.request, op.lineage, op.count): op for op in ops}
         answered: dict[tuple[int, int, int], bytes] = {}
         deadline = time.monotonic() + 300.0
@@ -167,5 +168,5 @@ class System:
         return [answered[op.request, op.lineage, op.count] for op in ops]
 
     def one(self, op: Variable) -> VariableAnswer:
-        """The answer to an operation."""
+        """Sends an operation; returns its answer."""
         return msgpack.decode(self.do(op)[0], type=VariableAnswer)

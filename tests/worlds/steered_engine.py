@@ -1,4 +1,4 @@
-"""The GPU worker's step without its sockets: the test acts as the controller worker."""
+"""The GPU worker's step without sockets. The test acts as the controller worker."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tokenbus.workers.machine import machine_id
 from .engine_client import ClientView
 
 WORKER = 7
-"""The number of the controller worker."""
+"""The id of the controller worker."""
 TIMEOUT_S = 60.0
-"""How long a decision may take."""
+"""Maximum time of a decision."""
 Answers = Callable[[StepSequence], Iterable[StepResult]]
 """A controller's decisions on an update of a sequence; the first update has no tokens."""
 
 
 class CountingEngine(Engine):
-    """Counts the tokens that go through the model."""
+    """An engine that counts the tokens that its model computes."""
 
     forwarded = 0
 
@@ -54,7 +54,8 @@ class CountingEngine(Engine):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Steps this small are not worth a second thread, and wait for it on a busy machine."""
+    """Runs torch on one thread. A second thread does not speed up small steps, and may be delayed
+    on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,28 +67,29 @@ def counting(loaded: LoadedModel, overlap: bool = False) -> CountingEngine:
 
 
 class Bench:
-    """An engine and its steering, one step at a time, as ``GpuWorker`` goes through them."""
+    """An engine with controlled requests. It runs the same steps as ``GpuWorker``."""
 
     def __init__(self, engine: Engine, host: str | None = None) -> None:
-        """``host``: the machine of the controller worker; this one where none is given."""
+        """``host``: the machine of the controller worker; None: this machine."""
         self.engine = engine
         self.worker = WORKER
         """The controller worker that the broker chooses."""
         self.now = 0.0
-        """The time, in seconds, by which decisions are overdue."""
+        """Seconds by which decisions are overdue."""
         self.steering = Steering(self._posted, TIMEOUT_S, lambda: self.now)
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
         self.updates: list[StepSequence] = []
-        """The messages that the controller worker has received and not answered yet."""
+        """The received but unanswered messages of the controller worker."""
         self.received: dict[int, list[TokenOutput]] = {}
-        """By request: what its client gets."""
+        """The outputs that the client of each request has received."""
         self.live: dict[int, int] = {}
         self.waited = 0
-        """How often a step waited for missing decisions."""
+        """Number of steps that waited for missing decisions."""
         self._host = machine_id() if host is None else host
         self._inbox: deque[tuple[bool, bytes, list[bytes]]] = deque()
-        """The flag: whether it arrives while the next step waits; if that does not, after it."""
+        """Each decision, and whether it arrives while the next step waits. If that step does not
+        wait, the decision arrives after the step."""
 
     # --- the client -----------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Bench:
         ignore_eos: bool = True,
         text: bool = False,
     ) -> None:
-        """Adds a request as ``GpuWorker`` does."""
+        """Adds a request like ``GpuWorker``."""
         loaded = self.engine.loaded
         self.engine.add(request, prompt, sampling, text=text)
         self.live[request] = 1
@@ -134,7 +136,7 @@ class Bench:
     def send(
         self, *results: StepResult, masks: Iterable[np.ndarray] = (), while_waiting: bool = False
     ) -> None:
-        """Sends decisions: they arrive before the next step, or only while it waits for them."""
+        """Sends decisions, which arrive before the next step or while the next step waits."""
         if results:
             body = encode_body(Result(sequences=list(results), host=self._host), "msgpack")
             self._inbox.append((while_waiting, body, [m.tobytes() for m in masks]))
@@ -154,7 +156,7 @@ class Bench:
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
-        """Steps until every stream has ended; each update is answered immediately."""
+        """Runs steps until every stream has ended. Each update is answered immediately."""
         for request, _ in self.starts:
             self.send(*answers(StepSequence(request, 0, [])))
         self.starts.clear()
@@ -165,15 +167,16 @@ class Bench:
             if not any(self.live.values()):
                 return
             self.step()
-        raise AssertionError(f"not over after {steps} steps: {self.live}")
+        raise AssertionError(f"streams that did not end in {steps} steps: {self.live}")
 
     @property
     def blocks(self) -> float:
-        """Blocks in use."""
+        """The number of used blocks."""
         return self.engine.stats()["kv_blocks_used"]
 
     def check_nothing_is_left(self) -> None:
-        """Every request has ended: no decision is awaited and no block is in use."""
+        """Checks that the engine is idle: all requests have ended, no decision is missing, and all
+        blocks are free."""
         steering = self.steering
         assert not steering.active
         assert not steering._awaited
@@ -212,7 +215,7 @@ class Bench:
 
 
 def sample(update: StepSequence, seq: int | None = None, **more: object) -> StepResult:
-    """The decision to sample."""
+    """The decision to sample a sequence."""
     return StepResult(update.request, update.seq if seq is None else seq, "sample", **more)  # type: ignore[arg-type]
 
 

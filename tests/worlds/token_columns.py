@@ -1,4 +1,4 @@
-"""A client's session and a broker that sends its tokens as entries or in columns."""
+"""A client's session, and a broker that sends tokens as entries or in columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = [(which, seq) for which in range(CALLS) for seq in range(SEQS)]
 
 
 class World:
-    """A session and the broker that it talks to, which sends tokens in one form."""
+    """A session, and a broker that sends all tokens in one form."""
 
     def __init__(self, columns: bool) -> None:
         self.columns = columns
@@ -28,7 +28,7 @@ class World:
         self.events: list[list[Event]] = []
         self.calls: list[Call] = []
         self._sent: dict[int, list[Token]] = {}
-        """By stream: what the worker has sent of this attempt."""
+        """The entries of the current attempt that the worker has sent, by stream."""
         self.session.connected(self.now)
         self._receive("WELCOME", {"version": 1, "encoding": "msgpack", "session": "a"})
         for _ in range(CALLS):
@@ -36,7 +36,7 @@ class World:
             events: list[Event] = []
             call.stall_s = 2.0
             call.take = events.extend
-            # Rows are noted as the entries that they stand for, in the order of all events.
+            # Rows are recorded as entries, in the order of all events.
             call.unread.watched, call.unread.wake = True, _noting(call, events)
             self.calls.append(call)
             self.events.append(events)
@@ -44,7 +44,7 @@ class World:
         self._work()
 
     def play(self, what: str, which: Any, number: Any) -> None:
-        """One event of the story."""
+        """Runs one event."""
         match what:
             case "step":
                 self._tokens([self._token(call, seq, call == number) for call, seq in which])
@@ -68,7 +68,7 @@ class World:
         self._work()
 
     def _work(self) -> None:
-        """Delivers what is ready; begins the streams that were asked for."""
+        """Delivers ready events, and begins the requested streams."""
         hand_out(self.session.ready)
         self.session.ready = []
         self.session.on_time(self.now)
@@ -78,7 +78,7 @@ class World:
         self.session.outgoing = []
 
     def _resume(self, lost: int) -> None:
-        """The connection breaks while messages are on their way; a new one takes it over."""
+        """Breaks the connection, which loses messages, and resumes the session on a new one."""
         for _ in range(lost):
             for stream in self._sent:
                 self._token_of(stream, 0, with_text=False)
@@ -101,7 +101,7 @@ class World:
         return self._token_of(number, seq, with_text) if number in self._sent else None
 
     def _token_of(self, stream: int, seq: int, with_text: bool) -> Token:
-        """The next token of a sequence: the same in each attempt."""
+        """The next token of a sequence, which is the same in each attempt."""
         sent = self._sent[stream]
         pos = sum(entry.seq == seq for entry in sent)
         entry = plain_entry(stream, 10 * pos + seq, -1 / (pos + 1), pos, seq)
@@ -127,7 +127,7 @@ class World:
         self.session.on_frames([message_type.encode(), msgspec.msgpack.encode(body)], self.now)
 
     def state(self) -> list[Any]:
-        """The state of the calls themselves."""
+        """The state of the calls."""
         self.session._settle()
         return [
             (c.received, c.came, c.seen, c.received_at, c.failed_at, c.ended, c.number)

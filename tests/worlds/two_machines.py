@@ -1,4 +1,4 @@
-"""A system on two machines, with a link between them that a test disturbs."""
+"""A system on two machines. A test disturbs the link between the machines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORKS = guest(
     pre=f"(if (i32.eq (global.get $round) (i32.const 4)) "
     f"(then {set_word(N, 3)} (return (i32.const 3))))"
 )
-"""Forks after its third token, into three."""
+"""A guest that forks into three sequences after its third token."""
 
 
 class RemoteClient:
-    """A client on one of the machines, in a process of its own."""
+    """A client process on one of the machines."""
 
     def __init__(self, machine: Machine, log: Path, **settings: object) -> None:
         with log.open("w") as errors:
@@ -47,7 +47,7 @@ class RemoteClient:
         self._process.stdin.flush()
 
     def answer(self) -> Any:
-        """The answer to the first command that has none."""
+        """The answer to the oldest unanswered command."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, self._log.read_text()
@@ -59,7 +59,7 @@ class RemoteClient:
         return self.answer()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -74,7 +74,7 @@ class System:
         self._back = f"tcp://{near.address}:{free_port()}"
 
     def start(self) -> None:
-        """Starts everything, with keys that are made and allowed as a user would."""
+        """Starts the system, with keys that ``tokenbus keys`` has made and allowed."""
         here, there = self._folder / "near", self._folder / "far"
         run = ["--run-dir", str(here / "run")]
         here.mkdir()
@@ -107,12 +107,13 @@ class System:
             self.client.do("upload", tag=tag, wasm=wasm.hex())
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends the system."""
         self.link.cut, self.link.delay_s, self.link.loss = False, 0.0, 0.0
         self._stack.close()
 
     def wait_for_roles(self, *roles: str) -> None:
-        """Waits until these workers, and no others, have registered, GPU workers with a model."""
+        """Waits until exactly the workers with these roles have registered, and GPU workers have
+        loaded a model."""
 
         def ready() -> bool:
             assert self.joined.process.poll() is None, self.joined.output + self.joined.logs
@@ -129,7 +130,8 @@ class System:
         return self.up.logs + self.joined.logs + others
 
     def _state_worker(self, log: Path) -> None:
-        """Starts it on the broker's machine, where it finds its key by itself."""
+        """Starts the state worker on the broker's machine, where it finds its key in the key
+        folder."""
         run_dir = self._folder / "near" / "run"
         environment = clean_environment(run_dir=run_dir, back=self._back)
         with log.open("w") as output:

@@ -1,4 +1,4 @@
-"""Two machines with a folder of modules each, and clients of two tenants."""
+"""Two machines, each with a folder of modules, and clients of two tenants."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TIMEOUT_S = 300.0
 
 
 class KeyedBus(Bus):
-    """A bus with keys, whose own client is the operator's."""
+    """A bus with keys. Its client is the operator."""
 
     def __init__(self, keys: KeyFolder) -> None:
         self._keys = keys
         super().__init__(keys=keys.path, heartbeat_s=0.2)
 
     def client(self, patience_s: float = 120.0) -> Client:
-        """The operator's."""
+        """A client of the operator."""
         key = OwnKey.read(self._keys.own("client"))
         return Client(self.front, patience_s=patience_s, key=key)
 
@@ -36,7 +36,7 @@ class Machines:
         self.second = bus.folder / "second"
 
     def tokens(self, client: Client, controller: str) -> int:
-        """The tokens of a stream with this controller."""
+        """The number of tokens of a stream with this controller."""
         stream = client.generate(
             [40, 41, 42], controller=controller, max_tokens=9, ignore_eos=True, timeout_s=TIMEOUT_S
         )

@@ -1,9 +1,9 @@
-// The sequences of a request generate together, in steps: each waits until all of them have come to
-// the same place.
+// The sequences of a request generate in steps. After each step, every sequence waits until all sequences have
+// finished the step.
 //
-// The argument is "SEQUENCES STEPS LENGTH". Sequence 0 forks into SEQUENCES. Each of them generates
-// LENGTH tokens, appends a byte to the variable "here" and suspends until all have, STEPS times. The
-// bytes are the same ones, so that nothing depends on who is first.
+// The argument is "SEQUENCES STEPS LENGTH". Sequence 0 forks into SEQUENCES. STEPS times, each sequence generates
+// LENGTH tokens, appends a byte to the variable "here" and suspends until all sequences have appended. All bytes
+// are equal, so that the order of the appends has no effect.
 #include "tokenbus.h"
 
 static uint32_t sequences, steps, length;
@@ -15,7 +15,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     const char *at = arg, *end = arg + arg_len;
     if (!tb_read_number(&at, end, &sequences) || *at++ != ' ' ||
         !tb_read_number(&at, end, &steps) || *at++ != ' ' || !tb_read_number(&at, end, &length))
-        tb_fail("the argument is \"SEQUENCES STEPS LENGTH\", and it is \"%s\"", arg);
+        tb_fail("the argument is \"%s\"; expected \"SEQUENCES STEPS LENGTH\"", arg);
 }
 
 tb_answer tb_pre_process(void) {

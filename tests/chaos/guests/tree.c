@@ -1,7 +1,7 @@
-// Forks of forks: each sequence generates LENGTH tokens and forks into two, DEPTH times.
+// Makes a tree of forks: DEPTH times, each sequence generates LENGTH tokens and forks into two.
 //
-// The argument is "DEPTH LENGTH". The two forks go on with tokens of even and of odd numbers, so that
-// they differ with greedy sampling too.
+// The argument is "DEPTH LENGTH". One fork continues with even token ids and the other with odd ones, so that the
+// forks differ with greedy sampling too.
 #include "tokenbus.h"
 
 static uint32_t depth, length, generated;
@@ -11,7 +11,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     (void)prompt, (void)n;
     const char *at = arg, *end = arg + arg_len;
     if (!tb_read_number(&at, end, &depth) || *at++ != ' ' || !tb_read_number(&at, end, &length))
-        tb_fail("the argument is \"DEPTH LENGTH\", and it is \"%s\"", arg);
+        tb_fail("the argument is \"%s\"; expected \"DEPTH LENGTH\"", arg);
 }
 
 tb_answer tb_pre_process(void) {
