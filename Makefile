@@ -1,4 +1,4 @@
-# make demo and make test are all that a fresh machine needs: both install first, into .venv.
+# On a new machine, run make demo or make test. Both first install the package into .venv.
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV := .venv
@@ -18,23 +18,23 @@ FOLDERS := $(PACKAGES) tests benchmarks
 
 install: $(INSTALLED)
 
-# torch goes first and alone: it is most of the download, and what follows then finds it there.
-# The guest that runs grammars and the GPU worker's native code are compiled with the package.
+# torch is installed first and alone, because it is most of the download. The installation of the package
+# compiles the grammar guest and the GPU worker's native code.
 define with_extra
 test -x $(PY) || $(PYTHON) -m venv $(VENV)
 $(PY) -m pip install --quiet $(TORCH)
 $(PY) -m pip install --quiet --editable '.[$(1)]'
 endef
 
-# SGLang's parsers of answers without what their package depends on, which would replace the
-# versions of transformers and openai here; pyproject.toml has what they import.
+# SGLang's parsers of answers are installed without dependencies, which would replace this project's
+# versions of transformers and openai. pyproject.toml lists the packages that the parsers import.
 $(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE) $(SDK)
 	$(call with_extra,dev)
 	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@
 
-# What Containerfile makes of a bare Python: no tools for tests, and modules that are compiled, as the
-# image's user can write to none of their folders.
+# Containerfile uses this target. It installs no test tools, and compiles the Python modules, because the
+# image's user cannot write to their folders.
 image:
 	$(call with_extra,all)
 	$(PY) -m compileall -q $(PACKAGES)
@@ -42,9 +42,9 @@ image:
 demo: install
 	@$(PY) -m tokenbus.clients.demo
 
-# One process of tests more than there are cores, as tests of whole systems mostly wait; with 3 GiB of
-# memory for each. Each takes over tests of another that has more of them left.
-# make test ARGS='-k name' passes arguments on; ARGS='-n 0' runs all in one process.
+# There is one test process more than cores, because tests of whole systems mostly wait. Each process
+# needs 3 GiB of memory. A process without tests takes over tests of another process.
+# make test ARGS='-k name' passes arguments to pytest. ARGS='-n 0' runs all tests in one process.
 define processes
 import os
 memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -56,19 +56,19 @@ PYTEST := $(PY) -m pytest -n $$($(PYTHON) -c "$$processes") --dist worksteal --d
 test: install
 	$(PYTEST) $(ARGS)
 
-# What starts no process, in about 85 seconds on two cores.
+# Runs the tests that do not start processes, in about 85 seconds on two cores.
 test-quick: install
 	$(PYTEST) -m 'not process' $(ARGS)
 
-# All of them, while random processes of theirs are stopped for random times: make test-paused SEED=7.
+# Runs all tests while random processes are stopped for random times: make test-paused SEED=7.
 test-paused: install
 	$(PY) -m tests.pauses --seed $(SEED) $(PYTEST) $(ARGS)
 
-# The property tests, with twenty times the examples.
+# Runs the property tests with twenty times as many examples.
 test-long: install
 	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
 
-# Coverage-guided: make fuzz TARGET=packing RUNS=1000000. tests/fuzz has the targets.
+# Runs coverage-guided fuzzing: make fuzz TARGET=packing RUNS=1000000. tests/fuzz has the targets.
 TARGET ?= packing
 RUNS ?= 1000000
 
@@ -76,26 +76,25 @@ fuzz: install
 	$(PY) -m pip install --quiet 'atheris>=3,<4'
 	$(PY) -m tests.fuzz $(TARGET) --runs $(RUNS)
 
-# Processes are killed and stopped under load: make chaos SECONDS=600 SEED=7. The seed gives the same
-# schedule again.
+# Kills and stops processes under load: make chaos SECONDS=600 SEED=7. A seed has a fixed schedule.
 SECONDS ?= 120
 SEED ?= 1
 chaos: install
 	$(PY) -m tests.chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
-# Workers on the nodes of a Ray cluster on this machine, one of which is killed; installs Ray. Not while
-# the machine is busy: Ray gives its processes 30 seconds to start.
+# Installs Ray, runs workers on the nodes of a Ray cluster on this machine, and kills a node. Do not run
+# this on a busy machine, because Ray's processes must start within 30 seconds.
 ray: install
 	$(PY) -m pip install --quiet --editable '.[ray]'
 	$(PY) -m pytest -p no:xdist tests/cluster/ray_nodes.py $(ARGS)
 
-# The kernels for GPUs in Triton's interpreter, on a CPU; installs Triton (285 MB). make test skips
-# these tests, as the interpreter must be chosen before Triton is imported.
+# Installs Triton (285 MB), and tests the GPU kernels in Triton's interpreter on a CPU. make test skips
+# these tests, because the interpreter must be chosen before Triton is imported.
 triton: install
 	$(PY) -m pip install --quiet $(TRITON)
 	TRITON_INTERPRET=1 $(PYTEST) tests/workers/gpu/triton $(ARGS)
 
-# The folders at the root are the subpackages of the namespace tokenbus; mypy sees them through links.
+# The folders at the root are the subpackages of the namespace tokenbus. mypy reads them through links.
 lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -108,14 +107,14 @@ lint: install
 			benchmarks/*.py)
 	$(PY) -m tests.lint.sentences
 
-# Not schemas.py, which needs an archive of MaskBench and takes long, and not gpu_check.py, which needs
-# a GPU.
-# xgrammar without what it depends on: triton is a gigabyte, and is not needed on a CPU.
+# Runs all benchmarks except schemas.py, which takes long and needs an archive of MaskBench, and
+# gpu_check.py, which needs a GPU.
+# xgrammar is installed without dependencies, because triton has a gigabyte and is not needed on a CPU.
 bench: install
 	$(PY) -m pip install --quiet --no-deps 'xgrammar==0.2.8' 'apache-tvm-ffi'
 	@set -e; for b in $(filter-out benchmarks/_% benchmarks/schemas.py benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
 
-# llama.cpp's server, which benchmarks/serving.py measures beside: some ten minutes, once.
+# Builds llama.cpp's server for benchmarks/serving.py, once, in about ten minutes.
 bench-peers: install
 	$(PY) benchmarks/_llamacpp.py
 

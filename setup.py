@@ -1,7 +1,7 @@
-"""Compiles what is C when the package is built.
+"""Compiles the C sources when the package is built.
 
-For the sandbox: the guest that runs grammars, and the console's examples. On Linux also the GPU
-worker's forward of few tokens, for this machine's kind of processor.
+They are the grammar guest and the console's examples, as Wasm. On Linux, the GPU worker's native
+forward for few tokens is compiled for this machine's architecture.
 """
 
 import platform
@@ -19,21 +19,22 @@ GUEST_FLAGS += ["-Wl,-z,stack-size=65536", "-mcpu=generic+simd128+bulk_memory"]
 SDK = Path("workers", "controller", "sdk")
 CONSOLE = Path("clients", "console")
 EXAMPLES = ["backtrack", "best_of"]
-"""Modules of the SDK's examples that the console uploads."""
+"""The SDK's examples whose modules the console uploads."""
 
 NATIVE = Path("workers", "gpu", "model", "cpu_native")
 NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "rows.c", "threads.c")]
 NATIVE_FLAGS = ["-O3", "-g0", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"]
 NATIVE_FLAGS += ["-fno-math-errno", "-ffp-contract=fast"]
 PROCESSORS = {"x86_64": ["x86_64_v3", "x86_64_v4"], "aarch64": ["generic"]}
-"""By machine: what is compiled for it. The worker loads the one for its processor, if any."""
+"""The processors of each architecture for which a library is compiled. The worker loads the library
+for its processor, if it exists."""
 
 
 class BuildNative(build_py):
-    """``build_py``, and the compiled files beside their C."""
+    """``build_py`` that also puts compiled files next to their C sources."""
 
     def run(self) -> None:
-        """Copies the modules, then compiles."""
+        """Copies the Python modules, then compiles the C sources."""
         super().run()
         root = Path() if self.editable_mode else Path(self.build_lib, "tokenbus")
         guest = root / GUEST / "grammar.wasm"
@@ -49,7 +50,7 @@ class BuildNative(build_py):
 
 def _compile(arguments: list[str], to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
-    # A process that has it loaded keeps the file that it has.
+    # The file is replaced, because processes may have loaded the old file.
     to.unlink(missing_ok=True)
     subprocess.check_call([sys.executable, "-m", "ziglang", "cc", "-o", str(to), *arguments])
 

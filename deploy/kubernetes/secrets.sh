@@ -1,18 +1,18 @@
 #!/bin/sh
-# Prints what the pods have of a folder of keys and of a folder with a file of API keys; no key leaves
-# this machine before you apply it:
+# Prints the Secrets and ConfigMaps of the pods, from a folder of keys and a folder with the file of API
+# keys. The keys remain on this machine until you apply the output:
 #
 #   mkdir http
 #   tokenbus keys new --keys keys
 #   tokenbus api-key NAME --file http/api-keys
 #   deploy/kubernetes/secrets.sh keys http | kubectl apply -f -
 #
-# Once more after each 'tokenbus keys new NAME --keys keys' and 'tokenbus keys revoke NAME --keys keys':
-# the broker that runs follows the files of the two ConfigMaps, which have public keys only.
+# Repeat the last command after each 'tokenbus keys new NAME --keys keys' and 'tokenbus keys revoke NAME
+# --keys keys'. The running broker reads the two ConfigMaps again, which have only public keys.
 set -eu
 if [ $# != 2 ]; then
-  echo "usage: $0 KEYS HTTP: a folder of 'tokenbus keys new', and one with api-keys, a file of" \
-    "'tokenbus api-key', and the key files of tenants that it names" >&2
+  echo "usage: $0 KEYS HTTP; KEYS: folder that 'tokenbus keys new' has filled; HTTP: folder with the" \
+    "file api-keys of 'tokenbus api-key' and the key files of its tenants" >&2
   exit 2
 fi
 
