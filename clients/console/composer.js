@@ -1,4 +1,4 @@
-// The form that a generation is started with, and the errors at its fields.
+// The form that starts a generation, and the errors at its fields.
 
 import { byId, el } from "./dom.js";
 import { Editor } from "./editor.js";
@@ -7,11 +7,11 @@ import { bytes } from "./format.js";
 import { placeOf } from "./places.js";
 
 const ARGUMENTS = {
-  regex: ["Regular expression", "Python's syntax; it matches the whole text."],
-  yacc: ["Grammar", "LR(1), as yacc writes it, or a name of the library: json, c, sql_select, …"],
+  regex: ["Regular expression", "Python's syntax. It must match the whole text."],
+  yacc: ["Grammar", "An LR(1) grammar in yacc's form, or a name: json, c, sql_select, …"],
   json_schema: ["JSON schema", "The text is one value that the schema allows."],
-  choice: ["Choices", "One on each line."],
-  controller: ["Argument", "What the controller gets as its argument."],
+  choice: ["Choices", "One choice on each line."],
+  controller: ["Argument", "The argument of the controller."],
 };
 const FIELDS = ["max_tokens", "temperature", "seed", "n", "top_logprobs"];
 const LABELLED = ["model", ...FIELDS];
@@ -51,7 +51,7 @@ export class Composer extends EventTarget {
     this.fill(EXAMPLES[2]);
   }
 
-  /** Sets the prompt, the kind and the argument; uploads the module of an example that has one. */
+  /** Sets the prompt, the kind and the argument. Uploads the module of an example if it has one. */
   fill({ kind, prompt, argument = "", module = "" }) {
     this.#texts[kind] = argument;
     this.#prompt.value = prompt;
@@ -59,29 +59,29 @@ export class Composer extends EventTarget {
     this.#kind = kind;
     this.#show();
     if (!module) return;
-    // Until the module is stored, a request names no controller rather than the one before.
+    // Until the module is stored, a request must not name the previous controller.
     byId("controller").value = "";
     this.#uploadExample(module);
   }
 
-  /** Shows whether a generation runs. */
+  /** Sets whether a generation is running. */
   set running(running) {
     if (!running && document.activeElement === byId("stop")) byId("generate").focus();
     byId("stop").hidden = !running;
   }
 
-  /** The names that the fields for models and controllers suggest. */
+  /** Sets the names that the fields for models and controllers suggest. */
   suggest(list, names) {
     byId(list).replaceChildren(...names.map((name) => el("option", { value: name })));
   }
 
-  /** The names of controllers that workers serve, as those of `tokenbus controller serve`. */
+  /** Sets the names of controllers that workers serve, such as those of `tokenbus controller serve`. */
   set served(names) {
     this.#served = names;
     this.#suggestControllers();
   }
 
-  /** Asks for the modules that are stored. */
+  /** Requests the stored modules. */
   async refreshModules() {
     const { result } = await this.#connection.request("TAGS");
     this.#stored = result.flatMap((m) => (m.tags?.length ? m.tags : [m.module]));
@@ -92,7 +92,7 @@ export class Composer extends EventTarget {
     this.suggest("controllers", [...this.#served, ...this.#stored]);
   }
 
-  /** Shows an error at the field that it is about. */
+  /** Shows an error at its field. */
   showFault({ code, path, message }) {
     const field = code === "unknown_model" ? "model" : path?.match(/^\$\.(\w+)/)?.[1];
     if (code === "unknown_controller" || field === "controller") {
@@ -160,7 +160,7 @@ export class Composer extends EventTarget {
       const value = byId(name).value;
       if (value !== "") request[name] = Number(value);
     }
-    // The page shows the seed, so that the same tokens can be had again.
+    // The page shows the seed, so that the same tokens can be generated again.
     request.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
     if (this.#kind) request.controller = this.#kind;
     if (this.#kind === "controller") request.controller = byId("controller").value.trim();
@@ -168,7 +168,7 @@ export class Composer extends EventTarget {
       request.controller_arg = this.#editor.text.split("\n").filter((line) => line !== "");
     } else if (this.#kind) request.controller_arg = this.#editor.text;
     if (request.controller === "") {
-      this.#faultAt("controller", "no controller is named: give a tag, or upload a module");
+      this.#faultAt("controller", "the controller is missing; give a tag, or upload a module");
       return;
     }
     this.dispatchEvent(new CustomEvent("generate", { detail: request }));
@@ -213,7 +213,7 @@ export class Composer extends EventTarget {
   }
 }
 
-/** An error with the label of its field in place of the name that requests have for it. */
+/** An error in which the label of the field replaces its name in requests. */
 function inWordsOfThePage(field, message) {
   const label = byId(field).labels[0].firstChild.textContent.trim();
   const text = message

@@ -1,10 +1,10 @@
-// LMTP over one WebSocket: requests and their answers, streams and their entries.
+// Sends requests and receives answers and streams, with LMTP over one WebSocket.
 
 const SUBPROTOCOL = "tokenbus";
 const HELLO = { versions: [1], encodings: ["json"], client: "console" };
 const LONGEST_PAUSE_MS = 5000;
 
-/** What a request ended with: `code`, `message`, and `path` where one field is at fault. */
+/** The error of a request: `code`, `message`, and `path` if a field is faulty. */
 export class RequestFault extends Error {
   constructor({ code = "internal", message, path = null }) {
     super(message);
@@ -14,10 +14,10 @@ export class RequestFault extends Error {
 }
 
 /**
- * A connection that is opened again when it breaks.
+ * A connection that reconnects when it is lost.
  *
- * Event `state`: its `detail` is "connecting"; "waiting" for the broker's answer; "open"; "lost";
- * or "refused" if the gateway is there but does not accept it, as without an API key.
+ * The `detail` of the event `state` is "connecting", "waiting" (for the broker's answer), "open",
+ * "lost", or "refused" (the gateway runs but refuses the connection, for example without a key).
  */
 export class Connection extends EventTarget {
   #url;
@@ -29,7 +29,7 @@ export class Connection extends EventTarget {
   #lastId = 0;
   #calls = new Map();
 
-  /** `url` of the WebSocket; `key` is the API key, or empty. */
+  /** `url`: the URL of the WebSocket. `key`: the API key; empty without a key. */
   constructor(url, key) {
     super();
     this.#url = url;
@@ -40,14 +40,14 @@ export class Connection extends EventTarget {
     return this.#state === "open";
   }
 
-  /** Connects with another key. */
+  /** Reconnects with another API key. */
   useKey(key) {
     this.#key = key;
     this.#become("connecting");
     this.connect();
   }
 
-  /** Connects now. */
+  /** Connects immediately. */
   connect() {
     clearTimeout(this.#timer);
     this.#socket?.close();
@@ -58,7 +58,7 @@ export class Connection extends EventTarget {
     try {
       socket = new WebSocket(this.#url, protocols);
     } catch {
-      this.#become("refused"); // The key has characters that no key has.
+      this.#become("refused"); // The key contains invalid characters.
       return;
     }
     this.#socket = socket;
@@ -74,13 +74,13 @@ export class Connection extends EventTarget {
     };
   }
 
-  /** Ends the session, and with it what still runs, as the page is left. */
+  /** Ends the session and its running requests when the page is left. */
   leave() {
     if (this.open) this.#send("BYE", {});
     this.#socket?.close();
   }
 
-  /** The body of the `MSG` that answers a request; throws a RequestFault. */
+  /** Sends a request; returns the body of the answer `MSG`. Throws a RequestFault. */
   request(type, fields = {}) {
     return new Promise((resolve, reject) => {
       this.stream(type, fields, { answered: resolve, failed: reject });
@@ -88,8 +88,8 @@ export class Connection extends EventTarget {
   }
 
   /**
-   * Begins a stream. `receiver` has `entries(list)`, `notice(system)` and `failed(fault)`;
-   * its end is in an entry. Returns a function that cancels it.
+   * Begins a stream. `receiver` has `entries(list)`, `notice(system)` and `failed(fault)`. The last
+   * entry reports the end. Returns a function that cancels the stream.
    */
   stream(type, fields, receiver) {
     const id = ++this.#lastId;
@@ -108,7 +108,7 @@ export class Connection extends EventTarget {
   #receive(line) {
     const space = line.indexOf(" ");
     const type = line.slice(0, space);
-    // A request's number has 64 bits, more than a number of JavaScript.
+    // A request number has 64 bits, which a JavaScript number cannot represent.
     const json = line.slice(space + 1).replace(/"request":(\d+)/g, '"request":"$1"');
     const body = JSON.parse(json);
     if (type === "TOKEN") return this.#receiveEntries(body);
@@ -145,7 +145,7 @@ export class Connection extends EventTarget {
     for (const id of [...this.#calls.keys()]) this.#fail(id, fault);
     const socket = this.#socket;
     const alive = !opened && (await this.#gatewayLives());
-    if (socket !== this.#socket) return; // Connected again meanwhile.
+    if (socket !== this.#socket) return; // A new connection was opened in the meantime.
     this.#become(alive ? "refused" : "lost");
     const pause = Math.min(LONGEST_PAUSE_MS, 250 * 2 ** this.#failures++);
     this.#timer = setTimeout(() => this.connect(), pause);

@@ -1,6 +1,6 @@
-// Elements, and lists of elements that follow a list of values.
+// Creates elements, and updates lists of elements from lists of values.
 
-/** An element: `el("li.kept", { title: "x" }, "text", child)`. Its text is never read as HTML. */
+/** Creates an element: `el("li.kept", { title: "x" }, "text", child)`. Text is never parsed as HTML. */
 export function el(name, attributes = {}, ...children) {
   const [tag, ...classes] = name.split(".");
   const made = document.createElement(tag);
@@ -14,7 +14,7 @@ export function el(name, attributes = {}, ...children) {
   return made;
 }
 
-/** The same for SVG. */
+/** Creates an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
@@ -25,14 +25,14 @@ export function svg(tag, attributes = {}, ...children) {
 /** The element with this id. */
 export const byId = (id) => document.getElementById(id);
 
-/** Sets the text of an element where it differs, so that a screen reader is not interrupted. */
+/** Sets the text of an element only if it differs, so that a screen reader is not interrupted. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 /**
- * Makes the children of `parent` follow `values`: an element that `make(value)` made for a key
- * stays the same one, and `update(element, value)` brings it up to date.
+ * Updates the children of `parent` from `values`. `make(value)` creates an element for a new key, and
+ * `update(element, value)` updates the element of an existing key.
  */
 export function follow(parent, values, key, make, update) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));

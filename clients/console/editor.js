@@ -1,8 +1,8 @@
-// A text area with line numbers, and a mark where an error is.
+// A text area with line numbers and a mark at an error.
 
 import { el } from "./dom.js";
 
-/** `host` gets the editor; `id` is that of its text area. */
+/** An editor inside `host`. `id` is the id of the text area. */
 export class Editor {
   #gutter = el("div.gutter", { "aria-hidden": "true" });
   #under = el("pre.under", { "aria-hidden": "true" });
@@ -33,19 +33,19 @@ export class Editor {
     this.mark(null);
   }
 
-  /** Marks a place (`placeOf`), or nothing. */
+  /** Marks a place (`placeOf`); null removes the mark. */
   mark(place) {
     this.#place = place;
     if (!place) this.area.removeAttribute("aria-invalid");
     this.#draw();
   }
 
-  /** Says that the text is at fault, in no place in particular. */
+  /** Marks the whole text as faulty, without a place. */
   invalid() {
     this.area.setAttribute("aria-invalid", "true");
   }
 
-  /** Puts the cursor to the marked place. */
+  /** Moves the cursor to the marked place. */
   goToMark() {
     this.area.focus();
     if (this.#place) this.area.setSelectionRange(this.#place.start, this.#place.end);
@@ -71,7 +71,7 @@ export class Editor {
 
 function marked(text, { start, end }) {
   const inside = text.slice(start, end).split("\n", 1)[0];
-  // At the end of a line, or of the text, there is no character to mark.
+  // At the end of a line or of the text, a space is marked, because a character is missing.
   const shown = inside || " ";
   return [text.slice(0, start), el("mark", {}, shown), text.slice(start + inside.length)];
 }

@@ -1,7 +1,7 @@
-// Requests to begin with. Their prompts suit the embedded model, which has read Python.
+// Example requests. Their prompts suit the embedded model, which was trained on Python code.
 
 export const EXAMPLES = [
-  { name: "Nothing but the model", kind: "", prompt: "def add(a, b):" },
+  { name: "Only the model", kind: "", prompt: "def add(a, b):" },
   {
     name: "A date",
     kind: "regex",

@@ -1,4 +1,4 @@
-// The tree of forks as a drawing: a line for each sequence, from its fork to its end.
+// Draws the tree of forks, with a line for each sequence from its fork to its end.
 
 import { el, svg } from "./dom.js";
 import { counted } from "./format.js";
@@ -6,11 +6,11 @@ import { writeText } from "./notes.js";
 
 const LANE = 26; // Pixels between two sequences.
 const LEFT = 10;
-const RIGHT = 40; // For the number of a sequence.
+const RIGHT = 40; // Pixels for the number of a sequence.
 
 /**
- * Draws the tree into `host`, `width` pixels wide, if there is more than one sequence, a splice or
- * a write.
+ * Draws the tree into `host`, `width` pixels wide, if the generation has several sequences, a splice
+ * or a write.
  */
 export function drawForks(host, width, generation, chosen, select) {
   const sequences = generation.inOrder;
@@ -59,7 +59,7 @@ export function drawForks(host, width, generation, chosen, select) {
   host.replaceChildren(drawing, legend(sequences));
 }
 
-/** The furthest position that a sequence has had. */
+/** The largest position that a sequence has reached. */
 function reach(sequence) {
   return Math.max(sequence.length, ...sequence.splices.map((s) => s.from), 0);
 }

@@ -1,8 +1,8 @@
-// Numbers, times and tokens as people read them.
+// Formats numbers, times and tokens for display.
 
 const whole = new Intl.NumberFormat("en");
 
-/** 131,072 */
+/** A whole number: 131,072. */
 export const count = (n) => whole.format(n);
 
 /** "1 token", "2 tokens". */
@@ -23,7 +23,7 @@ export function micros(us) {
   return `${(us / 1e6).toFixed(1)}\u00a0s`;
 }
 
-/** Seconds that something has lasted: 4 s, 3 min, 2 h 10 min, 5 d. */
+/** A duration: 4 s, 3 min, 2 h 10 min, 5 d. */
 export function age(seconds) {
   if (seconds < 60) return `${Math.floor(seconds)} s`;
   const minutes = Math.floor(seconds / 60);
@@ -42,7 +42,7 @@ export function bytes(n) {
 
 const SIGNS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
 
-/** A token's text with signs for what is not seen: "↵␣␣␣␣". */
+/** A token's text with signs for invisible characters: "↵␣␣␣␣". */
 export function visible(text) {
   return text.replace(/[ \p{Cc}\p{Cf}\p{Zl}\p{Zp}\u00a0]/gu, (c) => {
     return SIGNS[c] ?? `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`;

@@ -1,4 +1,4 @@
-// Starts generations, one at a time, and shows what becomes of them.
+// Starts generations, one at a time, and shows their results.
 
 import { byId, el, setText } from "./dom.js";
 import { drawForks } from "./forks.js";
@@ -10,14 +10,14 @@ import { showStep } from "./step.js";
 import { Steps } from "./steps.js";
 import { Vocabulary } from "./vocabulary.js";
 
-const MIN_WIDTH = 240; // Pixels, of the tree of forks.
-const DRAW_SHARE = 3; // At most one part of this many and one of the time goes into drawing.
+const MIN_WIDTH = 240; // Minimum width of the tree of forks, in pixels.
+const DRAW_SHARE = 3; // A drawing is followed by a pause of this many times its duration.
 
-/** Events: `running` (detail: whether one runs), `fault` (detail: the error of a request). */
+/** Events: `running` (detail: whether a generation is running), `fault` (detail: the error). */
 export class GenerationView extends EventTarget {
   #connection;
   #generation = null;
-  /** The one that is drawn: the last one that was not refused. */
+  /** The drawn generation, which is the last one that was not refused. */
   #shown = null;
   #cancel = null;
   #models = new Map();
@@ -34,7 +34,7 @@ export class GenerationView extends EventTarget {
   constructor(connection) {
     super();
     this.#connection = connection;
-    // Another system may answer after a break.
+    // After a new connection, another system may answer.
     connection.addEventListener("state", () => this.#models.clear());
     this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail));
     new ResizeObserver(([{ contentRect }]) => {
@@ -43,7 +43,7 @@ export class GenerationView extends EventTarget {
     }).observe(byId("result"));
   }
 
-  /** Starts a generation with the fields of a GENERATE; one that still runs is cancelled. */
+  /** Starts a generation with the fields of a GENERATE, and cancels a running generation. */
   async start(request) {
     this.stop();
     const generation = new Generation(request, performance.now());
@@ -67,17 +67,17 @@ export class GenerationView extends EventTarget {
     });
   }
 
-  /** Cancels the generation that runs. */
+  /** Cancels the running generation. */
   stop() {
     if (this.#generation?.running) this.#cancel?.();
   }
 
-  /** Draws again, as after a change of colours. */
+  /** Draws again, for example after a change of colours. */
   redraw() {
     this.#steps.redraw();
   }
 
-  /** The size and the texts of a model's vocabulary; both are kept for the next generation. */
+  /** The size and the texts of a model's vocabulary. Both are cached for later generations. */
   async #modelOf(model) {
     let known = this.#models.get(model);
     if (!known) {
@@ -90,12 +90,12 @@ export class GenerationView extends EventTarget {
           known.vocabulary = new Vocabulary(tokenizer.json);
           this.#update();
         })
-        .catch(() => {}); // A model without one: alternatives are shown by their ids.
+        .catch(() => {}); // Without a tokenizer, alternatives are shown by their ids.
     }
     return known;
   }
 
-  /** Shows the generation that runs in place of the one before. */
+  /** Shows the running generation instead of the previous one. */
   #show() {
     const generation = this.#generation;
     this.#shown = generation;
@@ -149,9 +149,9 @@ export class GenerationView extends EventTarget {
     this.#update();
   }
 
-  /** Nothing was generated: the error is at the form, and the result before stays, dimmed. */
+  /** Handles a refusal. The form shows the error, and the previous result is dimmed. */
   #refused() {
-    this.#say(this.#shown ? "refused; below is the result before" : "refused");
+    this.#say(this.#shown ? "refused; the previous result is below" : "refused");
     this.#generation = null;
   }
 
@@ -164,12 +164,12 @@ export class GenerationView extends EventTarget {
     if (!sequence?.items.length) return;
     this.#chosen = sequence;
     this.#index = Math.max(0, Math.min(index, sequence.items.length - 1));
-    // At the last step of a generation that runs, the choice follows it.
+    // If the last step of a running generation is chosen, the choice follows new steps.
     this.#follows = this.#shown.running && this.#index === sequence.items.length - 1;
     this.#draw();
   }
 
-  /** Draws soon; what takes long to draw is drawn less often, so that the page can be used. */
+  /** Draws soon. A slow drawing is repeated less often, so that the page remains usable. */
   #update() {
     this.#timer ||= setTimeout(() => {
       requestAnimationFrame((began) => {
@@ -204,12 +204,12 @@ export class GenerationView extends EventTarget {
   }
 }
 
-/** Dims the result before, or shows it as the present one. */
+/** Dims the previous result, or shows it as the current result. */
 function dim(stale) {
   byId("result").closest("section").classList.toggle("stale", stale);
 }
 
-/** Brings the generation into view where it is below the form, as on a phone. */
+/** Scrolls the generation into view if it is below the form, for example on a phone. */
 function showHeading() {
   const heading = byId("generation-title");
   if (heading.getBoundingClientRect().top < innerHeight * 0.8) return;

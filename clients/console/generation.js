@@ -1,6 +1,6 @@
-// What a generation has come to, put together from its TOKEN entries. Nothing here is drawn.
+// The state of a generation, collected from its TOKEN entries. This file does not draw.
 
-/** One token as it arrived in a sequence, whatever becomes of it. */
+/** One token that has arrived in a sequence. It is kept even if a splice drops it. */
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
@@ -17,24 +17,24 @@ export class Item {
       .sort((a, b) => b.logprob - a.logprob);
     this.allowed = entry.allowed ?? null;
     this.cut = new Set(entry.cut ?? []);
-    /** What the controller's bias added, by token. */
+    /** The controller's bias, by token. */
     this.bias = new Map(Object.entries(entry.bias ?? {}).map(([id, b]) => [Number(id), b]));
     this.roundUs = entry.round_us ?? 0;
   }
 
-  /** The probability of the likely tokens that the mask cut off. */
+  /** The total probability of the likely tokens that the mask cut off. */
   get cutOff() {
     const cut = this.likely.filter(({ id }) => this.cut.has(id));
     return cut.reduce((sum, { logprob }) => sum + Math.exp(logprob), 0);
   }
 
-  /** Appended by the controller, not sampled. */
+  /** Whether the controller appended the token, so that it was not sampled. */
   get appended() {
     return this.logprob === null;
   }
 }
 
-/** A sequence: its own tokens in the order in which they arrived, those taken back included. */
+/** A sequence with its own tokens in order of arrival, including tokens that were taken back. */
 export class Sequence {
   items = [];
   finish = null;
@@ -42,18 +42,18 @@ export class Sequence {
   constraint = null;
   splices = [];
   writes = [];
-  /** How many of its own tokens it took back. */
+  /** Number of its own tokens that the sequence took back. */
   takenBack = 0;
-  /** The sequence that appended this one's tokens, as a judge does with the best of several. */
+  /** The sequence that appended this sequence's tokens, for example to choose the best of several. */
   chosenBy = null;
-  /** The ids of the tokens that its controller appended last, without one sampled in between. */
+  /** The ids of the last consecutive tokens that the controller appended. */
   run = [];
 
   constructor(seq, parent, from) {
     this.seq = seq;
     this.parent = parent;
     this.from = from;
-    /** The tokens that it has now, those before the fork included. */
+    /** The number of current tokens, including tokens before the fork. */
     this.kept = parent ? parent.kept.slice(0, from) : [];
     this.inherited = this.kept.length;
   }
@@ -62,12 +62,12 @@ export class Sequence {
     return this.kept.length;
   }
 
-  /** How many tokens it has now that it did not inherit from its parent. */
+  /** Number of current tokens that were not inherited from the parent. */
   get own() {
     return this.kept.length - this.inherited;
   }
 
-  /** Drops the last tokens. Those of the parent are shown among its own, as taken back. */
+  /** Drops the last tokens. Dropped tokens of the parent are shown as taken back in this sequence. */
   takeBack(n) {
     const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
     const own = new Set(this.items);
@@ -92,7 +92,7 @@ export class Sequence {
     this.kept.push(item);
   }
 
-  /** Whether `run` is all that it generated, the token that ended it aside. */
+  /** Whether `run` has all generated tokens, except the token that ended the sequence. */
   hasWritten(run) {
     const own = this.kept.slice(this.inherited);
     const rest = own.length - run.length;
@@ -115,16 +115,16 @@ export class Generation {
   constructor(request, startedAt) {
     this.request = request;
     this.startedAt = startedAt;
-    /** Its model: `vocabSize`, and `vocabulary`, which is null until its texts are known. */
+    /** The model: `vocabSize`, and `vocabulary`, which is null until the texts have arrived. */
     this.model = { vocabSize: 0, vocabulary: null };
   }
 
-  /** Whether it ended with errors in all of its sequences. */
+  /** Whether all sequences ended with errors. */
   get failed() {
     return !this.running && [...this.sequences.values()].every((s) => s.error);
   }
 
-  /** How many of its tokens were taken back. */
+  /** Number of tokens that were taken back. */
   get takenBack() {
     return [...this.sequences.values()].reduce((sum, s) => sum + s.takenBack, 0);
   }
@@ -133,7 +133,7 @@ export class Generation {
     return this.endedAt === null;
   }
 
-  /** The sequences, each after its parent and before that one's next child. */
+  /** The sequences in depth-first order: each sequence is followed by its forks. */
   get inOrder() {
     const all = [...this.sequences.values()];
     const below = (parent) =>
@@ -141,9 +141,9 @@ export class Generation {
     return below(null);
   }
 
-  /** Takes the next entry; returns its sequence. */
+  /** Adds an entry; returns its sequence. */
   add(entry, now) {
-    // A fork at the beginning may come before its parent's first entry.
+    // A fork at the beginning may arrive before its parent's first entry.
     const parent = entry.parent == null ? null : this.#sequence(entry.parent, null, 0);
     const sequence = this.#sequence(entry.seq ?? 0, parent, entry.pos ?? 0);
     this.promptTokens = entry.prompt_tokens ?? this.promptTokens;
@@ -166,7 +166,7 @@ export class Generation {
     return sequence;
   }
 
-  /** Ends it: it was refused or the connection was lost. */
+  /** Ends the generation after a refusal or the loss of the connection. */
   fail(fault, now) {
     this.fault = fault;
     this.endedAt = now;
@@ -181,7 +181,7 @@ export class Generation {
     return sequence;
   }
 
-  /** Marks the sequence whose tokens the controller of `judge` appended as the judge's own. */
+  /** Marks the sequence whose tokens the controller of `judge` appended to `judge`. */
   #markChosen(judge) {
     if (!judge.run.length) return;
     const others = [...this.sequences.values()].filter((s) => s !== judge);

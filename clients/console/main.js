@@ -1,4 +1,4 @@
-// The console: a connection, a form, and what they show.
+// Connects the form and the views of the console.
 
 import { Composer } from "./composer.js";
 import { Connection } from "./connection.js";
@@ -12,7 +12,7 @@ const LINK = {
   connecting: "connecting",
   waiting: "waiting for the broker",
   open: "connected",
-  lost: "no connection, trying again",
+  lost: "disconnected, reconnecting",
   refused: "refused, trying again",
 };
 
@@ -42,7 +42,7 @@ connection.addEventListener("state", ({ detail: state }) => {
 let polling = false;
 let nextPoll = 0;
 
-/** Shows the status, and again a second after each answer while the page is seen. */
+/** Shows the status. Repeats this one second after each answer while the page is visible. */
 async function poll() {
   clearTimeout(nextPoll);
   if (polling || document.hidden || !connection.open) return;
@@ -53,7 +53,7 @@ async function poll() {
     composer.suggest("models", [...new Set(status.workers.flatMap((w) => w.models))]);
     composer.served = [...new Set(status.workers.flatMap((w) => w.controllers ?? []))];
   } catch {
-    // The state of the connection says so.
+    // The state of the connection shows the error.
   }
   polling = false;
   nextPoll = setTimeout(poll, POLL_MS);

@@ -1,14 +1,14 @@
-// What sequences wrote to variables, and what their controllers logged.
+// Shows the variables that sequences wrote, and the logs of their controllers.
 
 import { byId, el } from "./dom.js";
 import { bytes, micros } from "./format.js";
 
-const SHOWN = 300; // Characters of a text,
-const BYTES_SHOWN = 24; // and bytes of a value that is not a text as a whole.
-const MIN_TEXT = 4; // Characters of a text among other bytes.
+const SHOWN = 300; // Maximum number of shown characters of a text.
+const BYTES_SHOWN = 24; // Maximum number of shown bytes of a binary value.
+const MIN_TEXT = 4; // Minimum length of a text inside a binary value.
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 
-/** The two lists, which only grow while a generation runs. */
+/** The lists of writes and logs. They only grow during a generation. */
 export class Notes {
   #variables = byId("variables");
   #log = byId("log");
@@ -64,7 +64,7 @@ function valueText(value) {
 
 const PRINTABLE = new RegExp(`[\\x20-\\x7e]{${MIN_TEXT},}`, "g");
 
-/** The value as a text; null where it is none. */
+/** The value as a text; null if it is not a text. */
 function textOf(value) {
   try {
     const text = utf8.decode(value);

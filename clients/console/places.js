@@ -1,8 +1,8 @@
-// Where in an argument its error is, from the message of a constraint's compiler.
+// Finds the place of an error in an argument, from the message of a constraint's compiler.
 
 /**
- * The place that `message` names in `text`: `{ start, end, line, column }`, offsets in UTF-16 and
- * the others from 1; null if it names none.
+ * The place that `message` names in `text`: `{ start, end, line, column }`. Offsets count UTF-16
+ * units; lines and columns count from 1. Null if the message does not name a place.
  */
 export function placeOf(kind, message, text) {
   const at =
@@ -15,7 +15,7 @@ export function placeOf(kind, message, text) {
   return { ...at, line: before.length, column: [...before.at(-1)].length + 1 };
 }
 
-/** "line 3, column 9": columns are characters, from 1. */
+/** Parses "line 3, column 9". Columns count characters from 1. */
 function pairOf(text, match) {
   if (!match) return null;
   const lines = text.split("\n");
@@ -26,7 +26,7 @@ function pairOf(text, match) {
   return { start, end: wordEnd(text, start) };
 }
 
-/** "(pattern '…', at 3)", and "the part '…' at 3 to 19": positions are characters, from 0. */
+/** Parses "(pattern '…', at 3)" and "the part '…' at 3 to 19". Positions count characters from 0. */
 function spanOf(text, message) {
   const part = /' at (\d+) to (\d+)\b/.exec(message);
   if (part) return { start: offsetOf(text, Number(part[1])), end: offsetOf(text, Number(part[2])) };
@@ -38,7 +38,7 @@ function spanOf(text, message) {
   return { start, end: start + Math.max(length, 1) };
 }
 
-/** A key or value that the message names and that the schema has exactly once. */
+/** The place of a key or value that the message names, if the schema has it exactly once. */
 function wordOf(text, message) {
   for (const [, quoted, bare] of message.matchAll(/"([^"]+)"|: (\w+)$/g)) {
     const word = JSON.stringify(quoted ?? bare);

@@ -1,16 +1,16 @@
-// The tree of sequences: what each has written, token by token.
+// Shows the tree of sequences, and the tokens of each.
 
 import { el, setText } from "./dom.js";
 import { count, counted } from "./format.js";
 import { writeText } from "./notes.js";
 
-const SURPRISING = 6; // A log-probability of -6, 0.25 %, has the full tint.
-const MARGIN = 24; // Pixels above and below a token that is scrolled to.
-const INHERITED_SHOWN = 60; // Characters before a fork that are shown again.
+const SURPRISING = 6; // A log-probability of -6 (0.25 %) has the full tint.
+const MARGIN = 24; // Pixels above and below a token that is scrolled into view.
+const INHERITED_SHOWN = 60; // Maximum number of shown characters before a fork.
 
 const ENDS = {
   stop: "stopped",
-  length: "at its max tokens",
+  length: "ended at max tokens",
   controller: "stopped by its controller",
   cancelled: "cancelled",
   timeout: "timed out",
@@ -22,7 +22,7 @@ const CONSTRAINT_ENDS = {
   cut: "cut off inside a value",
 };
 
-/** Draws the sequences of a generation into a list, and what has been added to them since. */
+/** Draws the sequences of a generation into a list, and later adds their new tokens. */
 export class SequenceList {
   #list;
   #views = new Map();
@@ -62,7 +62,7 @@ export class SequenceList {
     });
   }
 
-  /** Marks the selected token, and brings it into view within the list when it is another one. */
+  /** Marks the selected token. Scrolls a newly selected token into view within the list. */
   select(sequence, index) {
     if (this.#chosen) this.#chosen.chosen = false;
     this.#selected?.classList.remove("chosen");
@@ -74,7 +74,7 @@ export class SequenceList {
     this.#selected = token;
   }
 
-  /** Scrolls the list and nothing else: the page stays where it is. */
+  /** Scrolls only the list, not the page. */
   #show(token) {
     const list = this.#list.getBoundingClientRect();
     const box = token.getBoundingClientRect();
@@ -160,7 +160,7 @@ class SequenceView {
   }
 }
 
-/** The last write to each variable, and how many there were. */
+/** The last write to each variable, and the number of writes. */
 function writesText(writes) {
   const byName = Map.groupBy(writes, (write) => write.name);
   const each = [...byName.values()].map((list) => {
@@ -170,7 +170,7 @@ function writesText(writes) {
   return each.join("  ");
 }
 
-/** One token; one that was taken back is a `del`, and keeps to its line. */
+/** Creates the element of a token. A token that was taken back is a `del` without line breaks. */
 function tokenSpan(item, at, vocabSize) {
   const span = el(item.taken ? "del.token" : "span.token", { "data-at": at });
   item.text.split("\n").forEach((line, i) => {
@@ -188,10 +188,10 @@ function tokenSpan(item, at, vocabSize) {
   return span;
 }
 
-/** How unlikely the token was: 0 for certain, 1 for a quarter of a percent and less. */
+/** The surprise of a token: 0 if it was certain, 1 at a probability of 0.25 % or less. */
 export const surprise = (item) => Math.min(1, -item.logprob / SURPRISING);
 
-/** How much of the vocabulary was allowed, on a logarithmic scale: 0 for one token, 1 for all. */
+/** The allowed share of the vocabulary on a logarithmic scale: 0 for one token, 1 for all tokens. */
 export function allowedShare(allowed, vocabSize) {
   if (allowed <= 1 || vocabSize <= 1) return 0;
   return Math.min(1, Math.log(allowed) / Math.log(vocabSize));
@@ -201,7 +201,7 @@ function depth(sequence) {
   return sequence.parent ? 1 + depth(sequence.parent) : 0;
 }
 
-/** The end of what stood before the sequence's own tokens. */
+/** The end of the text before the sequence's own tokens. */
 function given(sequence, prompt) {
   if (!sequence.parent) return prompt;
   const before =

@@ -1,9 +1,9 @@
-// One step in detail: the token, what its mask allowed, and the alternatives.
+// Shows the details of one step: the token, its mask, and the alternatives.
 
 import { byId, el } from "./dom.js";
 import { count, micros, percent, visible } from "./format.js";
 
-/** Shows item number `index` of a sequence; `vocabulary` may be null, then ids stand for texts. */
+/** Shows item `index` of a sequence. If `vocabulary` is null, ids replace the tokens' texts. */
 export function showStep(sequence, index, vocabSize, vocabulary) {
   const item = sequence.items[index];
   const host = byId("step");

@@ -1,13 +1,13 @@
-// The steps of one sequence as a chart, with a slider over it that chooses one.
+// Shows the steps of one sequence as a chart. A slider over the chart chooses a step.
 
 import { byId, el, setText } from "./dom.js";
 import { count, micros, percent, visible } from "./format.js";
 import { allowedShare, surprise } from "./sequences.js";
 
-const MAX_STEP = 16; // Pixels of a step.
-const GAP = 10; // Between the three rows:
-const CUTS = 16; // the probability that masks cut off,
-const TIMES = 16; // below it the shares that they allowed, and the times of rounds.
+const MAX_STEP = 16; // Maximum width of a step, in pixels.
+const GAP = 10; // Pixels between two rows.
+const CUTS = 16; // Height of the first row: the probability that masks cut off.
+const TIMES = 16; // Height of the last row: the times of rounds.
 
 const COLOURS = ["allowed", "cut", "surprise", "time"];
 
@@ -32,7 +32,7 @@ export class Steps extends EventTarget {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
-  /** Shows the steps of a sequence, the chosen one among them. */
+  /** Shows the steps of a sequence and marks the chosen step. */
   show(sequence, chosen, vocabSize) {
     this.#items = sequence.items;
     this.#vocabSize = vocabSize;
@@ -52,11 +52,11 @@ export class Steps extends EventTarget {
 
   #hint(sequence) {
     const times = this.#items.map((i) => i.roundUs).filter(Boolean);
-    const rounds = times.length ? `; a round takes ${micros(median(times))} in the median` : "";
+    const rounds = times.length ? `; median round: ${micros(median(times))}` : "";
     return `One column for each step of #${sequence.seq}${rounds}`;
   }
 
-  /** The rows of the chart from above: name, scale, and pixels from where to where. */
+  /** The rows of the chart from top to bottom: name, upper and lower scale value, and pixel range. */
   #rows(height, slowest) {
     const top = this.#masked ? CUTS + GAP : 0;
     const bottom = slowest ? height - TIMES - GAP : height;
@@ -78,7 +78,7 @@ export class Steps extends EventTarget {
     byId("axes").replaceChildren(...labels);
   }
 
-  /** Draws again, as after a change of colours. */
+  /** Draws again, for example after a change of colours. */
   redraw() {
     this.#draw();
   }
@@ -117,30 +117,30 @@ export class Steps extends EventTarget {
         bar(i, this.#masked ? "allowed" : "surprise", bottom - height, height);
       }
       if (item.cut.size) bar(i, "cut", 0, Math.max(1, item.cutOff * CUTS));
-      // By the square root: one slow round leaves the others visible.
+      // The scale is a square root, so that one slow round does not hide the others.
       const time = TIMES * Math.sqrt(item.roundUs / slowest);
       if (item.roundUs) bar(i, "time", bottom + GAP, Math.max(1, time));
     });
   }
 }
 
-/** The height of a step under masks; null where none was applied. */
+/** The height of a step with a mask; null if the step has no mask. */
 function allowedOf(item, vocabSize) {
   return item.allowed === null ? null : allowedShare(item.allowed, vocabSize);
 }
 
-/** The height of a step without any mask; null where the token was appended, not sampled. */
+/** The height of a step without a mask; null if the token was appended, not sampled. */
 function surpriseOf(item) {
   return item.appended ? null : surprise(item);
 }
 
-/** A step as a screen reader says it. */
+/** The text of a step for a screen reader. */
 function spoken(item, index, of, vocabSize) {
   const parts = [`${index + 1} of ${of}: ${visible(item.text) || "no text"}`];
   if (item.taken) parts.push("taken back");
   parts.push(item.appended ? "appended" : `probability ${percent(Math.exp(item.logprob))}`);
   if (item.allowed !== null) parts.push(`${item.allowed} of ${vocabSize} tokens allowed`);
-  if (item.cut.size) parts.push(`${item.cut.size} likely ones cut off`);
+  if (item.cut.size) parts.push(`${item.cut.size} likely tokens cut off`);
   return parts.join(", ");
 }
 

@@ -1,4 +1,4 @@
-// The processes of the system, and its live streams, from STATUS.
+// Shows the processes and the live streams of the system, from STATUS.
 
 import { byId, el, follow, setText } from "./dom.js";
 import { age, bytes, count, counted } from "./format.js";
@@ -17,7 +17,7 @@ export function showSystem(status) {
   showStreams(status.live ?? []);
 }
 
-/** The processes in a line, as a phone shows them until they are unfolded. */
+/** The summary line of the processes, which a phone shows until the list is unfolded. */
 function summaryOf(nodes) {
   const others = nodes.filter((node) => node.late || node.state !== "ready");
   const all = `${count(nodes.length)} processes`;
@@ -30,7 +30,7 @@ const unfold = () => (byId("processes").open = !narrow.matches);
 narrow.addEventListener("change", unfold);
 unfold();
 
-/** Shows that nothing is known of the system. */
+/** Shows that the state of the system is unknown. */
 export function showNoSystem() {
   for (const node of byId("rail").children) node.dataset.state = "unknown";
 }
@@ -86,10 +86,10 @@ const FACTS = {
   ],
 };
 
-/** How a model is computed, and which fast paths its worker lacks. */
+/** The attention backend and the graphs of a model, and the reasons of missing fast paths. */
 function pathFacts({ attention, graphs, fallbacks = [] }) {
   const how = graphs ? `${attention}, ${count(graphs)} CUDA graphs` : attention;
-  return [how ?? "", ...fallbacks.map((why) => `slower than it could be: ${why}`)];
+  return [how ?? "", ...fallbacks.map((why) => `slower than possible: ${why}`)];
 }
 
 function makeNode(node) {
@@ -134,7 +134,7 @@ function updateNode(element, node) {
 }
 
 const COLUMNS = [
-  // The lower half of the number counts; the upper one is the start of the broker.
+  // The lower half of the number is a counter. The upper half identifies the broker's run.
   ["Request", (s) => String(BigInt(s.request) & 0xffffffffn)],
   ["State", (s) => s.state],
   ["Program", (s) => s.client || "unnamed"],
@@ -150,7 +150,7 @@ function showStreams(streams) {
   byId("streams").hidden = streams.length === 0;
   setText(
     byId("streams-count"),
-    streams.length ? counted(streams.length, "stream") : "No stream runs.",
+    streams.length ? counted(streams.length, "stream") : "No stream is running.",
   );
   follow(
     body,

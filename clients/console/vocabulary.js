@@ -1,5 +1,5 @@
-// The text of token ids, from the JSON of the tokenizers library, for alternatives that were not
-// sampled. tokenbus.workers.controller.tokens.token_bytes is the complete form of this.
+// Finds the text of token ids in the JSON of the tokenizers library, for alternatives that were not
+// sampled. tokenbus.workers.controller.tokens.token_bytes is the complete implementation.
 
 const SPACE = "▁";
 const utf8 = new TextDecoder("utf-8", { fatal: true });
@@ -8,7 +8,7 @@ const encoder = new TextEncoder();
 export class Vocabulary {
   #labels = new Map();
 
-  /** `json`: a tokenizer as the tokenizers library stores it. */
+  /** `json`: a tokenizer in the format of the tokenizers library. */
   constructor(json) {
     const spec = JSON.parse(json);
     const vocab = spec.model?.vocab ?? {};
@@ -20,7 +20,7 @@ export class Vocabulary {
     for (const added of spec.added_tokens ?? []) this.#labels.set(added.id, added.content);
   }
 
-  /** The text of a token; its bytes as `\xE2\x82` where they are no text; null if it is unknown. */
+  /** The text of a token; bytes as `\xE2\x82` if they are not valid text; null for an unknown id. */
   label(id) {
     return this.#labels.get(id) ?? null;
   }
@@ -55,7 +55,7 @@ function decoderOf(spec) {
   };
 }
 
-/** GPT-2's printable characters for bytes: those that print stand for themselves. */
+/** The byte of each character in GPT-2's alphabet. Printable bytes have their own character. */
 function byteCharacters() {
   const prints = (b) => (b > 0x20 && b < 0x7f) || (b > 0xa0 && b < 0xad) || (b > 0xad && b < 0x100);
   let next = 0x100;
