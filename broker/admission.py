@@ -29,7 +29,7 @@ from .tables import Request, Session, SessionTable
 
 
 class RoutingFields(Struct, kw_only=True):
-    """All that the broker reads of a request's body: it decodes these fields once."""
+    """The fields of a request's body that the broker decodes, once; it reads no other field."""
 
     stream_id: StreamId
     model: str = ""
@@ -132,7 +132,7 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
-        # If one of this number has ended, its client does not attach to it, but begins another.
+        # A client that uses the number of an ended stream again does not attach to that stream.
         self._dispatcher.ends.drop(session, request.stream_id)
         self._counters.requests += 1
         try:

@@ -111,8 +111,8 @@ class Back:
         """Whether another round of heartbeats follows this one."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """The earliest time of a worker's last message, as of the last full walk over the workers
-        and of the current walk."""
+        """When the worker that has been silent for longest sent its last message: in the last
+        whole walk over the workers, and so far in the current walk."""
         self._asked: dict[bytes, float] = {}
         """When a connection without a worker was asked to register. It is asked only once until it
         does, as each registration begins a new lease."""

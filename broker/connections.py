@@ -30,7 +30,7 @@ from .zap import key_of, number_of
 log = logging.getLogger(__name__)
 
 QUIET_BYTES = 4096
-"""A handshake without properties of the peer's own has fewer bytes, heartbeats included."""
+"""More bytes than a handshake and heartbeats have, unless the peer adds properties of its own."""
 KEPT_PART = 8
 """This part of the process's descriptors is reserved for everything except its connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -61,8 +61,8 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many."""
         self.counted: int | None = 0
-        """Bytes of its messages on the wire. None once the connection had received at most
-        ``QUIET_BYTES`` more than these: its handshake was small."""
+        """Bytes of its messages on the wire; None if they need not be counted any more, because the
+        connection received at most ``QUIET_BYTES`` besides them: its handshake was small."""
         self.spoke = False
         """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
         self.since = 0.0

@@ -62,7 +62,7 @@ class Controllers:
         return False
 
     def _may_register(self, error: TokenbusError) -> bool:
-        """Whether an error of ``choose`` may be due to a worker that has not registered yet."""
+        """Whether ``choose`` may have raised this error because a worker has not registered yet."""
         return self._recovery.awaits_workers(error, self._now())
 
     def choose(self, name: str, served_as: str = "") -> Worker:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MAX_CLOSING_BYTES = 1024 * 1024
 """A larger answer is not stored. If it is lost, an ERROR takes its place."""
 MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
-"""The limit of a kept answer without a journal (``max_journal_bytes`` is 0)."""
+"""Maximum bytes of a stored answer if the broker stores no journals (``max_journal_bytes`` 0)."""
 MAX_EXPIRED = 250
 """Kept ends of a session that a tick drops."""
 MAX_SENT_AGAIN = 64

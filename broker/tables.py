@@ -82,7 +82,7 @@ class Session:
     probed: float | None = None
     """The ``last_seen`` of the silence in which its connection was last checked."""
     cut: bool = False
-    """Whether it lost it by silence, so that its client may still be there."""
+    """Whether the connection was given up because its client was silent: the client may live."""
     displaced: bool = False
     """Whether another broker has claimed streams of it while its client was connected here.
     RELEASED sets it. The client's next HELLO clears it, and this broker claims them back."""
@@ -91,7 +91,7 @@ class Session:
     buffers: dict[str, bytes] = field(default_factory=dict)
     buffer_bytes: int = 0
     queued: int = 0
-    """Its requests that wait for a worker."""
+    """Number of the session's requests that wait for a worker."""
     queued_bytes: int = 0
     use: KeyUse = field(default_factory=KeyUse)
     """Shared by the sessions of its key; the table of sessions sets it."""
@@ -135,7 +135,7 @@ class SessionTable:
         self._by_key: dict[str, dict[int, Session]] = {}
         """The sessions of clients with a key, by key."""
         self._uses: dict[str, KeyUse] = {}
-        """By key, as long as it has a session."""
+        """By key, for keys that have a session."""
         self.unread = UnreadAnswers()
 
     def __len__(self) -> int:
@@ -260,7 +260,7 @@ class Worker:
     process: int = 0
     """Number of its process, which no other process has."""
     registration: int = 0
-    """Number of its REGISTER, which a REGISTERED has too."""
+    """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
 
     def take(self, request: Request) -> None:
         """Adds a request that goes to the worker, or already runs there."""
@@ -411,11 +411,12 @@ class Request:
     moves: int = 0
     """How often it has continued at another worker, including earlier runs of the broker."""
     deaths: int = 0
-    """Consecutive workers that died when it had no new token there."""
+    """Consecutive workers that died while they had no new token of the request."""
     resumed: bool = False
-    """Whether its client has resumed its session on another connection, and has not attached."""
+    """Whether the client has resumed the session on another connection, and has not attached to
+    this stream yet."""
     returning: bool = False
-    """Whether it has returned to its worker, whose JOURNAL of it has not arrived yet."""
+    """Whether the request has returned to its worker, whose JOURNAL has not arrived yet."""
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
     adopted_at: float | None = None
