@@ -1,4 +1,4 @@
-"""What controllers do to a step on a device of fake tensors: it waits for nothing.
+"""Steps that controllers steer, on a device of fake tensors: they wait for nothing.
 
 Masks, forks and splices are in ``test_steps.py``.
 """
