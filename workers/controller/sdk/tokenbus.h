@@ -7,11 +7,19 @@
 //     python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry \
 //         -Wl,-z,stack-size=65536 -I SDK_FOLDER my.c -o my.wasm
 //
-// This file has the four calls and the exports of the ABI; tokenbus/memory.h an allocator and
-// growable buffers; tokenbus/text.h formats, the log and errors; tokenbus/host.h the actions,
-// tokenize, variables and the call block; tokenbus/bias.h biases; tokenbus/distribution.h what tokens
-// were sampled from; tokenbus/trie.h the token trie and masks; tokenbus/recognizer.h the byte stack
-// and the functional layer; tokenbus/strings.h the string layer. The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
+// The files of the SDK:
+//
+//     tokenbus.h        the four calls, and the exports of the ABI
+//     memory.h          an allocator and growable buffers
+//     text.h            formats, the log and errors
+//     host.h            actions, tokenize, variables and the call block
+//     bias.h            biases
+//     distribution.h    the distributions that tokens were sampled from
+//     trie.h            the token trie and masks
+//     recognizer.h      the byte stack and the functional layer
+//     strings.h         the string layer
+//
+// The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H
 #define TOKENBUS_H
 
@@ -46,9 +54,9 @@ __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, co
 // 1 ms.
 __attribute__((weak)) tb_answer tb_pre_process(void);
 
-// Decides which tokens may come next. Returns tb_sample, tb_sample_bias, tb_splice or tb_stop. After a fork it is
-// the first call of each sequence, and fork_group has the ids of all of them; otherwise fork_group
-// has only this sequence's id (tb_seq_id). Limit: 20 ms.
+// Decides which tokens may come next. Returns tb_sample, tb_sample_bias, tb_splice or tb_stop.
+// After a fork, this is the first call of each resulting sequence, and fork_group has the ids of
+// all these sequences; otherwise fork_group has only this sequence's id (tb_seq_id). Limit: 20 ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
 
 // Called after `backtrack` tokens were dropped and `tokens` were appended. Returns tb_go_on or
@@ -88,7 +96,7 @@ TB_EXPORT("tokenbus_grow") int32_t tb_export_grow(uint32_t bytes) {
 static inline int32_t tb_give(tb_answer answer, uint32_t may, const char *call,
                               const char *choices) {
     if (!(may >> answer.then & 1))
-        tb_fail("%s answers %s, not %s", call, choices, tb_answer_names[answer.then]);
+        tb_fail("%s must return %s; it returned %s", call, choices, tb_answer_names[answer.then]);
     tb_block[TB_BLOCK_N] = answer.then == TB_FORK ? answer.forks : tb_answer_tokens.len / 4;
     tb_block[TB_BLOCK_LIST] = (uint32_t)(uintptr_t)tb_answer_tokens.data;
     tb_block[TB_BLOCK_DROP] = answer.backtrack;

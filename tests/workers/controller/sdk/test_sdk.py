@@ -115,7 +115,7 @@ def test_masks_of_a_string_recognizer_are_those_of_brute_force(
         if any(state in accepting and not begun for state, begun in now):
             fits.add(EOS)
         if not fits:
-            with pytest.raises(ControllerError, match="no token of this vocabulary"):
+            with pytest.raises(ControllerError, match="any token of this vocabulary"):
                 sequence.mid()
             return
         assert sequence.mid() == fits
@@ -254,13 +254,13 @@ def broken(blob: bytes, word: int, value: int) -> bytes:
         (2, 0xFFFFFFF8, "are not its"),
         (4, 0, "are not its"),
         (5, 5, "in a vocabulary of 4"),
-        (7 + 1, 0x300, "its root"),
-        (7 + 3, 0x900 | 1, "its parent has not"),
+        (7 + 1, 0x300, "the root's subtree"),
+        (7 + 3, 0x900 | 1, "more than its parent"),
         (7 + 3, 0x200 | 2, "ends 1 levels"),
         (7 + 2, (1 << 8) | ord("z"), "order of bytes"),
         (7 + 2, (9 << 8) | ord("a"), "not in the vocabulary"),
         (7 + 4, (1 << 8) | ord("b"), "occurs twice"),
-        (7 + 2, (0xFFFFFF << 8) | ord("a"), "token 1 has bytes, and no node"),
+        (7 + 2, (0xFFFFFF << 8) | ord("a"), "token 1 has bytes, but is not at a node"),
         (7 + 8 + 1, 0x10001, "are not in its data"),
         (7 + 8 + 2, 0x101, "its node is at depth 2"),
     ],
@@ -450,13 +450,15 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 def test_an_answer_that_does_not_fit_its_call_is_refused_by_name() -> None:
     sequence = Steered(WRONG, BYTES)
     sequence.begin()
-    with pytest.raises(ControllerError, match=r"tb_pre_process answers .*, not tb_splice"):
+    with pytest.raises(ControllerError, match=r"tb_pre_process must return .* returned tb_splice"):
         sequence.controller.pre_process()
     sequence = Steered(WRONG, BYTES)
-    with pytest.raises(ControllerError, match=r"tb_post_process answers .*, not tb_suspend"):
+    with pytest.raises(
+        ControllerError, match=r"tb_post_process must return .* returned tb_suspend"
+    ):
         sequence.post([1])
     sequence = Steered(WRONG, BYTES)
-    with pytest.raises(ControllerError, match=r"tb_mid_process answers .*, not tb_go_on"):
+    with pytest.raises(ControllerError, match=r"tb_mid_process must return .* returned tb_go_on"):
         sequence.controller.mid_process((0,), memoryview(bytearray(64)))
 
 

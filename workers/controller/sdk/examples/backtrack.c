@@ -1,8 +1,8 @@
-// Drops a word as soon as it has been generated and writes another in its place.
+// Replaces a word by another one as soon as the model has generated it.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/backtrack.c -o backtrack.wasm
 //
-// The argument is "WORD=OTHER". The bytes of WORD are also found inside a longer word.
+// The argument is "WORD=OTHER". WORD is also replaced inside a longer word.
 #include "tokenbus.h"
 
 static tb_bytes word, other;
@@ -13,11 +13,11 @@ static uint32_t searched;  // no WORD begins before this position
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
     const uint32_t at = tb_find(arg, arg_len, "=", 1, 0);
-    if (at == TB_NONE || at == 0) tb_fail("the argument is \"WORD=OTHER\", and it is \"%s\"", arg);
+    if (at == TB_NONE || at == 0) tb_fail("the argument must be \"WORD=OTHER\"; it is \"%s\"", arg);
     tb_bytes_append(&word, arg, at);
     tb_bytes_append(&other, arg + at + 1, arg_len - at - 1);
     if (tb_find(other.data, other.len, word.data, word.len, 0) != TB_NONE)
-        tb_fail("\"%s\" has \"%s\" in it, and would be taken back for ever", other.data, word.data);
+        tb_fail("\"%s\" contains \"%s\", so it would be replaced forever", other.data, word.data);
     tb_trie_get();
 }
 
@@ -33,7 +33,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
         if (text.len >= word.len) searched = text.len - word.len + 1;
         return tb_sample(0);
     }
-    // Drop the tokens from the one in which the word begins; append the rest of their text again.
+    // Drop the tokens from the beginning of the word on, and append the rest of their text again.
     uint32_t first = token_count() - 1;
     while (begin_of(first) > at) first--;
     tb_bytes again = {0};

@@ -1,11 +1,12 @@
-// Beam search: of all texts that some beams may continue with, the likeliest stay.
+// Beam search: each step keeps the likeliest of all continuations of all beams.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/beams.c -o beams.wasm
 //
 // The argument is "WIDTH TOKENS": the number of beams and the length of the text. Each beam is a
-// sequence. It samples a token to read the likeliest ones, writes these with its score to a variable,
-// and is suspended until all beams have. All choose the same continuations: a beam with several of
-// them forks, one with none stops. The last step leaves one sequence, the result.
+// sequence. It samples a token to read the likeliest tokens, writes these and its score to a
+// variable, and is suspended until all beams have written. Then all beams choose the same
+// continuations: a beam with several of them forks, a beam with none stops. The last step leaves
+// one sequence, the result.
 #include "tokenbus.h"
 
 enum { MAX_WIDTH = 16 };
@@ -20,14 +21,15 @@ static double score;
 static bool waits;
 static candidate chosen[MAX_WIDTH];  // the beams of the next step, the likeliest first
 static uint32_t num_chosen;
-static uint32_t mine[MAX_WIDTH], num_mine;  // which of these continue this beam
+static uint32_t mine[MAX_WIDTH], num_mine;  // indexes of those that continue this beam
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
     const char *at = arg, *end = arg + arg_len;
     if (!tb_read_number(&at, end, &width) || *at++ != ' ' || !tb_read_number(&at, end, &length) ||
         width < 1 || width > MAX_WIDTH || length < 1)
-        tb_fail("the argument is \"WIDTH TOKENS\" with WIDTH from 1 to %u, as \"3 20\"; it is \"%s\"",
+        tb_fail("the argument must be \"WIDTH TOKENS\" with WIDTH from 1 to %u, for example "
+                "\"3 20\"; it is \"%s\"",
                 MAX_WIDTH, arg);
     if (length >= tb_max_tokens())
         tb_fail("a text of %u tokens needs max_tokens of at least %u", length, length + 1);

@@ -1,8 +1,9 @@
-"""Beam search: of all texts that some beams may continue with, the likeliest stay.
+"""Beam search: each step keeps the likeliest of all continuations of all beams.
 
-Each beam is a sequence. It samples a token to read the likeliest ones, writes these with its score
-to a variable, and is suspended until all beams have. All choose the same continuations: a beam with
-several of them forks, one with none stops. The last step leaves one sequence, the result.
+Each beam is a sequence. It samples a token to read the likeliest tokens, writes these and its score
+to a variable, and is suspended until all beams have written. Then all beams choose the same
+continuations: a beam with several of them forks, a beam with none stops. The last step leaves one
+sequence, the result.
 
     tokenbus controller serve beams:Beams
     tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'
@@ -40,17 +41,17 @@ class Beams(Controller):
         self.query = Query(top=self.width)
         self.step = self.beam = 0
         self.beams = 1
-        """Beams of this step."""
+        """Number of beams of this step."""
         self.score = 0.0
         """The log-probability of the text of this beam."""
         self.found: list[tuple[int, float]] = []
-        """The tokens with which this beam goes on, and the scores of the texts."""
+        """The tokens that continue this beam, and the scores of the resulting texts."""
         self.places: list[int] = []
-        """The numbers of these as beams."""
+        """The numbers of the resulting beams, one for each entry of ``found``."""
         self.waits = False
 
     def pre_process(self) -> Decision | None:
-        """Chooses once all beams have written."""
+        """Chooses the continuations once all beams have written."""
         if not self.waits:
             return go_on()
         written = self.vars.read(f"step {self.step}")
@@ -62,7 +63,7 @@ class Beams(Controller):
         return fork(len(self.found)) if len(self.found) > 1 else go_on()
 
     def choose(self, written: list[tuple[int, float, dict[str, float]]]) -> None:
-        """The likeliest continuations of all beams; keeps those of this one."""
+        """Chooses the likeliest continuations of all beams, and stores those of this beam."""
         every = [
             (-(score + logprob), beam, int(token))
             for beam, score, top in written
@@ -76,7 +77,7 @@ class Beams(Controller):
         self.beams = len(chosen)
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Takes the sampled token back and appends the chosen one."""
+        """Replaces the sampled token by the chosen one."""
         if not self.waits:
             return stop() if self.step == self.tokens else sample()
         place = fork_group.index(self.seq)

@@ -2,15 +2,15 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/best_of.c -o best_of.wasm
 //
-// The argument is "N LENGTH WHAT": the number of texts, the most tokens of each, and the criterion:
-// longest, shortest, or any other string, whose occurrences are counted. "4 20 def" takes, of four
-// texts, the one with the most occurrences of "def".
+// The argument is "N LENGTH WHAT": the number of texts, the maximum tokens of each, and the
+// criterion. The criterion is longest, shortest, or any other string, whose occurrences are
+// counted: "4 20 def" generates four texts and takes the one with the most occurrences of "def".
 //
-// Sequence 0 is the judge: it forks into N + 1 sequences and suspends. Each of the others generates
-// up to the end or LENGTH tokens, appends its score and its tokens to the variable "texts", and
-// stops. The version of a variable is the number of its writes, so all texts are there when it is
-// N. A fork that fails writes nothing; if no other sequence is left then, the request ends with a
-// deadlock error.
+// Sequence 0 is the judge: it forks into N + 1 sequences and suspends. Each other sequence
+// generates a text of at most LENGTH tokens, appends its score and its tokens to the variable
+// "texts", and stops. The version of a variable is the number of its writes, so all texts are
+// written when the version is N. If a fork fails, it does not write, and the request ends with a
+// deadlock error once all other forks have stopped.
 #include "tokenbus.h"
 
 static uint32_t wanted, length;
@@ -31,8 +31,8 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     const char *at = arg, *end = arg + arg_len;
     if (!tb_read_number(&at, end, &wanted) || *at++ != ' ' || !tb_read_number(&at, end, &length) ||
         *at++ != ' ' || at >= end || wanted < 1 || wanted > 100 || length < 1)
-        tb_fail("the argument is \"N LENGTH WHAT\" with N from 1 to 100, as \"4 20 longest\"; "
-                "it is \"%s\"",
+        tb_fail("the argument must be \"N LENGTH WHAT\" with N from 1 to 100, for example "
+                "\"4 20 longest\"; it is \"%s\"",
                 arg);
     // The judge samples one token before it appends the best text.
     if (tb_max_tokens() < 2) tb_fail("best of needs max_tokens of at least 2");
@@ -51,7 +51,7 @@ static uint32_t score(void) {
     }
 }
 
-// In the judge: chooses the best text once all are there.
+// In the judge: chooses the best text once all texts are written.
 static bool all_there(void) {
     tb_bytes texts = {0};
     uint32_t version;
@@ -105,7 +105,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     stage = place == 0 ? JUDGING : WRITING;
     // mid_process cannot suspend: the judge samples a token and drops it when it has the best text.
     if (stage == JUDGING) return sample_share(0, 1);
-    // Each begins with a token of its own share: the texts differ even with greedy sampling.
+    // Each fork begins with a token of its own share, so that the texts differ even with greedy
+    // sampling.
     return sample_share(place - 1, wanted);
 }
 

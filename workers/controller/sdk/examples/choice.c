@@ -3,9 +3,9 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/choice.c -o choice.wasm
 //
 // The argument is JSON, a list of strings or {"choices": [...]}. Only tokens that continue a choice
-// are allowed, and the end of the sequence only where the text is a choice. When only one choice is
-// possible, the rest of it is appended, in the tokens of the model's tokenizer, without a forward
-// for each.
+// are allowed; the end of the sequence is allowed only if the text is a choice. When only one
+// choice is possible, its rest is appended in the tokens of the model's tokenizer, without a
+// forward pass for each token.
 #include "tokenbus.h"
 
 static tb_strings choices;
@@ -14,7 +14,7 @@ static const char *json, *json_end;
 // --- the argument --------------------------------------------------------------------------------
 
 static void refuse(const char *what) {
-    tb_fail("choice: the argument is a JSON list of strings, or {\"choices\": [...]}; %s", what);
+    tb_fail("choice: the argument must be [STRING, ...] or {\"choices\": [STRING, ...]}; %s", what);
 }
 
 static void skip_space(void) {
@@ -39,7 +39,7 @@ static uint32_t hex4(void) {
         else if (lower >= 'a' && lower <= 'f')
             value = value * 16 + (uint32_t)(lower - 'a' + 10);
         else
-            refuse("\\u has four hexadecimal digits");
+            refuse("\\u must have four hexadecimal digits");
     }
     return value;
 }
@@ -70,10 +70,10 @@ static void read_escape(tb_bytes *out) {
             json[1] == 'u') {
             json += 2;
             const uint32_t low = hex4();
-            if (low < 0xdc00 || low > 0xdfff) refuse("\\u names half a character");
+            if (low < 0xdc00 || low > 0xdfff) refuse("a \\u is half of a surrogate pair");
             code = 0x10000 + (code - 0xd800) * 0x400 + (low - 0xdc00);
         } else if (code >= 0xd800 && code < 0xe000) {
-            refuse("\\u names half a character");
+            refuse("a \\u is half of a surrogate pair");
         }
         append_utf8(out, code);
         return;
@@ -83,16 +83,16 @@ static void read_escape(tb_bytes *out) {
             tb_bytes_append(out, meant + i, 1);
             return;
         }
-    refuse("a string has an escape that JSON does not know");
+    refuse("a string has an unknown escape");
 }
 
 static void read_string(tb_bytes *out) {
-    if (!take('"')) refuse("something in it is no string");
+    if (!take('"')) refuse("an item is not a string");
     for (;;) {
         const char *from = json;
         while (json < json_end && *json != '"' && *json != '\\' && (uint8_t)*json >= 0x20) json++;
         tb_bytes_append(out, from, (uint32_t)(json - from));
-        if (json == json_end || (uint8_t)*json < 0x20) refuse("a string has no end");
+        if (json == json_end || (uint8_t)*json < 0x20) refuse("a string is not terminated");
         if (*json++ == '"') return;
         read_escape(out);
     }
@@ -101,8 +101,8 @@ static void read_string(tb_bytes *out) {
 static bool empty_choice;  // tb_strings cannot have an empty string
 
 static void read_list(void) {
-    if (!take('[')) refuse("it does not begin as one");
-    if (take(']')) refuse("it is empty");
+    if (!take('[')) refuse("it does not begin like this");
+    if (take(']')) refuse("the list is empty");
     do {
         tb_bytes string = {0};
         read_string(&string);
@@ -112,7 +112,7 @@ static void read_list(void) {
             empty_choice = true;
         tb_bytes_free(&string);
     } while (take(','));
-    if (!take(']')) refuse("between its strings are commas, and ] after the last");
+    if (!take(']')) refuse("a comma between two strings or the ] after the last is missing");
 }
 
 static void read_argument(const char *arg, uint32_t len) {
@@ -122,21 +122,21 @@ static void read_argument(const char *arg, uint32_t len) {
         tb_bytes name = {0};
         read_string(&name);
         if (strcmp((const char *)name.data, "choices") || !take(':'))
-            refuse("its one field is \"choices\"");
+            refuse("its only field must be \"choices\"");
         read_list();
-        if (!take('}')) refuse("its one field is \"choices\"");
+        if (!take('}')) refuse("its only field must be \"choices\"");
         tb_bytes_free(&name);
     } else {
         read_list();
     }
     skip_space();
-    if (json != json_end) refuse("something follows it");
+    if (json != json_end) refuse("more text follows after it");
     tb_strings_sort(&choices);
 }
 
 // --- the constraint ------------------------------------------------------------------------------
 
-// The choices [from, to), sorted, are those that begin with the text so far, of `offset` bytes.
+// The sorted choices [from, to) begin with the text so far, which has `offset` bytes.
 typedef struct left {
     uint32_t from, to, offset;
 } left;

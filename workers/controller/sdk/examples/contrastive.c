@@ -1,11 +1,11 @@
-// Contrastive sampling: where the model is uncertain, the token that repeats the text least.
+// Contrastive sampling: if the model is uncertain, chooses the token that repeats the text least.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/contrastive.c -o contrastive.wasm
 //
-// The argument is "ENTROPY PENALTY", as "1.0 1.0". If the entropy is above ENTROPY nats, the sampled
-// token is taken back. The token with the greatest score among the likeliest replaces it. A score is
-// the log-probability less PENALTY for each token that would be repeated. contrastive.py is the same
-// in Python.
+// The argument is "ENTROPY PENALTY", for example "1.0 1.0". If the entropy is above ENTROPY nats,
+// the sampled token is replaced by the token with the greatest score among the likeliest. A score
+// is the log-probability minus PENALTY for each token that would be repeated. contrastive.py is the
+// same in Python.
 #include "tokenbus.h"
 
 enum { TOP = 8, MAX_REPEATED = 4 };
@@ -29,13 +29,13 @@ static bool read_decimal(const char **at, const char *end, float *number) {
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     const char *at = arg, *end = arg + arg_len;
     if (!read_decimal(&at, end, &bound) || *at++ != ' ' || !read_decimal(&at, end, &penalty))
-        tb_fail("the argument is \"ENTROPY PENALTY\", as \"1.0 1.0\"; it is \"%s\"", arg);
+        tb_fail("the argument must be like \"1.0 1.0\" (ENTROPY PENALTY); it is \"%s\"", arg);
     tb_bytes_append(&text, prompt, 4 * n);
     tb_query(TOP, 0, 0);
 }
 
-// The penalty of a token after the text, in multiples of PENALTY: 0 if it has not occurred, else 1
-// and the number of tokens before it that are repeated.
+// The penalty of a token after the text, in multiples of PENALTY: 0 if the token has not occurred,
+// else 1 plus the number of tokens before it that are repeated.
 static uint32_t repeated(uint32_t token) {
     const uint32_t *tokens = (const uint32_t *)text.data, n = text.len / 4;
     uint32_t longest = 0;

@@ -1,11 +1,10 @@
-"""Contrastive sampling: where the model is uncertain, the token that repeats the text least.
+"""Contrastive sampling: if the model is uncertain, chooses the token that repeats the text least.
 
 A model that hesitates between many tokens tends to fall into a loop. If the entropy is above a
-bound, the sampled token is taken back. The token with the greatest score among the likeliest
-replaces it. A score is the log-probability less a penalty for each token that would be repeated.
-If the model is certain, its token stays.
-Source: Su et al., "A Contrastive Framework for Neural Text Generation" (2022), whose penalty is the
-similarity of hidden states.
+bound, the sampled token is replaced by the token with the greatest score among the likeliest. A
+score is the log-probability minus a penalty for each token that would be repeated. If the model is
+certain, its token stays. Source: Su et al., "A Contrastive Framework for Neural Text Generation"
+(2022), whose penalty is the similarity of hidden states.
 
     tokenbus controller serve contrastive:Contrastive
     tokenbus controller run contrastive:Contrastive --arg '{"entropy": 1.0}' --prompt 'def add('
@@ -22,9 +21,9 @@ ENTROPY = 1.0
 PENALTY = 1.0
 """Subtracted from the log-probability for each token of the text that would be repeated."""
 MAX = 4
-"""The most tokens before the next one that are compared with the text."""
+"""Maximum tokens before the next one that are compared with the text."""
 TOP = 8
-"""The tokens among which the next one is chosen."""
+"""Number of the likeliest tokens among which the next one is chosen."""
 
 
 def repeated(text: list[int], token: int) -> int:
@@ -54,7 +53,7 @@ class Contrastive(Controller):
         """The token that replaces the last one."""
 
     def init_prompt(self, prompt: list[int]) -> None:
-        """The prompt is repeated as little as the text."""
+        """Records the prompt, so that tokens that repeat it get a penalty too."""
         self.text_so_far = list(prompt)
 
     def mid_process(self, fork_group: list[int]) -> Decision:

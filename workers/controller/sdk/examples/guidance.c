@@ -2,10 +2,11 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/guidance.c -o guidance.wasm
 //
-// The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has PROMPT
-// after the request's prompt and then follows the text. With log-probabilities c in the text and u
-// in the guide, tokens are sampled by SCALE * c + (1 - SCALE) * u. That is c with the bias
-// (1 - SCALE) / SCALE * u, at TEMPERATURE / SCALE. guidance.py is the same in Python.
+// The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has
+// PROMPT after the request's prompt and then follows the text. With log-probabilities c in the text
+// and u in the guide, tokens are sampled by SCALE * c + (1 - SCALE) * u. This equals sampling by c
+// with the bias (1 - SCALE) / SCALE * u, at the temperature TEMPERATURE / SCALE. guidance.py is the
+// same in Python.
 #include "tokenbus.h"
 
 static float scale, temperature;
@@ -33,10 +34,11 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     (void)prompt, (void)n;
     const char *at = arg, *end = arg + arg_len;
     if (!read_decimal(&at, end, &scale) || !read_decimal(&at, end, &temperature) || scale <= 0)
-        tb_fail("the argument is \"SCALE TEMPERATURE PROMPT\", as \"1.5 0.8 # a\"; it is \"%s\"", arg);
+        tb_fail("the argument must be like \"1.5 0.8 # a\" (SCALE TEMPERATURE PROMPT); it is \"%s\"",
+                arg);
     second = tb_tokenize(at, (uint32_t)(end - at));
-    // The guide has the second prompt too.
-    if (second.n + 2 > tb_max_tokens()) tb_fail("max_tokens has to be at least %u", second.n + 2);
+    // The guide also contains the second prompt.
+    if (second.n + 2 > tb_max_tokens()) tb_fail("max_tokens must be at least %u", second.n + 2);
     length = tb_max_tokens() - second.n - 1;
     bias = tb_bias_new();
 }
@@ -68,7 +70,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     const tb_scored *top = (const tb_scored *)read.data;
     const uint32_t count = read.len / sizeof(tb_scored);
     tb_bias_clear(bias);
-    // All tokens that the guide has not written count as the last that it has.
+    // A token that the guide has not written counts as the last token that it has written.
     for (uint32_t i = 0; i < count; i++)
         tb_bias_set(bias, top[i].token,
                     (1 - scale) / scale * (top[i].logprob - top[count - 1].logprob));

@@ -1,11 +1,11 @@
 """Classifier-free guidance: the text follows its prompt more than a second, negative prompt.
 
 Sequence 0 is the text. Its fork, the guide, has the second prompt after the first and then follows
-the text. With log-probabilities c in the text and u in the guide, tokens are sampled by
-scale * c + (1 - scale) * u. That is c with the bias (1 - scale) / scale * u, at a temperature that
-is divided by scale. The guide writes the likeliest 64 of u to a variable; all others count as the
-last of these.
-Source: Sanchez et al., "Stay on Topic with Classifier-Free Guidance" (2023).
+the text. With log-probabilities c in the text and u in the guide, tokens are sampled by scale * c +
+(1 - scale) * u. This equals sampling by c with the bias (1 - scale) / scale * u, at a temperature
+that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable; other tokens
+count as the last of them. Source: Sanchez et al., "Stay on Topic with Classifier-Free Guidance"
+(2023).
 
     tokenbus controller serve guidance:Guidance
     tokenbus controller run guidance:Guidance --prompt 'def add(a, b):' \
@@ -40,7 +40,7 @@ class Guidance(Controller):
         arg = self.arg if isinstance(self.arg, dict) else {}
         self.scale, self.temperature = float(arg["scale"]), float(arg.get("temperature", 0.0))
         self.second = self.host.vocabulary.tokenize(arg["prompt"].encode())
-        # The guide has the second prompt too.
+        # The guide also contains the second prompt.
         self.length = self.host.max_tokens - len(self.second) - 1
         self.role = ""
         self.step = 0
@@ -51,7 +51,7 @@ class Guidance(Controller):
         self.waits = False
         """In the guide: the likeliest tokens have been written."""
         self.follows = 0
-        """In the guide: the token of the text, in place of its own."""
+        """In the guide: the token of the text that replaces the guide's own token."""
 
     def pre_process(self) -> Decision | None:
         """Waits for the other sequence."""
@@ -71,7 +71,8 @@ class Guidance(Controller):
         return stop() if self.follows == self.host.vocabulary.eos else go_on()
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """The text is sampled under the guide's numbers; the guide samples to get these."""
+        """Samples the text with a bias from the guide's numbers. The guide itself samples only to
+        get these numbers."""
         if not self.role:
             self.role = "text" if self.seq == fork_group[0] else "guide"
             self.undo = self.role == "text"
@@ -86,7 +87,7 @@ class Guidance(Controller):
         return sample(None, bias, override=Override(self.temperature / self.scale))
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Writes for the other sequence."""
+        """Writes the guide's numbers, or the text's token, for the other sequence."""
         if self.role == "guide":
             for seen in self.distributions:
                 self.vars.set("guide", json.dumps(seen.top))

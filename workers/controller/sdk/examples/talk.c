@@ -16,7 +16,7 @@ static uint32_t spoken_tokens;
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
-    if (!arg_len) tb_fail("the argument is a text for the listener to begin with");
+    if (!arg_len) tb_fail("the argument is empty; it must be the beginning of the listener's text");
     tb_bytes_append(&beginning, arg, arg_len);
     tb_trie_get();
 }

@@ -2,9 +2,10 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/watermark.c -o watermark.wasm
 //
-// The argument "KEY", a number, marks the text: the green half of the vocabulary, which follows from
-// the token before and the key, gets a bias. The argument "detect KEY" generates nothing, and logs
-// the z-score of the prompt: above 4 means marked, with one error in 30,000 texts.
+// The argument "KEY", a number, marks the text: the previous token and the key determine the green
+// half of the vocabulary, which gets a bias. The argument "detect KEY" generates nothing and logs
+// the z-score of the prompt. A score above 4 means that the prompt is marked, with one error in
+// 30,000 texts.
 #include "tokenbus.h"
 
 static const float delta = 3;
@@ -30,8 +31,9 @@ static bool is_new(uint64_t *table, uint32_t size, uint64_t pair) {
     }
 }
 
-// The number of standard deviations that a text has more green tokens than others on average. Each
-// pair of neighbours counts once, so that repetitions prove nothing.
+// The number of standard deviations by which a text has more green tokens than the average text
+// without the watermark. Each pair of neighbours counts once, so that repetitions do not distort
+// the score.
 static double z_score(const uint32_t *tokens, uint32_t n) {
     uint32_t size = 2, count = 0, hits = 0;
     while (size < 2 * n) size *= 2;
@@ -52,7 +54,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     if (detects) at += 7;
     uint32_t number;
     if (!tb_read_number(&at, end, &number) || at != end)
-        tb_fail("the argument is a key, as \"42\", or \"detect 42\"; it is \"%s\"", arg);
+        tb_fail("the argument must be a key like \"42\", or \"detect 42\"; it is \"%s\"", arg);
     key = number;
     if (n) last = prompt[n - 1];
     bias = tb_bias_new();

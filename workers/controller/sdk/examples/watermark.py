@@ -1,4 +1,4 @@
-"""A watermark: text that looks as usual, and whose tokens show that a model wrote it.
+"""A watermark: the text looks as usual, but its tokens show that a model wrote it.
 
 The previous token and a key choose half of the vocabulary, the green tokens, which get a bias. The
 detector counts green tokens: in unmarked text about half of the tokens are green, and in marked
@@ -38,9 +38,9 @@ def green(before: int, key: int, size: int) -> np.ndarray:
 
 
 def z_score(tokens: Sequence[int], key: int, size: int) -> float:
-    """How many standard deviations more green tokens a text has than the average text without the
-    watermark. Above 4 the text is marked, with one error in 30,000 texts. Each pair of neighbours
-    counts once, so that repetitions do not distort the count."""
+    """The number of standard deviations by which a text has more green tokens than the average text
+    without the watermark. A text with a score above 4 is marked, with one error in 30,000 texts.
+    Each pair of neighbours counts once, so that repetitions do not distort the count."""
     pairs = set(pairwise(tokens))
     hits = sum(bool(green(before, key, size)[token]) for before, token in pairs)
     count = len(pairs)
@@ -71,7 +71,7 @@ class Watermark(Controller):
         return sample(bias=marked * np.float32(self.delta))
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Records the tokens; if some are dropped later, earlier ones precede the next token."""
+        """Records the tokens of the sequence, as a later backtrack may drop some of them."""
         del self.tokens[len(self.tokens) - backtrack :]
         self.tokens += tokens
         return super().post_process(tokens, backtrack)

@@ -2,7 +2,8 @@
 #ifndef TOKENBUS_BIAS_H
 #define TOKENBUS_BIAS_H
 
-// A value for some tokens (sparse), until tb_bias_values makes it a value for each (dense).
+// Has a value for some tokens (sparse), until tb_bias_values makes it a value for each token
+// (dense).
 typedef struct tb_bias {
     tb_bytes data;  // sparse: tb_bias_pair by ascending tokens; dense: a float for each token
     bool dense;
@@ -25,7 +26,7 @@ static inline void tb_bias_free(tb_bias *bias) {
     tb_free(bias);
 }
 
-// Adds nothing again; a dense bias stays dense.
+// Resets all values to 0; a dense bias stays dense.
 static inline void tb_bias_clear(tb_bias *bias) {
     if (bias->dense)
         memset(bias->data.data, 0, bias->data.len);
@@ -33,7 +34,7 @@ static inline void tb_bias_clear(tb_bias *bias) {
         tb_bytes_cut(&bias->data, 0);
 }
 
-// The place of a token among the pairs of a sparse bias, or where it would be.
+// The index of a token's pair in a sparse bias, or the index at which the pair would be inserted.
 static inline uint32_t tb_bias_place(const tb_bias *bias, uint32_t token) {
     const tb_bias_pair *pairs = (const tb_bias_pair *)bias->data.data;
     uint32_t low = 0, high = bias->data.len / sizeof(tb_bias_pair);
@@ -48,7 +49,7 @@ static inline uint32_t tb_bias_place(const tb_bias *bias, uint32_t token) {
     return low;
 }
 
-// The value of a token; 0 if none was set.
+// The value of a token; 0 if it was not set.
 static inline float tb_bias_get(const tb_bias *bias, uint32_t token) {
     if (token >= tb_vocab_size()) return 0;
     if (bias->dense) return ((const float *)bias->data.data)[token];
@@ -59,8 +60,8 @@ static inline float tb_bias_get(const tb_bias *bias, uint32_t token) {
     return here ? pairs[place].value : 0;
 }
 
-// Sets the value of a token; -INFINITY (-__builtin_inff()) forbids it. Tokens that are set in
-// ascending order cost least.
+// Sets the value of a token; -INFINITY (-__builtin_inff()) forbids it. Setting tokens in ascending
+// order is the fastest.
 static inline void tb_bias_set(tb_bias *bias, uint32_t token, float value) {
     if (token >= tb_vocab_size())
         tb_fail("tb_bias_set: token %u is not in the vocabulary, which is 0 to %u", token,
@@ -84,7 +85,7 @@ static inline void tb_bias_set(tb_bias *bias, uint32_t token, float value) {
     pairs[place] = pair;
 }
 
-// The values of all tokens, to be read and written: the bias is dense from now on.
+// The values of all tokens, to be read and written. The bias becomes dense.
 static inline float *tb_bias_values(tb_bias *bias) {
     if (bias->dense) return (float *)bias->data.data;
     const uint32_t n = 4 * tb_vocab_size(), count = bias->data.len / sizeof(tb_bias_pair);
@@ -100,7 +101,7 @@ static inline float *tb_bias_values(tb_bias *bias) {
 }
 
 // mid_process: samples a token that the mask allows (0: any token), from logits to which the bias
-// was added (0: none). Neither may change until the next call.
+// is added (0: no bias). The mask and the bias must not change until the next call.
 static inline tb_answer tb_sample_bias(const uint32_t *mask, const tb_bias *bias) {
     tb_answer answer = tb_sample(mask);
     if (bias && bias->data.len) {

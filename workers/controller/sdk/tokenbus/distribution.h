@@ -23,14 +23,15 @@ typedef struct tb_distribution {
 
 enum { TB_MAX_QUERY_TOP = 64, TB_MAX_QUERY_TOKENS = 256 };
 
-// Asks about the distribution of sampled tokens: the `top` most likely tokens, and `n` others. In
-// tb_init_prompt it holds for every token, in another call for the next one only.
+// Queries the distribution of sampled tokens: the `top` most likely tokens, and `n` given tokens. A
+// query in tb_init_prompt applies to every token, a query in another call to the next token only.
 static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
     tb_host_query(top, tokens, n);
 }
 
-// The answer about the token at `place` among those that tb_post_process got last; 0 if nothing was
-// asked, or if the tokens were appended. Valid until the next call of this function.
+// The answer about the token at `place` among those that tb_post_process got last; 0 if its
+// distribution was not queried, or if the tokens were appended. Valid until the next call of this
+// function.
 static inline const tb_distribution *tb_distribution_get(uint32_t place) {
     static struct {
         float logprob;

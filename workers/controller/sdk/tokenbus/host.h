@@ -46,7 +46,7 @@ static inline uint32_t tb_seq_id(void) { return tb_block[TB_BLOCK_SEQ]; }
 // Size of the vocabulary; token ids are below it.
 static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY]; }
 
-// Tokens that this sequence may have beyond its prompt, appended ones included.
+// Maximum tokens of this sequence after its prompt, including appended tokens.
 static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS]; }
 
 // The first five have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a turn of the
@@ -63,7 +63,7 @@ typedef enum tb_special {
     TB_TURN_END
 } tb_special;
 
-// The id of a special token; TB_NONE if the model has none.
+// The id of a special token; TB_NONE if the model does not have it.
 static inline uint32_t tb_special_token(tb_special token) {
     return token == TB_EOS ? tb_block[TB_BLOCK_EOS] : tb_host_special_token(token);
 }
@@ -79,7 +79,7 @@ typedef struct tb_answer {
     uint32_t then, forks, backtrack;
     const uint32_t *mask;
     const void *bias;
-    uint32_t pairs;  // of the bias; 0: it is dense
+    uint32_t pairs;  // number of pairs of the bias; 0: the bias is dense
 } tb_answer;
 
 static tb_bytes tb_answer_tokens;
@@ -92,9 +92,9 @@ static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 // then pre_process is called again.
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
-// pre_process: forks into `in_all` sequences, this one included. Each continues with a copy of this
-// sequence's memory and finds its position in mid_process's fork_group by its tb_seq_id. 1 changes
-// nothing; 0 is an error.
+// pre_process: forks into `in_all` sequences, including this sequence. Each continues with a copy
+// of this sequence's memory and finds its position in mid_process's fork_group by its tb_seq_id.
+// tb_fork(1) changes nothing; tb_fork(0) is an error.
 static inline tb_answer tb_fork(uint32_t in_all) {
     if (!in_all)
         tb_fail("tb_fork(0): the number counts this sequence too; right would be 2 or more for a "
@@ -103,7 +103,8 @@ static inline tb_answer tb_fork(uint32_t in_all) {
 }
 
 // mid_process: drops the last `backtrack` tokens that this sequence has beyond its prompt and
-// appends `tokens`, which are copied. Nothing is sampled; post_process and pre_process follow.
+// appends `tokens`, which are copied. The call does not sample; post_process and pre_process
+// follow.
 static inline tb_answer tb_splice(uint32_t backtrack, const uint32_t *tokens, uint32_t n) {
     if (n > UINT32_MAX / 4) tb_fail("a splice of %u tokens", n);
     tb_bytes_cut(&tb_answer_tokens, 0);
@@ -147,8 +148,8 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 
 // --- variables -----------------------------------------------------------------------------------
 //
-// Shared by the sequences of one request, and by no other request. Names are UTF-8. The version of
-// a variable is the number of its writes; 0: it does not exist.
+// Variables are shared by the sequences of one request, and are not visible to other requests.
+// Names are UTF-8. The version of a variable is the number of its writes; 0: it does not exist.
 
 // Reads a variable into `value`, replacing its content; false if it does not exist. `version` may
 // be 0.
@@ -182,8 +183,8 @@ static inline uint32_t tb_var_append(const char *name, const void *value, uint32
     return version;
 }
 
-// Writes only if the variable's version is *version (0: it does not exist); returns whether it
-// wrote, and sets *version to the current version in both cases.
+// Writes only if the variable's version is *version (0: the variable does not exist). Returns
+// whether it wrote, and sets *version to the current version in both cases.
 static inline bool tb_var_set_when(const char *name, const void *value, uint32_t n,
                                    uint32_t *version) {
     return tb_host_var_set(name, strlen(name), value, n, (int32_t)*version, version) == 1;

@@ -52,8 +52,8 @@ TB_LIBC int strcmp(const char *one, const char *other) {
 // --- the allocator -------------------------------------------------------------------------------
 //
 // Blocks of fixed size classes, taken from the end of the heap; a freed block goes to the free list
-// of its class and is reused. Classes are 16 bytes apart up to 1 KiB, then a quarter of a power of
-// two.
+// of its class and is reused. The sizes of classes differ by 16 bytes up to 1 KiB, and above by a
+// quarter of a power of two.
 
 enum { TB_PAGE = 65536, TB_SMALL = 64, TB_SIZES = TB_SMALL + 4 * 22 };
 
@@ -78,7 +78,7 @@ static inline uint32_t tb_class_bytes(uint32_t size_class) {
     return (1u << power) + ((size_class - TB_SMALL) % 4 + 1) * (1u << (power - 2));
 }
 
-// Allocates at least n bytes, aligned to 8 and not initialized; 0 if the host gives no more memory.
+// Allocates at least n bytes, aligned to 8 and not initialized; 0 if the host refuses more memory.
 static inline void *tb_try_alloc(uint32_t n) {
     if (n > 1u << 30) return 0;
     const uint32_t size_class = tb_size_class(n);
@@ -102,7 +102,7 @@ static inline void *tb_try_alloc(uint32_t n) {
     return block + 1;
 }
 
-// As tb_try_alloc; ends the sequence with an error if there is no more memory.
+// As tb_try_alloc; ends the sequence with an error if the host refuses more memory.
 static inline void *tb_alloc(uint32_t n) {
     void *block = tb_try_alloc(n);
     if (!block) tb_fail("out of memory: %u bytes more", n);
@@ -130,8 +130,8 @@ static inline void *tb_realloc(void *at, uint32_t n) {
 
 // --- growable buffers ----------------------------------------------------------------------------
 
-// Starts as {0}. Its content is followed by a 0 byte as soon as something was appended or read into
-// it.
+// A growable buffer, initialized with {0}. A 0 byte follows the content as soon as data was
+// appended or read into the buffer.
 typedef struct tb_bytes {
     uint8_t *data;
     uint32_t len, room;

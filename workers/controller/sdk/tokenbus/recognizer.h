@@ -17,9 +17,11 @@ struct tb_recognizer {
     bool (*special_allowed)(tb_recognizer *self, tb_special token);
     // Called after a walk; the stack is as it was before the walk. May be 0.
     void (*trie_finished)(tb_recognizer *self);
-    // byte_allowed, then push_byte if it is allowed. May be 0: those two are called instead.
+    // Calls byte_allowed, then push_byte if the byte is allowed. May be 0; then these two are
+    // called instead.
     bool (*try_push_byte)(tb_recognizer *self, uint8_t byte);
-    // The walk over the trie with this recognizer's functions inlined. May be 0: the generic walk.
+    // The walk over the trie with this recognizer's functions inlined. May be 0; then the generic
+    // walk is used.
     void (*walk)(tb_recognizer *self, uint32_t *mask);
 };
 
@@ -55,8 +57,8 @@ static inline bool tb_check_and_push(tb_recognizer *recognizer, uint8_t byte) {
     return true;
 }
 
-// Computes the mask (tb_mask_new) of the tokens that a recognizer allows next: those whose bytes it
-// allows one after the other, and the end-of-sequence token if special_allowed says so.
+// Computes the mask (tb_mask_new) of the tokens that a recognizer allows next. These are the tokens
+// whose bytes it allows in order, and the end-of-sequence token if special_allowed returns true.
 static inline void tb_compute_bias(tb_recognizer *recognizer, uint32_t *mask) {
     tb_mask_clear_all(mask);
     if (recognizer->walk)
@@ -97,14 +99,14 @@ static inline void tb_use_recognizer(tb_recognizer *recognizer) {
 }
 
 // mid_process under a recognizer: samples under its mask. Stops if it allows only the end of the
-// sequence and the vocabulary has no end-of-sequence token.
+// sequence and the vocabulary does not have an end-of-sequence token.
 static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
     static uint32_t *mask;
     if (!mask) mask = tb_mask_new();
     tb_compute_bias(recognizer, mask);
     if (tb_mask_count(mask)) return tb_sample(mask);
     if (recognizer->special_allowed(recognizer, TB_EOS)) return tb_stop();
-    tb_fail("no token of this vocabulary may follow by the recognizer");
+    tb_fail("the recognizer does not allow any token of this vocabulary here");
 }
 
 // post_process under a recognizer: advances it by the tokens; stops at the end-of-sequence token.
@@ -129,14 +131,14 @@ typedef struct tb_masks {
     uint32_t next;
 } tb_masks;
 
-// The cached mask of a state of n bytes; 0 if there is none.
+// The cached mask of a state of n bytes; 0 if it is not cached.
 static inline uint32_t *tb_masks_find(const tb_masks *kept, const void *state, uint32_t n) {
     for (uint32_t i = 0; i < TB_KEPT_MASKS; i++)
         if (kept->states[i] && !memcmp(kept->states[i], state, n)) return kept->masks[i];
     return 0;
 }
 
-// Adds a mask for a state to the cache, replacing the oldest; it allows no token yet.
+// Adds a mask for a state to the cache, replacing the oldest. The new mask forbids every token.
 static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t n) {
     const uint32_t at = kept->next++ % TB_KEPT_MASKS;
     if (!kept->states[at]) {
@@ -156,7 +158,8 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
 //     static bool name_byte_allowed(S state, uint8_t byte);
 //     static bool name_special_allowed(S state, tb_special token);
 //
-// Its stack (AICI's StackRecognizer) is as deep as the longest token; collapse it between tokens.
+// The stack (AICI's StackRecognizer) is as deep as the longest token; collapse the stack between
+// tokens.
 #define TB_FUNCTIONAL_RECOGNIZER(name, S)                                                          \
     typedef struct name##_stack {                                                                  \
         tb_recognizer base;                                                                        \
@@ -165,7 +168,7 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
     } name##_stack;                                                                                \
     static void name##_push_byte(tb_recognizer *self, uint8_t byte) {                              \
         name##_stack *stack = (name##_stack *)self;                                                \
-        if (stack->top == stack->limit) tb_fail("more bytes than a token has, uncollapsed");       \
+        if (stack->top == stack->limit) tb_fail("the stack is full; collapse it between tokens");  \
         const S next = name##_append(*stack->top, byte);                                           \
         *++stack->top = next;                                                                      \
     }                                                                                              \
@@ -190,7 +193,7 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
     }                                                                                              \
     static void name##_walk(tb_recognizer *self, uint32_t *mask) {                                 \
         name##_stack *stack = (name##_stack *)self;                                                \
-        if (stack->top != stack->bottom) tb_fail("a walk begins with a collapsed stack");          \
+        if (stack->top != stack->bottom) tb_fail("collapse the stack before a walk");              \
         uint32_t *made = tb_masks_find(&stack->masks, stack->top, sizeof(S));                      \
         const bool known = made != 0;                                                              \
         if (!known) made = tb_masks_add(&stack->masks, stack->top, sizeof(S));                     \

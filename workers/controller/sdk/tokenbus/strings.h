@@ -1,8 +1,8 @@
 // The string layer, which AICI sketched as StringRecognizer: each state has a set of strings that
-// may come next, and a text is a concatenation of them. It is built on the byte stack.
+// may come next, and a text is a concatenation of them. The layer is built on the byte stack.
 //
-// Strings of one state may share a prefix, and one may be a prefix of another: all readings of the
-// bytes so far are followed in parallel.
+// Strings of one state may share a prefix, and a string may be a prefix of another string: all
+// readings of the bytes so far are followed in parallel.
 #ifndef TOKENBUS_STRINGS_H
 #define TOKENBUS_STRINGS_H
 
@@ -22,7 +22,7 @@ typedef struct tb_strings {
 
 // Adds a copy of a string. An empty string is an error.
 static inline void tb_strings_add(tb_strings *strings, const void *string, uint32_t len) {
-    if (!len) tb_fail("an allowed string is empty; the end is for special_allowed to allow");
+    if (!len) tb_fail("an allowed string is empty; allow the end in special_allowed instead");
     if (strings->count == strings->room) {
         strings->room = strings->room ? 2 * strings->room : 8;
         strings->items = tb_realloc(strings->items, strings->room * sizeof(tb_string));
@@ -65,8 +65,8 @@ static inline void tb_strings_sort(tb_strings *strings) {
     strings->count = kept;
 }
 
-// Of the sorted strings [from, to), which are longer than `offset` and equal up to there, the first
-// whose byte at `offset` is at least `byte`.
+// The first of the sorted strings [from, to) whose byte at `offset` is at least `byte`. The strings
+// must be longer than `offset`, and equal up to it.
 static inline uint32_t tb_strings_from(const tb_strings *strings, uint32_t offset, uint32_t byte,
                                        uint32_t from, uint32_t to) {
     const uint8_t *column = strings->text.data + offset;
@@ -80,7 +80,7 @@ static inline uint32_t tb_strings_from(const tb_strings *strings, uint32_t offse
     return from;
 }
 
-// Narrows [from, to) to the strings with this byte at `offset`; false if there is none.
+// Narrows [from, to) to the strings with this byte at `offset`; false if no string has it.
 static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset, uint8_t byte,
                                      uint32_t *from, uint32_t *to) {
     const uint8_t *column = strings->text.data + offset;
@@ -96,7 +96,7 @@ static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset,
 
 // The functions of a string recognizer; TB_STRING_RECOGNIZER fills it in.
 typedef struct tb_string_calls {
-    uint32_t state_words;  // words of 8 bytes; zeros after the state
+    uint32_t state_words;  // words of 8 bytes for a state, padded with zeros
     void (*initial)(void *state);
     void (*append)(void *state, const char *suffix, uint32_t len);
     void (*allowed)(const void *state, tb_strings *strings);
@@ -107,7 +107,7 @@ typedef struct tb_string_calls {
 typedef struct tb_string_state {
     uint64_t *state;
     tb_strings strings;
-    bool known;  // strings are those of state
+    bool known;  // whether `strings` belongs to `state`
 } tb_string_state;
 
 // One reading of the bytes so far: a state, and `offset` bytes of one of its strings [from, to).
@@ -136,8 +136,8 @@ static inline bool tb_string_same(const uint64_t *one, const uint64_t *other, ui
     return true;
 }
 
-// The index of a state among those of the readings. A state that is not there yet is added, with
-// its strings; if an equal state was last at that index, its strings are reused.
+// The index of a state among the states of the readings. A missing state is added with its strings;
+// if the last state at that index was equal, its strings are reused.
 static inline uint32_t tb_string_enter(tb_string_stack *stack, const uint64_t *state) {
     const uint32_t words = stack->calls.state_words;
     for (uint32_t i = stack->state_count; i--;)
@@ -210,7 +210,7 @@ static inline bool tb_string_try_push(tb_recognizer *self, uint8_t byte) {
         stack->state_count = states;
         return false;
     }
-    if (stack->depth == stack->limit) tb_fail("more bytes than a token has, uncollapsed");
+    if (stack->depth == stack->limit) tb_fail("the stack is full; collapse it between tokens");
     stack->frames[++stack->depth] = (tb_string_frame){first, states};
     return true;
 }
@@ -317,13 +317,12 @@ static inline tb_recognizer *tb_string_recognizer(const tb_string_calls *calls) 
 // TB_STRING_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
 // number or a struct that may be copied, and four functions without side effects:
 //
-//     static S name_initial(void);
-//     static S name_append(S state, const char *suffix, uint32_t len);  // one that was allowed
-//     static void name_allowed(S state, tb_strings *strings);           // tb_strings_add each
-//     static bool name_special_allowed(S state, tb_special token);
+// static S name_initial(void); static S name_append(S state, const char *suffix, uint32_t len);  //
+// an allowed string static void name_allowed(S state, tb_strings *strings);           //
+// tb_strings_add each static bool name_special_allowed(S state, tb_special token);
 //
-// `allowed` is called often: for each string that ends inside a token. States that are equal byte
-// by byte share the result.
+// `allowed` is called for each string that ends inside a token, so it must be fast. States that are
+// equal byte by byte share the result.
 #define TB_STRING_RECOGNIZER(name, S)                                                              \
     static void name##_initial_at(void *state) { *(S *)state = name##_initial(); }                 \
     static void name##_append_at(void *state, const char *suffix, uint32_t len) {                  \

@@ -59,7 +59,7 @@ static inline void tb_format_list(tb_bytes *out, const char *format, va_list lis
             n = 1;
         } else {
             tb_fail("the format \"%s\" has a %%%c; right would be %%d %%i %%u %%x %%c %%s or %%%%, "
-                    "with a width or a precision where it is due",
+                    "with a width or a precision where it is allowed",
                     format, kind);
         }
         const char *pad = zeros && kind != 's' && kind != 'c' ? "0" : " ";
@@ -78,8 +78,8 @@ __attribute__((format(printf, 2, 3))) static inline void tb_format(tb_bytes *out
     va_end(list);
 }
 
-// Writes to the log of this sequence, which goes to the user with the next tokens. No newline is
-// added. The host keeps 64 KiB of each round.
+// Writes to the log of this sequence, which goes to the user with the next tokens. A newline is not
+// added. The host stores up to 64 KiB for each round.
 __attribute__((format(printf, 1, 2))) static inline void tb_log(const char *format, ...) {
     tb_bytes line = {0};
     va_list list;
@@ -91,8 +91,9 @@ __attribute__((format(printf, 1, 2))) static inline void tb_log(const char *form
 }
 
 static inline void tb_fail(const char *format, ...) {
-    // A second call means that formatting the text failed, by a wrong format or for lack of memory.
-    // At the third there is no memory for that error's text either, and a constant is sent.
+    // A second call means that formatting the text failed, because of a wrong format or a lack of
+    // memory. A third call means that memory is also missing for that error's text, so a constant
+    // is sent.
     static uint32_t times;
     if (times++ < 2) {
         tb_bytes text = {0};

@@ -1,7 +1,7 @@
 // The token trie, a tree of the tokens' bytes in AICI's format (its TokTrie), and token masks.
 //
-// It is read and checked once, at the first use of a function below: do this in tb_init_prompt,
-// whose time limit allows it. A fork has a copy already.
+// The trie is read and checked at the first use of a function below. This should be in
+// tb_init_prompt, whose time limit is long enough. A fork already has a copy.
 #ifndef TOKENBUS_TRIE_H
 #define TOKENBUS_TRIE_H
 
@@ -28,7 +28,7 @@ typedef struct tb_trie {
 
 static inline uint8_t tb_node_byte(const tb_node *node) { return (uint8_t)node->token_byte; }
 
-// The token that ends at a node; TB_NONE if none does.
+// The token that ends at a node; TB_NONE if no token ends there.
 static inline uint32_t tb_node_token(const tb_node *node) {
     const uint32_t token = node->token_byte >> 8;
     return token == 0xffffff ? TB_NONE : token;
@@ -105,7 +105,7 @@ static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
     const uint32_t count = trie->node_count;
     uint32_t depth = 0;
     if (tb_node_size(trie->nodes) != count || tb_node_parents(trie->nodes) != 0)
-        tb_fail("token trie: its root has not all %u nodes", count);
+        tb_fail("token trie: the root's subtree does not have all %u nodes", count);
     end[0] = count;
     parents[0] = 0;
     last[0] = TB_NONE;
@@ -114,10 +114,10 @@ static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
         while (end[depth] <= i) depth--;
         const uint32_t size = tb_node_size(node), token = tb_node_token(node);
         if (size == 0 || size > end[depth] - i)
-            tb_fail("token trie: node %u has %u nodes, and its parent has not", i, size);
+            tb_fail("token trie: node %u has %u nodes, more than its parent", i, size);
         const uint32_t up = i + size < end[depth] ? 1 : parents[depth] + 1;
         if (tb_node_parents(node) != up)
-            tb_fail("token trie: node %u ends %u levels, and says %u", i, up,
+            tb_fail("token trie: node %u ends %u levels, but its num_parents is %u", i, up,
                     tb_node_parents(node));
         const bool again = last[depth] == tb_node_byte(node) && size == 1 && token != TB_NONE;
         if (last[depth] != TB_NONE && tb_node_byte(node) <= last[depth] && !again)
@@ -134,7 +134,7 @@ static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
             tb_fail("token trie: token %u at node %u is not in the vocabulary, or occurs twice",
                     token, i);
         if ((trie->offsets[token] & 0xff) != depth)
-            tb_fail("token trie: token %u has %u bytes, and its node is at depth %u", token,
+            tb_fail("token trie: token %u has %u bytes, but its node is at depth %u", token,
                     trie->offsets[token] & 0xff, depth);
         tb_mask_set(seen, token);
     }
@@ -171,7 +171,7 @@ static inline const tb_trie *tb_trie_get(void) {
     tb_trie_check_nodes(trie, seen);
     for (uint32_t token = 0; token < vocabulary; token++)
         if (offsets[token] & 0xff && !tb_mask_has(seen, token))
-            tb_fail("token trie: token %u has bytes, and no node", token);
+            tb_fail("token trie: token %u has bytes, but is not at a node", token);
     tb_free(seen);
     return trie;
 }
@@ -196,7 +196,8 @@ static inline void tb_token_bytes(const uint32_t *tokens, uint32_t n, tb_bytes *
 }
 
 // Tokenizes any bytes by longest match. The model's tokenizer (tb_tokenize) may give other tokens
-// for the same text. False if no token begins with some byte. Free with tb_free(tokens->ids).
+// for the same text. Returns false if a byte is not the beginning of a token. Free with
+// tb_free(tokens->ids).
 static inline bool tb_tokenize_greedy(const uint8_t *bytes, uint32_t len, tb_tokens *tokens) {
     *tokens = (tb_tokens){tb_alloc(4 * len), 0};
     for (uint32_t at = 0; at < len;) {
