@@ -1,7 +1,7 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
-The environment configures it. With names, it serves these Python controllers; without names,
-uploaded modules and the built-in constraints.
+Environment variables configure the worker. With names, it serves these Python controllers; without
+names, it serves uploaded modules and the built-in constraints.
 """
 
 from __future__ import annotations

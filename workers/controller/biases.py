@@ -1,9 +1,9 @@
 """Biases: numbers that a controller adds to the logits of the next token.
 
 A bias is dense (a float32 for each token) or sparse (pairs of a token id (u32) and a float32). Both
-have one form, little-endian: the number of pairs as u32, then the pairs in ascending order of their
-ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source: AICI's
-``SampleWithBias { bias: Vec<f32> }``.
+kinds have the same little-endian form: the number of pairs as u32, then the pairs in ascending
+order of their ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source:
+AICI's ``SampleWithBias { bias: Vec<f32> }``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""START: creates a controller and runs its first round, or all rounds that ran at another
-worker."""
+"""Handles START: creates a controller and runs its first round, or replays all rounds that ran on
+another worker."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""How long the replay of a request runs before other work has its turn, in seconds."""
+"""Maximum time that the replay of a request runs before other work may run, in seconds."""
 PAUSE_S = 0.0005
-"""How long it then pauses if rounds are queued, as they need Python's lock."""
+"""Pause after such a slice, in seconds, if rounds are queued: they need Python's lock."""
 
 
 class FirstRounds:
-    """Runs the first rounds of requests in the pool ``starts``, in parallel with the ``rounds`` of
-    others."""
+    """Runs the first rounds of requests in the pool ``starts``, in parallel with later rounds,
+    which run in the pool ``rounds``."""
 
     def __init__(self, programs: Programs, meters: Meters, starts: Pool, rounds: Pool) -> None:
         self._programs = programs

@@ -14,12 +14,12 @@ WIDTH = 1024
 """The k-th sequence forked from number p has the number ``p * WIDTH + k``, if that is small
 enough."""
 FIRST_HASHED = 2**31
-"""From here on, numbers are hashes. Numbers are u32."""
+"""Numbers from this one on are hashes. All numbers are u32."""
 
 
 def lineage_of_fork(parent: int, fork: int, child: int) -> int:
     """The 64-bit lineage of a new sequence: the ``child``-th sequence that the ``fork``-th fork of
-    its parent created. It does not depend on the numbers of sequences."""
+    its parent created. The lineage does not depend on the numbers of sequences."""
     path = f"{parent}/{fork}/{child}".encode()
     return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
 

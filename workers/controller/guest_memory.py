@@ -20,7 +20,7 @@ class GuestMemory:
         self._total = total
         self._used = 0
         self._by_tenant: dict[str, int] = {}
-        """Bytes by tenant, for tenants that use some."""
+        """Bytes by tenant, for tenants that use memory."""
         self._lock = threading.Lock()
 
     def of(self, tenant: str) -> TenantMemory:

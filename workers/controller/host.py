@@ -19,7 +19,7 @@ class Vocabulary(Protocol):
     size: int
     """Token ids are below this; a mask has ceil(size / 32) words."""
     eos: int
-    """The first end-of-sequence token; -1 if the model has none."""
+    """The first end-of-sequence token; -1 if the model does not have one."""
     eos_ids: tuple[int, ...]
     """All end-of-sequence tokens."""
     has_every_byte: bool
@@ -30,14 +30,14 @@ class Vocabulary(Protocol):
     """The special tokens, which are not text, by their names."""
 
     def token(self, number: int) -> bytes:
-        """The bytes of a token; empty for a special one and for an id that is not valid."""
+        """The bytes of a token; empty for a special token and for an id that is not valid."""
 
     def special_token(self, token: SpecialToken) -> int | None:
-        """The id of a special token; None if the model has none."""
+        """The id of a special token; None if the model does not have it."""
 
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
-        """The tokens of a text, without special ones; bytes that are not UTF-8 are tokenized one by
-        one.
+        """The tokens of a text, without special tokens. Bytes that are not UTF-8 are tokenized one
+        by one.
 
         ``check`` is called repeatedly, and may raise to stop the call. Raises ControllerError if
         the vocabulary cannot represent the text.
@@ -76,7 +76,8 @@ class Variables(Protocol):
         """A variable; None if it does not exist."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: none yet)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: it must not
+        exist)."""
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Appends to a variable, which is created if it does not exist."""
@@ -97,12 +98,14 @@ class Host:
     max_tokens: int = 0
     """Maximum tokens of the sequence after its prompt."""
     ignore_eos: bool = False
-    """An end-of-sequence token does not end the sequence, whatever its controller does."""
+    """Whether the sequence continues after an end-of-sequence token, whatever its controller
+    does."""
     memory: TenantMemory | None = None
     """The account that guests of this sequence count towards; None: they are not counted."""
     distributions: Sequence[Distribution] = ()
-    """The distribution of each token that the last post_process got; empty if these were appended,
-    or the controller had not asked. Set before each post_process."""
+    """The distribution of each token that the last post_process got; empty if the tokens were
+    appended, or if the controller did not query them. ``Rounds`` sets this before each
+    post_process."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

@@ -1,7 +1,7 @@
-"""Wakes the groups of which all sequences are suspended, some time after the last round.
+"""Wakes groups whose sequences are all suspended, some time after the last round.
 
 The groups of a tenant with many suspended sequences are woken less often and in turn, so that their
-rounds leave time for others.
+rounds leave time for other tenants.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .sequence_group import SequenceGroup
 log = logging.getLogger(__name__)
 
 IDLE_WAKE_S = 0.01
-"""How long all sequences of a group are suspended before they are woken, in seconds."""
+"""Time for which all sequences of a group are suspended before they are woken, in seconds."""
 MAX_IDLE_ROUNDS = 16
-"""Average number of rounds of one tenant's idle groups in ``IDLE_WAKE_S``, at most."""
+"""Maximum average number of rounds of one tenant's idle groups in ``IDLE_WAKE_S``."""
 
 
 class IdleQueue:
     """Idle groups in the order in which they are woken; a plain object, whose clock is passed in.
 
-    A tenant has at most ``MAX_IDLE_ROUNDS`` rounds in ``IDLE_WAKE_S``, after a burst of that size.
-    Source: the generic cell rate algorithm (ITU-T I.371).
+    A tenant may have a burst of ``MAX_IDLE_ROUNDS`` rounds, and then on average this number of
+    rounds in each ``IDLE_WAKE_S``. Source: the generic cell rate algorithm (ITU-T I.371).
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class IdleQueue:
         """A heap with the next turn of each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """By tenant: the time at which its rounds so far are within its rate. Past times have no
-        effect."""
+        """By tenant: the time from which the tenant is within its rate, after its rounds so far.
+        Times in the past have no effect."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that is idle since ``now``."""
@@ -79,9 +79,9 @@ class IdleQueue:
 
 
 class IdleGroups:
-    """Groups that wait for their time, on a thread of their own, which the first one starts.
+    """Wakes idle groups at their times, on a thread of its own, which the first group starts.
 
-    ``wake`` is called for each, without a lock.
+    ``wake`` is called for each group, without a lock.
     """
 
     def __init__(self, wake: Callable[[SequenceGroup], None]) -> None:
@@ -103,7 +103,7 @@ class IdleGroups:
             self._changed.notify()
 
     def close(self) -> None:
-        """Wakes none any more."""
+        """Stops waking groups."""
         with self._changed:
             self._closed = True
             self._queue = IdleQueue()

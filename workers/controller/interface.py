@@ -5,7 +5,7 @@ sequence is post_process with the tokens that were appended, pre_process, and mi
 ``rounds`` makes these calls, and this module defines their meaning. Calls for one sequence are made
 one after another; calls for several sequences run at the same time, on a pool of threads.
 
-A call that fails raises ControllerError: its text ends this sequence only.
+A call that fails raises ControllerError, which ends only this sequence, with the error's message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Action(IntEnum):
     """pre_process: do not schedule the sequence until a variable of the request changes or a fork
     of it ends."""
     FORK = 3
-    """pre_process: become ``count`` sequences, this one included."""
+    """pre_process: become ``count`` sequences, including this sequence."""
     SPLICE = 4
     """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
     append ``tokens``, without a mid_process in between."""
@@ -42,14 +42,14 @@ class Answer(NamedTuple):
 
     action: Action
     count: int = 1  # type: ignore[assignment]
-    """Forks in all."""
+    """FORK: number of sequences afterwards, including this one."""
     backtrack: int = 0
     """Number of tokens to drop, without the token that is about to be sampled."""
     tokens: Sequence[int] = ()
     masked: bool = False
-    """mid_process: whether it wrote a mask; otherwise every token is allowed."""
+    """mid_process: whether the call wrote a mask; otherwise every token is allowed."""
     bias: Bias | None = None
-    """mid_process: what is added to the logits before the temperature."""
+    """mid_process: the numbers that are added to the logits before the temperature."""
     query: Query | None = None
     """mid_process: the question about the distribution of the next token."""
     override: Override | None = None
@@ -77,25 +77,24 @@ class Controller(Protocol):
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """May stop, sample or splice. Limit: ``Limits.mid_s``.
 
-        ``fork_group``: the sequences after the fork of this round, including this one; only this
-        one without a fork. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of the
-        little-endian u32 words is set if token i is allowed. Before the call, they have the bytes
-        of earlier rounds.
+        ``fork_group``: the sequences after the fork of this round, including this one; without a
+        fork, only this sequence. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of
+        the little-endian u32 words is set if token i is allowed. Before the call, ``mask`` has the
+        bytes of earlier rounds.
         """
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Tokens were appended, after ``backtrack`` were dropped; may stop.
+        """Called after ``backtrack`` tokens were dropped and ``tokens`` were appended; may stop.
 
         ``Host.distributions`` has the answer to the query about tokens that were sampled. Limit:
         ``Limits.post_s``.
         """
 
     def fork(self, host: Host) -> Controller:
-        """A copy with the same state, for the sequence of ``host``. It is made only between
-        calls."""
+        """A copy with the same state, for the sequence of ``host``. Called only between calls."""
 
     def close(self) -> None:
-        """Frees its resources; called once."""
+        """Frees the controller's resources; called once."""
 
 
 @runtime_checkable
@@ -103,11 +102,11 @@ class Constraint(Controller, Protocol):
     """A built-in constraint: a controller that limits the text of its sequence to a language."""
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text would end if no token followed; with ``stop``, if it ended before the first
-        occurrence of these bytes.
+        """The kind of end that the text has without further tokens. With ``stop``, the text ends
+        before the first occurrence of these bytes.
 
-        It is called between rounds. It costs a call of the backend, and with ``stop`` another parse
-        of the text.
+        Called between rounds. The method calls the backend, and with ``stop`` parses the text
+        again.
         """
 
     def fork(self, host: Host) -> Constraint:
@@ -121,13 +120,14 @@ class TakesDrafts(Controller, Protocol):
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
-        would after these tokens; returns how many it wrote.
+        would after these tokens; returns the number of masks written.
 
-        It stops where mid_process would not just sample, and before a token that cannot follow. The
-        controller's own state does not change.
+        Writing stops at a place where mid_process would not just sample, and before a token that
+        cannot follow. The controller's own state does not change.
 
-        Called after a mid_process that wrote a mask. Any prefix of the draft may be sampled, and
-        one token more: then one post_process receives all of them, instead of a round for each.
+        Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
+        plus one more token. One post_process receives all these tokens, instead of one round for
+        each token.
         """
 
 
@@ -138,8 +138,8 @@ class Batch(Protocol):
         """Each turn has the number of a sequence in the batch and its sampled token. Returns for
         each turn whether its round has ended.
 
-        If it has, the token was accepted and the next mask is written. Otherwise nothing has
-        changed, and the round has to run by itself.
+        If a round has ended, its token was accepted and the next mask is written. Otherwise the
+        sequence is unchanged, and its round has to run by itself.
         """
 
 

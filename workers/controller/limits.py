@@ -20,34 +20,33 @@ class Limits:
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
-    """Elements of each table."""
+    """Maximum elements of each table."""
     tables: int = 4
-    """Tables; compilers create one."""
+    """Maximum tables; compilers create one."""
     log_bytes: int = 64 * 1024
-    """Bytes of the log of one round that are kept, and 16 times this for a sequence. Further bytes
-    are counted and dropped."""
+    """Maximum bytes of the log of one round; a sequence may have 16 times this number. Further
+    bytes are counted and dropped."""
     compile_s: float = 1.5
-    """CPU time of compiling a grammar, which runs in a process of its own."""
+    """Maximum CPU time of compiling a grammar, in a process of its own."""
     compile_bytes: int = 1024**3
-    """Memory of that process."""
+    """Maximum memory of the process that compiles a grammar."""
     text_bytes: int = 1024 * 1024
-    """Bytes of a text that a guest may tokenize in one call; ``max_text`` may allow less."""
+    """Maximum bytes of a text that a guest tokenizes in one call; ``max_text`` may allow less."""
     forks: int = 128
-    """Sequences of one request."""
+    """Maximum sequences of one request."""
     idle_wakes: int = 10_000
-    """How often in a row the sequences of a request are woken if all of them are suspended."""
+    """Maximum consecutive wake-ups of a request whose sequences are all suspended."""
     silent_rounds: int = 256
-    """Consecutive rounds in which a sequence may append tokens without sampling."""
+    """Maximum consecutive rounds in which a sequence appends tokens without sampling."""
     appended_tokens: int = 65_536
-    """Tokens that a sequence may append without sampling."""
+    """Maximum tokens that a sequence appends without sampling."""
     variable_bytes: int = 1024 * 1024
-    """Bytes of one variable's value; the state worker bounds all variables together."""
+    """Maximum bytes of one variable's value; the state worker bounds all variables together."""
     written_bytes: int = 16 * 1024 * 1024
-    """Bytes that a request may write to variables during its life; each write is also sent to its
-    client."""
+    """Maximum bytes that a request writes to variables; each write is also sent to its client."""
 
     def max_text(self, call_s: float) -> int:
-        """Bytes of a text that may be tokenized at once in a call of ``call_s`` seconds of CPU.
+        """Maximum bytes of a text that is tokenized at once in a call of ``call_s`` seconds of CPU.
 
         A tokenizer cannot be interrupted, so a text that would take longer than the call is
         refused. The bound is a count: it is the same on every machine.

@@ -31,7 +31,7 @@ class MaskRows:
         descriptor = os.open(name, os.O_RDWR | os.O_NONBLOCK)
         try:
             if os.fstat(descriptor).st_ino != int(number):
-                raise OSError(f"{name} is another file here")
+                raise OSError(f"{name} is a different file on this machine")
             self._map = mmap.mmap(descriptor, rows * (row_bytes + bias_bytes))
         finally:
             os.close(descriptor)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from ...protocol.metrics import OTHER, Series, Tally
 
 MAX_CONTROLLERS = 64
-"""Controllers that are counted separately; further ones are counted together."""
+"""Maximum controllers that are counted separately; further controllers are counted together."""
 EVERY = 16
-"""The CPU time of one round in this many is measured, which takes a microsecond."""
+"""CPU time is measured in one of this number of rounds, because measuring takes a microsecond."""
 WEIGHT = 0.1
 """The weight of one measured round in ``Meter._share``."""
 

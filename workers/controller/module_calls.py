@@ -36,14 +36,13 @@ from .pool import waiting
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds until an operation on a table, or the question which worker has a module, is sent
-again."""
+"""Seconds until an operation on a table, or a query for workers with a module, is sent again."""
 SEND_S = 10.0
 """Seconds that a worker may take to send a module; after that another worker is chosen."""
 TABLE_S = 30.0
-"""How long an operation on a table waits in total, in seconds."""
+"""Maximum total wait of an operation on a table, in seconds."""
 FETCH_S = 30.0
-"""How long a module is waited for in total, in seconds: a worker that has it may be restarting."""
+"""Maximum total wait for a module, in seconds: a worker that has it may be restarting."""
 
 
 class _Sent(NamedTuple):
@@ -96,8 +95,8 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # The answer to a repeated write could overtake the answer that it was
-                        # written.
+                        # Over several brokers, the answer to a repeated write could overtake the
+                        # answer to the write itself.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)
@@ -105,8 +104,8 @@ class ModuleCalls:
                 else:
                     raise UnavailableError(
                         Code.STORE_FAILED,
-                        f"the state worker, which keeps what tags name, did not answer within "
-                        f"{patience_s:g} s; modules need one that runs",
+                        "the state worker, which stores the tags of modules, did not answer within "
+                        f"{patience_s:g} s; modules need a running state worker",
                         retry_after_s=RETRY_AFTER_S,
                     )
         finally:
@@ -154,10 +153,11 @@ class ModuleCalls:
         asks = encode_body(FetchModule(module=module), "msgpack")
         fetches = encode_body(FetchModule(module=module, send=True), "msgpack")
         sends: int | None = None
-        """The worker that should send it."""
+        """The worker that was requested to send the module."""
         wrong: set[int] = set()
         now = next_at = time.monotonic()
-        """The other workers are then asked again: the sending one may have lost the module."""
+        """The time at which all workers are queried again, because the sending worker may have lost
+        the module."""
         ends_at = now + self._fetch_s
         while (now := time.monotonic()) < ends_at:
             if now >= next_at:
@@ -176,26 +176,27 @@ class ModuleCalls:
                 return sent.wasm
             else:
                 log.error(
-                    "worker %d sent other bytes as the module %s; they are not used",
+                    "worker %d sent bytes that do not match the id of the module %s; they are "
+                    "not used",
                     sent.worker,
                     module,
                 )
                 wrong.add(sent.worker)
                 next_at = now
-        why = f"{len(wrong)} sent other bytes, which are not used" if wrong else "none has sent it"
+        others = f" ({len(wrong)} sent bytes that do not match its id)" if wrong else ""
         raise UnavailableError(
             Code.STORE_FAILED,
-            f"the module {module} is not on this machine, and of the other controller workers "
-            f"{why} within {self._fetch_s:g} s; start the one where it was uploaded, or upload it "
-            "again",
+            f"the module {module} is not on this machine, and the other controller workers did not "
+            f"send it within {self._fetch_s:g} s{others}; start the worker to which it was "
+            "uploaded, or upload it again",
             retry_after_s=RETRY_AFTER_S,
         )
 
 
 @contextlib.contextmanager
 def _waiting() -> Iterator[None]:
-    """Wraps a wait in ``waiting``. If too many jobs wait already, this one keeps its slot, so that
-    others queue."""
+    """Wraps a wait in ``waiting``. If too many jobs wait already, this job keeps its slot, so that
+    other jobs stay queued."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(UnavailableError):
             stack.enter_context(waiting())

@@ -1,4 +1,4 @@
-"""The RESULT of a step: all sequences in one message, or slower ones in a later message."""
+"""The RESULT of a step: all sequences in one message, or slower sequences in a later message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""How long finished results are held back for unfinished ones, in seconds."""
+"""Maximum time that finished results wait for unfinished rounds, in seconds."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -30,12 +30,12 @@ class PendingResult:
     ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
     sequences that these results wake, and with results of sequences that can never be woken.
 
-    ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there, as
-    that takes milliseconds if their memory is large.
+    ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
+    because freeing a large memory takes milliseconds.
 
-    ``order`` is one lock for all results of a worker. It ensures that an immediate STEP finds its
-    sequences waiting for the model, and that the result of a woken sequence is sent after the one
-    that suspended it.
+    ``order`` is one lock for all results of a worker. The lock ensures that an immediate STEP finds
+    its sequences waiting for the model, and that the result of a woken sequence is sent after the
+    result that suspended it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PendingResult:
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:
-        """Several rounds have ended."""
+        """Adds the results of several rounds that have ended."""
         with self._lock:
             self._parts += parts
             self._missing -= len(parts)
@@ -75,7 +75,7 @@ class PendingResult:
         self._send(ready)
 
     def due(self, now: float) -> bool:
-        """Whether results are ready and have been held back long enough for ``flush``."""
+        """Whether results are ready and have waited long enough for ``flush``."""
         return bool(self._parts) and now - self._began >= FLUSH_S
 
     def flush(self) -> None:
@@ -94,7 +94,8 @@ class PendingResult:
         sent = False
         while not sent:
             # A request that has ended may have been started again; results of the earlier start
-            # must not follow. The message is built without the lock, as that may take milliseconds.
+            # must not be sent. The message is built without the lock, because building it may take
+            # milliseconds.
             live = [part for part in parts if not part[0].closed]
             body, attachments = _message(live)
             with self._order:

@@ -3,10 +3,10 @@
 Tenants have equal shares of the CPU time (``fair_jobs.py``).
 
 Quick rounds run one after another on one thread, because passing Python's lock between threads
-costs more than the rounds. If rounds queue up behind a slow one, another thread is woken.
+costs more than the rounds. If rounds are queued after a slow round, another thread is woken.
 
-A job that waits for another process gives its slot back (``waiting``). Another thread takes the
-next job, and is started if all threads are in use. So waiting guests do not delay other rounds.
+A job that waits for another process frees its slot (``waiting``). Another thread takes the next
+job, and is started if all threads are in use. So waiting guests do not delay other rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_WAITING = 256
 QUICK_S = 0.0005
 """The CPU time of jobs that took longer is read from the system."""
 SURPLUS_S = 10.0
-"""How long a thread above the pool's slots stays idle before it ends, in seconds."""
+"""Time after which an idle thread beyond the pool's slots ends, in seconds."""
 
 _starting = threading.Lock()
 """Held while threads are started: the stack size of new threads is a setting of the process."""
@@ -52,7 +52,7 @@ class Pool:
         self._active = 0
         """Threads that have a slot."""
         self._waiting = 0
-        """Threads that gave their slot back; idle threads are neither active nor waiting."""
+        """Threads that have freed their slot; idle threads are neither active nor waiting."""
         self._returning: deque[threading.Lock] = deque()
         """Waiting threads whose wait is over and that need a slot to continue, in order."""
         for _ in range(slots):
@@ -95,7 +95,7 @@ class Pool:
         self._wake.release()
 
     def close(self) -> None:
-        """Ends the threads, each after its current jobs. No job may be submitted after it."""
+        """Ends the threads, each after its current jobs. Jobs must not be submitted afterwards."""
         self._closed = True
         self._wake.release(max(1, self._threads))
 
@@ -111,7 +111,7 @@ class Pool:
                 raise UnavailableError(
                     Code.QUEUE_FULL,
                     f"{self._waiting} controllers of this worker are waiting for another process, "
-                    "and no more may at once; try again, or start more controller workers",
+                    "which is the maximum; try again, or start more controller workers",
                     retry_after_s=1.0,
                 )
             self._waiting += 1
@@ -190,7 +190,7 @@ class Pool:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._threads += 1
             except RuntimeError as error:
-                log.error("no thread for the pool %r can be started: %s", self._name, error)
+                log.error("a thread of the pool %r cannot be started: %s", self._name, error)
             finally:
                 threading.stack_size(before)
 

@@ -1,4 +1,5 @@
-"""The programs that a request can name: those given at start, built-ins, and stored modules."""
+"""The programs that a request can name: programs that are given at start, built-ins, and stored
+modules."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ MAX_KEPT = 256
 
 
 class Programs:
-    """Looks up programs by name: first the given ones, then built-ins, then a tenant's modules."""
+    """Looks up programs by name: first given programs, then built-ins, then a tenant's modules."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ _MAX_SEED = 2**63 - 1
 
 def checked_query(query: object, size: int) -> Query:
     """A query whose numbers are valid for a vocabulary of ``size`` tokens; raises ControllerError
-    with the value that is not."""
+    with the first invalid value."""
     if not isinstance(query, Query):
         raise _wrong(f"its query is {query!r}; right would be Query(top, tokens)")
     top = _whole("top of its query", query.top, 0, MAX_QUERY_TOP)
@@ -26,7 +26,7 @@ def checked_query(query: object, size: int) -> Query:
 
 
 def checked_override(override: object) -> Override:
-    """An override whose numbers are valid; raises ControllerError with the value that is not."""
+    """An override whose numbers are valid; raises ControllerError with the first invalid value."""
     if not isinstance(override, Override):
         raise _wrong(
             f"its override is {override!r}; right would be Override(temperature, top_p, seed)"

@@ -1,11 +1,11 @@
 """Replays the controllers of a request from the recorded inputs of their sequences.
 
 All rounds run with their earlier inputs: the prompt, the sampled tokens, and the answers to
-operations on variables, which the state worker stores. A controller whose decisions follow from
-these is afterwards in its earlier state.
+operations on variables, which the state worker stores. If its decisions depend only on these
+inputs, a controller is then in its earlier state.
 
-Only results that may not have been applied are kept: those since the sequence's last sampled token
-or its last applied fork, whichever is later.
+Only results that may not have been applied are kept: the results since the sequence's last sampled
+token or its last applied fork, whichever is later.
 
 A fork's sequences run before their parent continues. So sequences that had ended have ended again
 when the parent forks the next time.
@@ -29,8 +29,8 @@ TIMES = 10
 """Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
 not fail on a slower one."""
 MAX_IDLE_WAKES = 10_000
-"""How often a sequence that was suspended before its next token is woken without receiving a
-recorded answer, if its log does not have the number of wake-ups."""
+"""Maximum wake-ups without a recorded answer, for a sequence that was suspended before its next
+token, if its log does not have the number of wake-ups."""
 
 Steps = Generator[None, None, list[StepResult]]
 """A replay: it yields between rounds, so that other work can run, and returns the results to
@@ -41,7 +41,7 @@ send."""
 class _Past:
     """The replay of one sequence."""
 
-    told: Replay
+    replay: Replay
     sequence: ControlledSequence
     tokens: int = 0
     """Sampled tokens whose rounds have been run."""
@@ -50,12 +50,12 @@ class _Past:
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """Results since its resume point, with their position among all results."""
+    """Results since the resume point of the sequence, with their position among all results."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
     """Writes of the results between its last sampled token and its last applied fork."""
     failure: str = ""
-    """Why it cannot be replayed."""
+    """Why the sequence cannot be replayed."""
 
     def keep(self, place: int, result: StepResult) -> None:
         if self.logs or self.storage:
@@ -78,43 +78,43 @@ class _Past:
 
 
 class GroupReplay:
-    """The replay of one request. ``told``: its sequences, as in ``Start.replay``."""
+    """The replay of one request. ``replays``: its sequences, as in ``Start.replay``."""
 
     def __init__(
-        self, told: Sequence[Replay], rounds: Rounds, drop: Callable[[ControlledSequence], None]
+        self, replays: Sequence[Replay], rounds: Rounds, drop: Callable[[ControlledSequence], None]
     ) -> None:
         """``drop`` removes a sequence that has ended."""
-        self._told = {one.seq: one for one in told}
+        self._replays = {one.seq: one for one in replays}
         self._rounds = rounds
         self._drop = drop
         self._pasts: dict[int, _Past] = {}
         self._made: list[ControlledSequence] = []
         """Sequences that the last round created."""
         self._places = 0
-        self.recorded = {seq for one in told for seq in (one.seq, *one.forks)}
-        """The numbers of the sequences that were made before."""
+        self.recorded = {seq for one in replays for seq in (one.seq, *one.forks)}
+        """The numbers of all recorded sequences."""
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The recorded numbers of the sequences of a fork; None if the fork was not applied. Raises
         ControllerError if it was a different fork."""
         past = self._pasts.get(parent.seq)
         if past is None:
-            if parent.seq not in self._told:
+            if parent.seq not in self._replays:
                 return None
             # The sequence forks in the round that created it.
-            past = self._pasts[parent.seq] = _Past(self._told[parent.seq], parent)
-        told = past.told
-        if past.forks < len(told.forks):
-            recorded = told.forks[past.forks : past.forks + more]
+            past = self._pasts[parent.seq] = _Past(self._replays[parent.seq], parent)
+        replay = past.replay
+        if past.forks < len(replay.forks):
+            recorded = replay.forks[past.forks : past.forks + more]
             if len(recorded) != more:
                 raise _differs(
-                    f"{_where(past)} it forks into {more} more sequences, the first time into "
+                    f"{_where(past)} it forks into {more} more sequences, but the first time into "
                     f"{len(recorded)}"
                 )
             past.forks += more
             return recorded
-        if past.tokens < len(told.tokens):
-            raise _differs(f"{_where(past)} it forks, the first time it did not")
+        if past.tokens < len(replay.tokens):
+            raise _differs(f"{_where(past)} it forks, but the first time it did not")
         return None
 
     def made(self, children: Sequence[ControlledSequence]) -> None:
@@ -128,8 +128,8 @@ class GroupReplay:
         closed: Callable[[], bool],
     ) -> Steps:
         """Runs all rounds, first ``begin``, until ``closed``; returns the results to send."""
-        told = self._told.setdefault(first.seq, Replay(first.seq, []))
-        self._pasts[first.seq] = _Past(told, first)
+        replay = self._replays.setdefault(first.seq, Replay(first.seq, []))
+        self._pasts[first.seq] = _Past(replay, first)
         stack = [first.seq, *self._take(begin())]
         while stack and not closed():
             yield
@@ -146,34 +146,36 @@ class GroupReplay:
 
     def _next(self, past: _Past) -> list[StepResult] | None:
         """The next round of a sequence; None if its replay is complete, or cannot continue."""
-        told, sequence, last = past.told, past.sequence, past.last
+        replay, sequence, last = past.replay, past.sequence, past.last
         assert last is not None
-        left = len(told.tokens) - past.tokens
-        if not left and past.forks == len(told.forks):
+        left = len(replay.tokens) - past.tokens
+        if not left and past.forks == len(replay.forks):
             return None
         if last.action == "suspend":
             past.idle_wakes = 0 if sequence.variables.repeated else past.idle_wakes + 1
-            recorded = told.wakes.get(past.tokens)
+            recorded = replay.wakes.get(past.tokens)
             awake = past.idle_wakes <= MAX_IDLE_WAKES
             if awake if recorded is None else sequence.wakes < recorded:
                 return self._rounds.again(sequence)
-            past.failure = f"{_where(past)} it stays suspended, the first time it went on"
+            past.failure = f"{_where(past)} it stays suspended, but the first time it continued"
         elif last.action == "error":
             past.failure = f"{last.error}"
         elif last.action == "stop":
-            past.failure = f"{_where(past)} it stops, the first time it went on"
+            past.failure = f"{_where(past)} it stops, but the first time it continued"
         elif not left:
-            past.failure = f"{_where(past)} it samples, the first time it forked"
+            past.failure = f"{_where(past)} it samples, but the first time it forked"
         else:
-            token = told.tokens[past.tokens]
+            token = replay.tokens[past.tokens]
             if _may_sample(sequence, last, token):
-                found = told.distributions.get(past.tokens)
+                found = replay.distributions.get(past.tokens)
                 past.tokens += 1
                 past.sampled()
-                ends = told.last and past.tokens == len(told.tokens)
+                ends = replay.last and past.tokens == len(replay.tokens)
                 run = self._rounds.ended if ends else self._rounds.sampled
                 return run(sequence, [token], distributions=[found] if found is not None else ())
-            past.failure = f"{_where(past)} it does not allow token {token}, which was sampled then"
+            past.failure = (
+                f"{_where(past)} it forbids token {token}, which was sampled the first time"
+            )
         return None
 
     def _take(self, results: list[StepResult]) -> list[int]:
@@ -193,18 +195,18 @@ class GroupReplay:
                 past.forked()
             for child in result.children:
                 # If a sequence has ended, its forks that were not applied never existed.
-                new = Replay(child, [], ended=past.told.ended and not applied)
+                new = Replay(child, [], ended=past.replay.ended and not applied)
                 if child not in self._pasts:
-                    self._pasts[child] = _Past(self._told.get(child, new), made[child])
+                    self._pasts[child] = _Past(self._replays.get(child, new), made[child])
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:
         """Ends the replay of a sequence that has reached its earlier state."""
         sequence = past.sequence
-        if past.told.ended:
+        if past.replay.ended:
             self._drop(sequence)
         elif past.last is not None and past.last.action == "suspend":
-            # Woken once, as a change may have been made since its last round.
+            # The sequence is woken once, because a change may have been made since its last round.
             sequence.seen_changes = -1
 
     def _results(self) -> list[StepResult]:
@@ -213,7 +215,7 @@ class GroupReplay:
         for past in self._pasts.values():
             sequence = past.sequence
             request = sequence.host.request
-            if past.told.ended:
+            if past.replay.ended:
                 continue
             if not past.failure:
                 kept += past.kept
@@ -221,9 +223,9 @@ class GroupReplay:
             failed = _failure(request, sequence.seq, past.failure)
             failed.logs = past.last.logs if past.last is not None else ""
             kept.append((self._places, failed))
-        for seq in self._told.keys() - self._pasts.keys():
-            if not self._told[seq].ended:
-                text = f"no fork makes sequence {seq}, which there was the first time"
+        for seq in self._replays.keys() - self._pasts.keys():
+            if not self._replays[seq].ended:
+                text = f"it does not create sequence {seq}, which it created the first time"
                 kept.append((self._places, _failure(request, seq, text)))
         kept.sort(key=lambda one: (one[0], one[1].seq))
         results = [result for _, result in kept]
@@ -257,15 +259,15 @@ def usual_limits(limits: Limits, usual: Limits) -> Limits:
 
 
 def failed_start(
-    request: int, told: Sequence[Replay], error: str, code: str = Code.INTERNAL
+    request: int, replays: Sequence[Replay], error: str, code: str = Code.INTERNAL
 ) -> list[StepResult]:
     """The results of a request whose controller cannot be created: errors of all its sequences."""
-    live = [one.seq for one in told if not one.ended] or [0]
+    live = [one.seq for one in replays if not one.ended] or [0]
     return [StepResult(request, seq, "error", error=error, code=str(code)) for seq in live]
 
 
 def _where(past: _Past) -> str:
-    return f"after {past.tokens} of {len(past.told.tokens)} sampled tokens"
+    return f"after {past.tokens} of {len(past.replay.tokens)} sampled tokens"
 
 
 def _differs(what: str) -> ControllerError:
@@ -274,14 +276,14 @@ def _differs(what: str) -> ControllerError:
 
 def _failure(request: int, seq: int, what: str) -> StepResult:
     text = (
-        f"its controller cannot be continued on another worker: replayed, {what}; a controller may "
-        "decide by its prompt, argument, tokens and variables only"
+        f"the controller cannot continue on another worker, because its replay failed: {what}; its "
+        "decisions may depend only on its prompt, argument, tokens and variables"
     )
     return StepResult(request, seq, "error", error=text, code=str(Code.CONTROLLER_FAILED))
 
 
 def _may_sample(sequence: ControlledSequence, last: StepResult, token: int) -> bool:
-    """Whether the mask and the bias of a result allow a token. A replay has them in buffers."""
+    """Whether the mask and the bias of a result allow a token. In a replay, both are in buffers."""
     if last.attachment is not None and not sequence.mask[token >> 3] >> (token & 7) & 1:
         return False
     return last.bias_attachment is None or not forbids(sequence.bias, token)

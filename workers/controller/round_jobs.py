@@ -3,9 +3,9 @@
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
 call for all sequences of a grammar, and little more for each result.
 
-A round is not usual if its mask is not cached, its token is refused, or text is forced. It is then
-run by itself, on the same thread: an instance takes one call at a time, so that several threads
-would only wait for each other.
+A round is not usual if its mask is not cached, its token is refused, or text is forced. Such a
+round runs by itself, on the same thread: an instance takes one call at a time, so that several
+threads would only wait for each other.
 """
 
 from __future__ import annotations

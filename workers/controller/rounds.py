@@ -1,9 +1,9 @@
 """A round: the calls of one controller between two tokens, until its sequence needs the model.
 
-A round calls post_process with the sampled tokens, then pre_process and mid_process. If these
-append tokens themselves, post_process and pre_process follow for those tokens. The result always
-has one form: drop some tokens, append some, and then sample under a mask and a bias, fork, suspend,
-or stop.
+A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
+or mid_process appends tokens, post_process and pre_process follow for these tokens. The result
+always has one form: drop some tokens, append some, and then sample under a mask and a bias, fork,
+suspend, or stop.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Stage(Enum):
     """The state of a sequence."""
 
     RUNNING = "running"
-    """Its round runs or is queued."""
+    """The round of the sequence runs or is queued."""
     WAITING = "waiting"
-    """It waits for the model."""
+    """The sequence waits for the model."""
     SUSPENDED = "suspended"
     FINISHED = "finished"
 
@@ -62,20 +62,20 @@ class ControlledSequence:
     length: int = 0
     """Number of tokens after the prompt."""
     slow: bool = False
-    """Whether its last round took long enough for a thread of its own."""
+    """Whether the last round took so long that the next one gets a thread of its own."""
     seen_changes: int = 0
-    """Number of changes by other sequences of its request when its last pre_process began."""
+    """Number of changes by other sequences of the request when the last pre_process began."""
     wakes: int = 0
-    """How often it has been woken since its last sampled token."""
+    """Number of wake-ups since the last sampled token."""
     woken: bool = False
-    """Whether its last round began with a wake-up."""
+    """Whether the last round began with a wake-up."""
     forks: int = 0
-    """Number of forks that it has made."""
+    """Number of forks that the sequence has made."""
     children: int = 0
     """Number of sequences that these forks created."""
 
     def __post_init__(self) -> None:
-        """Checks once whether it runs in batches."""
+        """Checks once whether the controller's rounds run in batches."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
 
@@ -88,7 +88,8 @@ class Change:
     tokens: list[int] = field(default_factory=list)
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
-        """Drops tokens from the end, appended ones first, and appends tokens."""
+        """Drops tokens from the end, first those that were appended before, and then appends
+        tokens."""
         taken = min(backtrack, len(self.tokens))
         if taken:
             del self.tokens[-taken:]
@@ -123,15 +124,16 @@ class Rounds:
         draft: Sequence[int] = (),
         distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
-        """The round after tokens were sampled, from ``distributions`` if the controller asked for
-        these; where it just samples, with the masks along a ``draft``."""
+        """The round after tokens were sampled. ``distributions``: those of the tokens, if the
+        controller queried them. If the round just samples, its result has the masks along
+        ``draft``."""
         sequence.variables.repeated = sequence.woken = False
         sequence.wakes = 0
         sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that ran in a batch: it samples under a mask."""
+        """The result of a round that ran in a batch, whose action is to sample under a mask."""
         sequence.variables.repeated = sequence.woken = False
         sequence.wakes = 0
         sequence.length += 1
@@ -290,7 +292,7 @@ class Rounds:
     def _guarded(
         sequence: ControlledSequence, round_: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """Runs a round whose failure ends its own sequence."""
+        """Runs a round; a failure ends only its own sequence."""
         try:
             return round_()
         except TokenbusError as error:
@@ -353,7 +355,7 @@ def _look_along(
 def _stopped(
     sequence: ControlledSequence, change: Change | None = None, stop: bytes = b""
 ) -> StepResult:
-    """The result of a sequence that ends; for a constraint, it has the kind of the end."""
+    """The result of a sequence that ends; for a constraint, the result has the kind of the end."""
     result = _result(sequence, "stop", change)
     if isinstance(sequence.controller, Constraint):
         result.constraint = sequence.controller.text_end(stop)

@@ -2,9 +2,9 @@
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
-its last pre_process began. If all sequences are suspended and none is woken, all are woken 10 ms
-or more later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request ends with
-`deadlock`.
+its last pre_process began. If all sequences are suspended and are not woken by others, all are
+woken 10 ms or more later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request
+ends with `deadlock`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
 
 MAX_WAKES = 200
-"""How often sequences may wake each other, times their number, before one of them samples. At a
-barrier, each sequence is woken once by each other sequence."""
+"""Maximum wake-ups of sequences by each other before one of them samples, multiplied by the number
+of sequences. At a barrier, each sequence is woken once by each other sequence."""
 MAX_ALONG = 16
 """Maximum number of masks along a draft."""
 SHARED_MEMORY = 16
@@ -72,25 +72,26 @@ class SequenceGroup:
         attempt: int = 0,
     ) -> None:
         """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable;
-        ``inspect``: results have the times of their rounds; ``attempt``: that of ``Start``."""
+        ``inspect``: results have the times of their rounds; ``attempt``: the attempt of START."""
         self.request = request
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """The attempt of START; 0 after the first results, which name it, were sent."""
+        """The attempt of START. ``PendingResult`` sets it to 0 after the first results, which
+        contain it, were sent."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
         self._perform = perform
         self.meter = Meter()
-        """The meter of its controller."""
+        """The meter of the request's controller."""
         self.tenant = ""
-        """The key of its tenant; the worker sets it, as it does ``memory``."""
+        """The key of the request's tenant; the worker sets it before the first round."""
         self.memory: TenantMemory | None = None
-        """The memory share of its tenant; the worker sets it before the first round."""
+        """The memory share of the tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
-        """The events of its rounds, if the request is traced."""
+        """The events of the rounds, if the request is traced."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -107,7 +108,7 @@ class SequenceGroup:
         self._idle_wakes = 0
         """Wakes of an idle group since a token was sampled."""
         self._idle = self._timed = False
-        """Whether all sequences are suspended; and whether ``wake_idle`` is going to be called."""
+        """Whether all sequences are suspended, and whether a call of ``wake_idle`` is scheduled."""
         self._written_bytes = 0
         self._closed = False
 
@@ -141,14 +142,14 @@ class SequenceGroup:
         vocabulary: Vocabulary,
         prompt: Sequence[int],
         n: int,
-        told: Sequence[Replay],
+        replays: Sequence[Replay],
     ) -> Steps:
-        """Like ``begin``, followed by all rounds that the sequences had elsewhere.
+        """Like ``begin``, followed by all rounds that the sequences ran on another worker.
 
-        It yields between rounds. Its results are those that may not have been applied there. Once
-        they are recorded, the group is in the same state as if it had always run here.
+        Yields between rounds, and returns the results that may not have been applied. Once these
+        are recorded, the group is in the same state as if it had always run on this worker.
         """
-        replay = GroupReplay(told, self._rounds, self._drop_ended)
+        replay = GroupReplay(replays, self._rounds, self._drop_ended)
         self._replay = replay
         self._numbers |= replay.recorded
         first = self._first(program, vocabulary)
@@ -159,7 +160,7 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
-                # The GPU worker that gets the results has suspended none.
+                # The GPU worker that gets the results has not suspended sequences.
                 sequence.woken = False
                 if self._closed:
                     sequence.stage = Stage.WAITING
@@ -177,7 +178,7 @@ class SequenceGroup:
         distributions: Sequence[Distribution] = (),
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model sampled ``tokens``, or after the GPU worker ended
-        it, by ``stop`` before that stop string. None: it does not wait for the model.
+        it, with ``stop`` before that stop string. None if the sequence does not wait for the model.
 
         Tokens of ``draft`` may follow. ``distributions``: those of ``tokens``, if queried. Raises
         GroupBusy without ``wait``, if another thread has the group's lock.
@@ -197,7 +198,7 @@ class SequenceGroup:
                 self._give_along(sequence, min(len(draft), MAX_ALONG))
             sequence.stage = Stage.RUNNING
             self._wakes = self._idle_wakes = 0
-            # A step of the request: its own pre_process comes after it.
+            # A step counts as a change. The pre_process of this sequence begins after it.
             self._changes += 1
         finally:
             self._lock.release()
@@ -228,15 +229,16 @@ class SequenceGroup:
             return self._wake()
 
     def begins_idle(self) -> bool:
-        """Whether all sequences are suspended, and the caller is the one to call ``wake_idle``."""
+        """Whether all sequences are suspended, so that the caller must schedule a call of
+        ``wake_idle``. True is returned once for each such time."""
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
             self._timed |= begins
             return begins
 
     def wake_idle(self) -> tuple[list[Round], list[StepResult]]:
-        """All sequences have been suspended for a moment: their rounds, or the results that end
-        them, if this has been so too often."""
+        """Called when all sequences have been suspended for a moment. Returns the rounds that wake
+        them, or results that end them if they were woken too often."""
         with self._lock:
             idle, self._idle, self._timed = self._idle, False, False
             waiting = [s for s in self._sequences.values() if s.stage is Stage.SUSPENDED]
@@ -245,7 +247,7 @@ class SequenceGroup:
             if self._idle_wakes >= self._limits.idle_wakes:
                 text = (
                     "deadlock: every sequence of the request is suspended; they were woken "
-                    f"{self._idle_wakes} times in a row and none of them went on"
+                    f"{self._idle_wakes} times in a row, and all suspended again"
                 )
                 return [], [self._error_result(s, Code.DEADLOCK, text) for s in waiting]
             self._idle_wakes += 1
@@ -254,8 +256,8 @@ class SequenceGroup:
             return [partial(self._rounds.again, s) for s in waiting], []
 
     def repeats(self, result: StepResult) -> bool:
-        """Whether a result suspends a sequence that was suspended before and was woken, with
-        nothing new to report: it need not be sent."""
+        """Whether a result suspends a sequence that was suspended before and was woken, and has
+        nothing to report. Such a result is not sent."""
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
@@ -292,8 +294,8 @@ class SequenceGroup:
         self._closed = True
 
     def close(self) -> None:
-        """Drops all sequences of a request that has ended; a running round drops its own at its
-        end."""
+        """Drops all sequences of a request that has ended; a running round drops its sequence when
+        it ends."""
         with self._lock:
             self._closed = True
             self._drop_idle()
@@ -334,8 +336,8 @@ class SequenceGroup:
         if woken:
             if self._wakes > MAX_WAKES * len(sequences):
                 text = (
-                    f"the sequences of the request woke each other {self._wakes} times and none of "
-                    "them sampled; a sequence that is woken has to sample or stop now and then"
+                    f"the sequences of the request woke each other {self._wakes} times without "
+                    "sampling; a sequence that is woken must sample or stop now and then"
                 )
                 return [], [self._error_result(s, Code.CONTROLLER_FAILED, text) for s in waiting]
             for sequence in woken:
@@ -401,12 +403,12 @@ class SequenceGroup:
         if total > self._limits.forks:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the fork of {more} more sequences would make {total} of this request; "
+                f"the fork into {more} more sequences would give this request {total} sequences; "
                 f"at most {self._limits.forks} are allowed",
             )
 
     def _new_numbers(self, parent: ControlledSequence, lineages: Sequence[int]) -> list[int]:
-        """Numbers for more sequences."""
+        """The numbers of new sequences of a parent."""
         numbers = []
         for place, lineage in enumerate(lineages, parent.children + 1):
             number = number_of_fork(parent.seq, place, lineage, self._numbers)
@@ -415,7 +417,7 @@ class SequenceGroup:
         return numbers
 
     def _limits_among(self, sequences: int) -> Limits:
-        """The limits of each fork, if there are this many sequences."""
+        """The limits of each sequence if the request has ``sequences`` sequences."""
         alone = self._limits.memory_bytes
         return replace(self._limits, memory_bytes=min(alone, SHARED_MEMORY * alone // sequences))
 
@@ -496,7 +498,7 @@ class SequenceGroup:
         if sequence.row is not None and self._rows is not None:
             for row in (sequence.row, *sequence.along_rows):
                 self._rows.give_back(row)
-            # Without this view, the sequence does not keep the file mapped.
+            # The file stays mapped as long as a view refers to it.
             sequence.row, sequence.mask = None, memoryview(b"")
             sequence.bias_view = None
             sequence.along, sequence.along_rows = [], []

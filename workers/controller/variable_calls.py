@@ -2,7 +2,7 @@
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; the answer is delivered on
 the bus thread. An operation without an answer is sent again. (request, lineage, count) identifies
-it, so that it is executed once, even if its controller is replayed.
+an operation, so that it is executed once, even if its controller is replayed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from .host import Stored, Written
 from .pool import waiting
 
 AGAIN_S = 0.5
-"""How long an operation waits before it is sent again, in seconds."""
+"""Time after which an operation without an answer is sent again, in seconds."""
 GIVE_UP_S = 120.0
-"""How long an operation waits in total, in seconds. A killed state worker or broker has been
-restarted by then. It equals the time for which a stream waits for a worker (``move_wait_s``)."""
+"""Maximum total wait of an operation, in seconds. A killed state worker or broker has been
+restarted by then. The time equals the time for which a stream waits for a worker
+(``move_wait_s``)."""
 ROUND_BYTES = 128 * 1024
 """Maximum bytes that a sequence may write in one round, because they are sent to the client with
 the next token. 1 MiB doubled the step time of other streams on two cores; this number has no
@@ -42,8 +43,8 @@ class VariableCalls:
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
         """The answer to an operation, which is sent over ``link``. ``ended``: whether its request
-        has ended. In that case ``cancel`` was called for earlier operations, and this one is not
-        sent.
+        has ended. In that case, ``cancel`` was called for earlier operations, and this operation is
+        not sent.
 
         Raises ControllerError if no answer arrives or the operation is refused, UnavailableError if
         too many operations wait already.
@@ -72,8 +73,8 @@ class VariableCalls:
         if answer is None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the state worker did not answer within {GIVE_UP_S:g} s; variables need one that "
-                "runs",
+                f"the state worker did not answer within {GIVE_UP_S:g} s; variables need a running "
+                "state worker",
             )
         if answer.error is not None:
             raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
@@ -93,13 +94,13 @@ class VariableCalls:
     def cancel(self, request: int, link: int = 0) -> None:
         """Ends the waiting operations of an ended request with an error."""
         with self._lock:
-            for (behind, owner, lineage, count), call in self._calls.items():
-                if (behind, owner) == (link, request):
+            for (sent_over, owner, lineage, count), call in self._calls.items():
+                if (sent_over, owner) == (link, request):
                     call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
 
 
 def _ended(request: int) -> str:
-    return f"the request {request} has ended, and its variables with it"
+    return f"the request {request} has ended, so its variables no longer exist"
 
 
 class _Call:
@@ -114,7 +115,7 @@ class _Call:
         """The last answer that reported a temporary failure."""
 
     def give(self, answer: VariableAnswer) -> None:
-        """Delivers the answer; later ones are ignored."""
+        """Delivers the answer; later answers are ignored."""
         if self.answer is None:
             self.answer = answer
             self.answered.release()
@@ -142,8 +143,7 @@ class SequenceVariables:
         self.own_changes = 0
         """Writes that this sequence has made."""
         self.repeated = False
-        """Whether an operation of the current round was a repeated one, whose answer was
-        recorded."""
+        """Whether the current round repeated an operation, whose answer was recorded."""
 
     def get(self, name: str) -> Stored | None:
         """As ``host.Variables`` says."""

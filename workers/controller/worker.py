@@ -78,12 +78,12 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 GUESTS_PART = 2
-"""The guests of all controller workers on this machine may have this part (1 / GUESTS_PART) of its
+"""All guests of the controller workers on this machine together may use 1 / GUESTS_PART of its
 memory."""
 SWITCH_S = 0.0005
-"""How long a thread keeps Python's lock while others need it, in seconds. A round takes the lock a
-few times. While another thread runs a long host function (tokenizing a megabyte of text), a round
-would wait for Python's usual 5 ms each time."""
+"""Time for which a thread keeps Python's lock while other threads need it, in seconds. A round
+takes the lock a few times. While another thread runs a long host function (tokenizing a megabyte of
+text), a round would wait for Python's usual 5 ms each time."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -171,21 +171,23 @@ class ControllerWorker:
         """By link and request: two brokers may have the same request for a while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
-        """Results in progress, under ``_pending_lock``. Complete ones are removed periodically."""
+        """Results in progress, under ``_pending_lock``. Complete results are removed
+        periodically."""
         self._pending_lock = threading.Lock()
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether a successor may start, so that supervisord is asked. ``stop`` sets it."""
+        """Whether a successor may start, so that supervisord is queried. ``stop`` sets this
+        flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
-        """The links of the brokers at which other workers take over its controllers."""
+        """The links of the brokers at which other workers take over this worker's controllers."""
 
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves; the exit code. Output of Python controllers goes to the logs of their sequences
-        meanwhile."""
+        """Serves until ``stop``; returns the exit code. Meanwhile, output of Python controllers
+        goes to the logs of their sequences."""
         with captured() if self._store is None else contextlib.nullcontext():
             return self._serve()
 
@@ -219,8 +221,8 @@ class ControllerWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Drains: accepts no more requests, and finishes the running ones. May be called from a
-        signal handler. ``restarts``: hands its controllers over to a successor if supervisord will
+        """Drains: stops accepting requests, and finishes the running requests. May be called from a
+        signal handler. ``restarts``: hands the controllers over to a successor if supervisord will
         start one."""
         self._stop_reason = reason
         self._restarts = restarts
@@ -264,7 +266,7 @@ class ControllerWorker:
                 else:
                     rest.append(message)
             except TokenbusError as error:
-                # The operation is sent again, as it has not been answered.
+                # The sender repeats the operation, as it has not been answered.
                 log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 
@@ -301,7 +303,7 @@ class ControllerWorker:
             case b"DRAIN":
                 self.stop("the broker requested it")
             case _:
-                log.warning("a controller worker takes no messages of type %r", message.type)
+                log.warning("dropped a message of the unknown type %r", message.type)
 
     def _begin(self, message: FromBus) -> None:
         """Handles START; refuses it if the controllers of other brokers leave no room for it."""
@@ -351,7 +353,7 @@ class ControllerWorker:
             try:
                 rows = self._masks.get(step.masks, step.rows, step.row_bytes, step.bias_bytes)
             except Exception:
-                log.exception("masks are sent, as the file %r cannot be mapped", step.masks)
+                log.exception("masks are sent in messages, as %r cannot be mapped", step.masks)
         found: list[_Stepped] = []
         unknown: list[StepSequence] = []
         for stepped in step.sequences:
@@ -361,7 +363,7 @@ class ControllerWorker:
             elif group.gpu == gpu:
                 found.append((stepped, group))
             else:
-                text = "request %d: a STEP of worker %d, which runs an earlier attempt, is void"
+                text = "request %d: dropped a STEP of worker %d, which runs an earlier attempt"
                 log.debug(text, stepped.request, gpu, extra=logs.about(stepped.request))
         if unknown:
             self._refuse_steps(gpu, unknown)
@@ -420,7 +422,7 @@ class ControllerWorker:
         """Sends a RESULT with an error for sequences of a STEP that have finished here."""
         results = []
         for stepped in sequences:
-            text = f"the controller worker has no sequence {stepped.seq} of this request"
+            text = f"the controller worker does not have sequence {stepped.seq} of this request"
             result = _error_result(stepped.request, text)
             result.seq = stepped.seq
             results.append(result)
@@ -445,7 +447,7 @@ class ControllerWorker:
     def _after_send(
         self, group: SequenceGroup, rounds: list[Round], failed: list[StepResult]
     ) -> None:
-        """Runs the rounds of woken sequences; ``failed`` are results of those in a deadlock."""
+        """Runs the rounds of woken sequences; ``failed``: results of sequences in a deadlock."""
         if group.begins_idle():
             self._idle.add(group)
         if failed:
@@ -461,8 +463,8 @@ class ControllerWorker:
 
     def _end_all(self, link: int) -> None:
         """Ends the controllers of a broker's requests, because the lease there has ended."""
-        for behind, request in list(self._groups):
-            if behind == link:
+        for group_link, request in list(self._groups):
+            if group_link == link:
                 self._end(link, request)
 
     def _end(self, link: int, request: int) -> None:
@@ -483,8 +485,8 @@ class ControllerWorker:
         self._bus.post_to(gpu, [b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _send_module(self, message: FromBus) -> None:
-        """Answers another controller worker that needs a module, if this machine has it. A worker
-        that has asked all others receives a notice, and one that has asked this worker receives the
+        """Answers another controller worker that needs a module, if this machine has it. The answer
+        to a query to all workers is a notice; the answer to a request to this worker has the
         bytes."""
         try:
             asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
@@ -552,8 +554,8 @@ class ControllerWorker:
     # --- registration and heartbeat (on a bus thread) ---------------------------------------------
 
     def _elsewhere(self, link: int) -> int:
-        """The number of controllers of other brokers than the one of a link."""
-        return sum(behind != link for behind, _ in list(self._groups))
+        """The number of controllers of other brokers than the broker of ``link``."""
+        return sum(group_link != link for group_link, _ in list(self._groups))
 
     def _registration(self) -> Register:
         live = [

@@ -252,7 +252,7 @@ def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) 
     for request, seq in ((1, 5), (99, 0)):
         result = worker.step(request, seq)
         assert result.action == "error"
-        assert f"has no sequence {seq}" in (result.error or "")
+        assert f"does not have sequence {seq}" in (result.error or "")
     assert worker.step(1).action == "sample"
 
 
@@ -342,7 +342,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     assert worker.start(2, "free").action == "sample"
     Reads.ended.set()
     until(lambda: Reads.errors, BOUND_S, "no error of the operation")
-    assert Reads.errors == ["the request 1 has ended, and its variables with it"]
+    assert Reads.errors == ["the request 1 has ended, so its variables no longer exist"]
 
 
 def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
@@ -362,7 +362,7 @@ def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
     calls.cancel(2)
     calls.cancel(1)
     thread.join(BOUND_S)
-    assert errors == ["the request 1 has ended, and its variables with it"]
+    assert errors == ["the request 1 has ended, so its variables no longer exist"]
 
 
 # --- requests that began at another worker --------------------------------------------------------

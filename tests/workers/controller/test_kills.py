@@ -184,7 +184,7 @@ def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPa
     assert len(posted) == 2
     assert caught.value.code == "controller_failed"
     assert caught.value.message == (
-        "the state worker did not answer within 1 s; variables need one that runs"
+        "the state worker did not answer within 1 s; variables need a running state worker"
     )
 
 

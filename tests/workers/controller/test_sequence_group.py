@@ -381,7 +381,7 @@ def test_more_forks_than_are_allowed_end_the_sequence_that_wants_them_and_no_oth
     group, results = opened(decides([fork(3), fork(3)]), Limits(forks=4))
     assert [r.seq for r in results if r.action == "sample"] == [0, 1, 2]
     [failed] = stepped(group, 5)
-    assert "the fork of 2 more sequences would make 5" in (failed.error or "")
+    assert "the fork into 2 more sequences would give this request 5" in (failed.error or "")
     group.record([failed])
     assert [r.action for r in stepped(group, 5, seq=1)] == ["error"]
     assert group._sequences
@@ -774,7 +774,7 @@ def test_requests_wait_for_a_tokenizer_for_a_bounded_time_and_leave_nothing() ->
     waits.retry(29.0)
     waits.want(gpu=2)
     waits.retry(31.0)
-    assert waits.outcomes == ["no GPU worker sent the model's tokenizer within 30 s"]
+    assert waits.outcomes == ["the model's tokenizer did not arrive within 30 s"]
     waits.retry(60.0)
     assert len(waits.outcomes) == 2
     assert not waits.vocabularies._waiting

@@ -73,6 +73,6 @@ class LongestMatch:
 def _cannot_write(text: bytes, at: int) -> ControllerError:
     return ControllerError(
         Code.CONTROLLER_FAILED,
-        f"no token of the model's vocabulary matches {text[at : at + _SHOWN_BYTES]!r}, at byte "
-        f"{at} of {text[:80]!r}",
+        f"the model's vocabulary does not have a token for {text[at : at + _SHOWN_BYTES]!r}, at "
+        f"byte {at} of {text[:80]!r}",
     )

@@ -3,8 +3,8 @@
 An entry of the vocabulary is not in bytes: GPT-2's byte level maps bytes to printable characters,
 and SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON
 defines the mapping; without a decoder, the model, normalizer and pre-tokenizer imply it. A decoder
-whose text is not the concatenation of its tokens' bytes is refused, as no constraint on bytes could
-hold.
+whose text is not the concatenation of its tokens' bytes is refused, because constraints on bytes
+would not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DROPS_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit", "CharDelim
 def token_bytes(spec: Spec, size: int) -> list[bytes]:
     """The bytes of the tokens 0 to ``size - 1``; empty for an id that the tokenizer does not have.
 
-    They are also empty for special tokens and the unknown token. Any other added token has the
+    The bytes are also empty for special tokens and the unknown token. Any other added token has the
     bytes of its text. Raises ControllerError if the bytes cannot be determined.
     """
     model: Spec = spec.get("model") or {}
@@ -62,7 +62,7 @@ def _pieces(model: Spec) -> Mapping[str, int]:
         return vocabulary
     kind = model.get("type", "of no type")
     raise _unknown(
-        f"its model ({kind}) has no vocabulary; BPE, Unigram, WordPiece and WordLevel models do"
+        f"its model ({kind}) has no vocabulary; it must be BPE, Unigram, WordPiece or WordLevel"
     )
 
 
@@ -88,7 +88,7 @@ def _steps(spec: Spec) -> list[Step]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            # It only strips the ends of the whole text, and not those of each token.
+            # After Fuse, Strip only strips the ends of the whole text, not those of each token.
             continue
         elif kind == "Replace" and fused and len(part["pattern"].get("String", "")) != 1:
             raise _unknown(f"its decoder replaces {part['pattern']}, which may span tokens")

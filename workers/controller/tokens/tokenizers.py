@@ -16,12 +16,12 @@ Ready = Callable[[TokenizerVocabulary | None, str], None]
 
 RETRY_S = 2.0
 """Seconds without an answer after which the tokenizer is requested again: the GPU worker may have
-been lost, and others have the same tokenizer."""
+been lost, and other GPU workers may have the same tokenizer."""
 GIVE_UP_S = 30.0
 """Seconds after which a request stops waiting for a tokenizer and fails."""
 KEPT = 16
-"""Size of the cache of vocabularies, of which the least recently used are evicted; sequences hold
-references to theirs."""
+"""Maximum cached vocabularies; the least recently used are evicted. Sequences hold references to
+their vocabularies."""
 
 _Key = tuple[str, int, tuple[int, ...], tuple[tuple[str, int], ...]]
 """Fingerprint, size, end-of-sequence tokens, and special tokens by role."""
@@ -48,7 +48,7 @@ class Vocabularies:
         self._lock = threading.Lock()
         self._built: OrderedDict[_Key, TokenizerVocabulary] = OrderedDict()
         self._requested: dict[str, float] = {}
-        """When each tokenizer was last requested."""
+        """By fingerprint: the time at which the tokenizer was last requested."""
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
@@ -69,21 +69,21 @@ class Vocabularies:
             self._request(name.fingerprint, gpu)
 
     def arrived(self, fingerprint: str, json: bytes | None, error: str) -> None:
-        """Handles a tokenizer that arrived, or the error instead. May take seconds, so it must not
-        run on the bus thread."""
+        """Handles a tokenizer that arrived, or the error instead. This may take seconds, so it must
+        not run on the bus thread."""
         with self._lock:
             waiting = self._waiting.pop(fingerprint, [])
             self._requested.pop(fingerprint, None)
         for key, _, ready, _ in waiting:
             with self._lock:
                 vocabulary = self._find(key)
-            failure = error or "the GPU worker sent no tokenizer"
+            failure = error or "the GPU worker did not send a tokenizer"
             if vocabulary is None and json is not None:
                 try:
                     vocabulary = TokenizerVocabulary.from_json(
                         json.decode(), size=key[1], eos=key[2], fingerprint=fingerprint
                     )
-                except BaseException as failed:  # Also a panic of the tokenizers library.
+                except BaseException as failed:  # This includes panics of the library.
                     failure = f"the model's tokenizer cannot be used: {failed}"
                 else:
                     vocabulary.assign_roles(dict(key[3]))
@@ -116,7 +116,7 @@ class Vocabularies:
         for fingerprint, gpu in requests:
             self._request(fingerprint, gpu)
         for one in expired:
-            one.ready(None, f"no GPU worker sent the model's tokenizer within {GIVE_UP_S:g} s")
+            one.ready(None, f"the model's tokenizer did not arrive within {GIVE_UP_S:g} s")
 
     def _find(self, key: _Key) -> TokenizerVocabulary | None:
         """A vocabulary from the cache, marked as used. The caller holds the lock."""

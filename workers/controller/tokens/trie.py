@@ -21,11 +21,11 @@ from ....protocol.errors import Code, ControllerError
 MAGIC = 0x558B6FD3
 HEADER_WORDS = 7
 NO_TOKEN = 0xFFFFFF
-"""Marks a node at which no token ends. It also bounds ids, sizes and offsets, which have 24
-bits."""
+"""Marks a node at which no token ends. This number also bounds ids, sizes and offsets, which have
+24 bits."""
 ROOT_BYTE = 0xFF
 LONGEST = 254
-"""Bytes of the longest token that a trie can hold."""
+"""Maximum bytes of a token in a trie."""
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -33,8 +33,8 @@ Words = np.ndarray[Any, np.dtype[np.uint32]]
 def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
     """The trie of a vocabulary: ``tokens[i]`` are the bytes of token i, ``eos`` is -1 for none.
 
-    Tokens without bytes (special ones) and those longer than ``LONGEST`` bytes are not in it; their
-    length is 0. Every other token is in it once.
+    The trie does not contain tokens without bytes (special tokens) or with more than ``LONGEST``
+    bytes; their length is 0. Every other token occurs once.
 
     Several tokens may have the same bytes, such as SentencePiece's ``A`` and ``<0x41>``. As in
     AICI, the highest id has the node that a search finds and that has the longer tokens as
@@ -82,8 +82,8 @@ class _Preorder(NamedTuple):
 
 
 def _preorder(tokens: Sequence[bytes]) -> _Preorder:
-    """Sorted tokens yield the nodes in preorder: each adds those beyond the prefix that it shares
-    with the previous one."""
+    """Sorted tokens yield the nodes in preorder: each token adds the nodes beyond the prefix that
+    it shares with the previous token."""
     last = {token: number for number, token in enumerate(tokens)}
     # U+0100 sorts after every byte, so a duplicate follows all tokens of which it is a prefix.
     order = sorted(
@@ -188,9 +188,9 @@ def _spelled(nodes: list[list[int]], size: int) -> dict[int, bytes]:
     spelled: dict[int, bytes] = {}
     path = bytearray()
     ends = [len(nodes)]
-    """The ends of the subtrees on the path, the root's first."""
+    """The ends of the subtrees on the path, beginning with the root's."""
     sibling = -1
-    """The byte of the previous sibling; -1 if there is none."""
+    """The byte of the previous sibling; -1 for a first child."""
     for at, (first, second) in enumerate(nodes[1:], 1):
         token, byte = first >> 8, first & 0xFF
         end, levels = at + (second >> 8), second & 0xFF
@@ -202,7 +202,7 @@ def _spelled(nodes: list[list[int]], size: int) -> dict[int, bytes]:
         _must(levels == ends.count(end) - (end == len(nodes)), f"node {at}: {levels} levels end")
         if token != NO_TOKEN:
             _must(token < size, f"node {at} has token {token} of {size}")
-            _must(token not in spelled, f"token {token} is there twice")
+            _must(token not in spelled, f"token {token} occurs twice")
             spelled[token] = bytes(path)
         else:
             _must(end > at + 1, f"node {at} is a leaf without a token")

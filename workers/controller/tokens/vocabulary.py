@@ -1,8 +1,9 @@
 """A model's vocabulary as controllers use it: token bytes, tokenization, and the token trie.
 
-It is built from a tokenizer's JSON or from raw tokens; it requires ``tokenizers``, but neither
-transformers nor torch. The text of tokens is the concatenation of their bytes, and ``tokenize`` is
-its exact inverse for every text: a controller appends exactly the text that it requested.
+A vocabulary is built from a tokenizer's JSON or from raw tokens. This module requires
+``tokenizers``, but neither transformers nor torch. The text of tokens is the concatenation of their
+bytes, and ``tokenize`` is its exact inverse for every text: a controller appends exactly the text
+that it requested.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class TokenizerVocabulary:
             spec: Spec = msgspec.json.decode(json)
             # tokenizers raises plain Exception.
             tokenizer = Tokenizer.from_str(msgspec.json.encode(_exact(spec)).decode())
-        except BaseException as error:  # Its panics are BaseExceptions.
+        except BaseException as error:  # A panic is a BaseException.
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"the tokenizer {fingerprint[:12]} cannot be read: {error}; "
@@ -96,8 +97,8 @@ class TokenizerVocabulary:
         fingerprint: str,
         special: Mapping[str, int] | None = None,
     ) -> TokenizerVocabulary:
-        """Creates a vocabulary from raw tokens, with special ones empty; text is tokenized by
-        longest match."""
+        """Creates a vocabulary from raw tokens, of which special tokens are empty. Text is
+        tokenized by longest match."""
         return cls(tokens, eos, fingerprint, special=special)
 
     def assign_roles(self, roles: Mapping[str, int]) -> None:
@@ -106,13 +107,13 @@ class TokenizerVocabulary:
         self._roles = {role: at for role, at in roles.items() if 0 <= at < self.size}
 
     def special_token(self, token: SpecialToken) -> int | None:
-        """The id of a special token; None if the model has none."""
+        """The id of a special token; None if the model does not have it."""
         if token is SpecialToken.EOS:
             return self.eos if self.eos >= 0 else None
         return self._roles.get(token.role)
 
     def token(self, number: int) -> bytes:
-        """The bytes of a token; empty for a special one and for an id that is not valid."""
+        """The bytes of a token; empty for a special token and for an id that is not valid."""
         return self._tokens[number] if 0 <= number < self.size else b""
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
@@ -157,7 +158,7 @@ class TokenizerVocabulary:
         if self._tokenizer is None:
             return []
         try:
-            # Unlike the other methods, this one releases the interpreter lock.
+            # Unlike other methods of the tokenizer, this method releases the interpreter lock.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except BaseException:  # The cause is an unknown word without an unknown token, or a panic.
             return []

@@ -30,7 +30,7 @@ def test_a_way_is_found_wherever_there_is_one(tokens: list[str], text: str) -> N
     if re.fullmatch(f"({'|'.join(tokens)})*", text):
         assert "".join(tokens[number] for number in match(text.encode())) == text
     else:
-        with pytest.raises(ControllerError, match="no token of the model's vocabulary"):
+        with pytest.raises(ControllerError, match="the model's vocabulary does not have a token"):
             match(text.encode())
 
 

@@ -196,7 +196,7 @@ def test_other_bytes_than_the_id_says_are_refused_and_another_machine_is_chosen(
 
     machines.tamper = tamper
     assert three.wasm(three.resolve("anna", name)) == module(1)
-    assert "sent other bytes as the module" in caplog.text
+    assert "sent bytes that do not match the id of the module" in caplog.text
     assert three.own(name) == module(1)
 
 
@@ -206,12 +206,12 @@ def test_bytes_that_nobody_has_right_are_an_error_that_says_what_to_do(
     one, two = machines.add(), machines.add(fetch_s=0.2)
     name = one.put("anna", module(1)).module
     machines.tamper = lambda machine, wasm: wasm[:-1]
-    with pytest.raises(UnavailableError, match="1 sent other bytes, which are not used") as caught:
+    with pytest.raises(UnavailableError, match="1 sent bytes that do not match its id") as caught:
         two.load(two.resolve("anna", name))
     assert caught.value.retry_after_s
     assert two.own(name) is None
     del machines.stores[1]
-    says = "of the other controller workers none has sent it within 0.2 s; start the one where"
+    says = "and the other controller workers did not send it within 0.2 s; start the worker"
     with pytest.raises(UnavailableError, match=says):
         two.load(two.resolve("anna", name))
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.process
 def test_twenty_million_forks_at_once_are_refused(system: System) -> None:
     wasm = guest(pre=set_word(N, 20_000_000) + "(return (i32.const 3))")
     assert system.controller_error(wasm) == (
-        "the fork of 19999999 more sequences would make 20000000 of this request; at most 128 are "
-        "allowed"
+        "the fork into 19999999 more sequences would give this request 20000000 sequences; at most "
+        "128 are allowed"
     )
 
 
@@ -25,7 +25,8 @@ def test_a_fork_bomb_across_forks_is_refused(system: System) -> None:
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
     assert len(sequences) == 128
     assert {s.error for s in sequences} == {
-        "the fork of 1 more sequences would make 129 of this request; at most 128 are allowed"
+        "the fork into 1 more sequences would give this request 129 sequences; at most 128 are "
+        "allowed"
     }
     assert {s.code for s in sequences} == {"controller_failed"}
 
@@ -38,8 +39,8 @@ def test_sequences_that_wake_each_other_for_ever_are_stopped(system: System) -> 
     name = system.upload(guest(pre=pre))
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
     assert {s.error for s in sequences} <= {
-        f"the sequences of the request woke each other {n} times and none of them sampled; a "
-        "sequence that is woken has to sample or stop now and then"
+        f"the sequences of the request woke each other {n} times without sampling; a "
+        "sequence that is woken must sample or stop now and then"
         for n in (401, 402)
     }
 
@@ -49,8 +50,8 @@ def test_a_deadlock_is_reported(system: System) -> None:
     assert type(error) is ControllerError
     assert error.code == "deadlock"
     assert error.message == (
-        "deadlock: every sequence of the request is suspended; they were woken 20 times in a row "
-        "and none of them went on"
+        "deadlock: every sequence of the request is suspended; they were woken 20 times in a row, "
+        "and all suspended again"
     )
 
 
