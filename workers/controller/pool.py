@@ -25,7 +25,8 @@ from .wasm.sandbox import HOST_STACK_BYTES
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Jobs of one pool that may wait at the same time; each blocks a thread and its stack."""
+"""Maximum jobs of one pool that wait at the same time; each of them blocks a thread and its
+stack."""
 QUICK_S = 0.0005
 """The CPU time of jobs that took longer is read from the system."""
 SURPLUS_S = 10.0
@@ -74,12 +75,12 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, or of the worker itself (``""``), and starts with up to
-        ``hands`` threads."""
+        """Queues jobs of a tenant, or of the worker itself (``""``), and wakes up to
+        ``hands`` threads for them."""
         self.submit_all({tenant: jobs}, hands)
 
     def submit_all(self, jobs: Mapping[str, Iterable[Job]], hands: int = 1) -> None:
-        """Queues jobs by tenant, and starts with up to ``hands`` threads."""
+        """Queues jobs by tenant, and wakes up to ``hands`` threads for them."""
         self._jobs.add(jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
