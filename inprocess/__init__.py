@@ -8,7 +8,8 @@
             print(line)
 
 The code is the same as in separate processes, but queues replace the sockets; the protocol is
-unchanged. It is meant for tests, notebooks, and programs that contain their own model server.
+unchanged. The package is meant for tests, notebooks, and programs that contain their own model
+server.
 """
 
 from .connection import Connection

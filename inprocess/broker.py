@@ -17,7 +17,7 @@ from ..transport import memory
 from ..transport.memory import Link
 
 MAX_WAITING = 4096
-"""Messages that wait for the broker; a sender of further ones blocks."""
+"""Maximum messages that wait for the broker; a sender of further messages blocks."""
 RETRY_S = 0.002
 """Seconds until delivery to a peer is tried again after its link was full."""
 
@@ -106,7 +106,8 @@ class MemoryBroker:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         sent = [(self._outboxes[message.side].post(message), message) for message in messages]
-        # After all others: messages that the core sends now must not overtake earlier ones.
+        # Handled after all messages were posted: messages that the core sends now must not overtake
+        # them.
         for result, message in sent:
             if result is Sent.GONE:
                 self._gone(message.side, message.peer, message.frames)

@@ -43,7 +43,7 @@ class Connection:
     def receive(self, timeout_s: float | None = None) -> str | None:
         """The next message; None if the connection is closed.
 
-        Raises TimeoutError if none arrives within ``timeout_s`` seconds.
+        Raises TimeoutError if a message does not arrive within ``timeout_s`` seconds.
         """
         while True:
             if taken := self._link.take(1):

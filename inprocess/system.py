@@ -23,7 +23,7 @@ from .broker import MemoryBroker
 from .connection import Connection
 
 START_S = 300.0
-"""How long the model may take to load, in seconds."""
+"""Maximum time for loading the model, in seconds."""
 LOOK_EVERY_S = 0.02
 
 _numbers = itertools.count(1)
@@ -38,15 +38,15 @@ class _Worker(Protocol):
 
 
 class InProcess:
-    """A system within this process. ``settings``: by default, those of the environment.
+    """A system within this process. ``settings``: by default, the settings of the environment.
 
     ``controllers`` adds a controller worker and a state worker; by default, if the extra
     ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir`` of the
     settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
     ``AsyncClient(system.address)`` work as with any other address. Needs the extra ``gpu``.
 
-    Raises UnavailableError if the system is not ready within five minutes, ServiceError if a worker
-    cannot run.
+    Raises UnavailableError if the system is not ready within five minutes, and ServiceError if a
+    worker cannot run.
     """
 
     def __init__(

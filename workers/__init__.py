@@ -1,1 +1,1 @@
-"""Shared by every worker: its connection to the bus, registration, heartbeats, draining."""
+"""Code that all workers share: the connection to the bus, registration, heartbeats and draining."""

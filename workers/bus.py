@@ -48,14 +48,14 @@ class Bus:
     returns the number of requests and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the
     CPU time of controllers.
 
-    ``first`` receives new messages at once, on a bus thread, and returns those that are for
-    ``take``. It serves answers that must not wait for another thread. If it raises, it receives the
-    same messages again one by one, so that only the faulty one is dropped.
+    ``first`` receives new messages at once, on a bus thread, and returns the messages for ``take``.
+    It handles answers that must not wait for another thread. If it raises, it receives the same
+    messages again one by one, so that only the faulty message is dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
-    ``link_of``: the link of a live request, None if it is unknown. ``elsewhere``: how many requests
-    came over other links than the given one. Callbacks are called by one thread at a time. Raises
-    AddressError.
+    ``link_of``: the link of a live request, None if it is unknown. ``elsewhere``: the number of
+    requests that came over other links than the given one. Callbacks are called by one thread at a
+    time. Raises AddressError.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Bus:
         self._link_of = link_of
         self._elsewhere = elsewhere
         self._serves = False
-        """Whether it can receive requests: a GPU worker has a model, or loads any on demand."""
+        """Whether the worker can serve requests: a GPU worker needs a model, or loads models on
+        demand."""
         self._process = secrets.randbits(63) or 1
         """Number of this process, by which brokers distinguish it from other processes with its
         name."""
@@ -107,7 +108,7 @@ class Bus:
     def take(self, wait_s: float) -> list[FromBus]:
         """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
 
-        Raises BusEndedError if no message can arrive any more.
+        Raises BusEndedError if messages can no longer arrive.
         """
         taken: list[FromBus] = []
         inbox = self._inbox
@@ -122,7 +123,7 @@ class Bus:
         return taken
 
     def interrupt(self) -> None:
-        """Makes a waiting ``take``, or the next one, return at once."""
+        """Makes a waiting ``take``, or the next ``take``, return at once."""
         self._inbox.put([])
 
     def post(self, frames: Frames, link: int = 0, wake: bool = True) -> None:
@@ -154,15 +155,17 @@ class Bus:
                 return
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
-        """The requests of a link that continue after this ``REGISTERED``; the worker drops its
-        others. None: all of them, as the message answers a change of the registration."""
+        """The requests of a link that continue after this ``REGISTERED``; the worker drops the
+        others. None means that all continue, because the message answers a change of the
+        registration."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
         """Called when the worker has handled this ``REGISTERED``: it has dropped the requests that
         do not continue.
 
-        From now on its messages over the link are sent, unless another lease has begun since.
+        From now on, the worker's messages over the link are sent, unless another lease has begun
+        since.
         """
         self._links[link].registered(answer)
 
@@ -174,7 +177,7 @@ class Bus:
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Wraps a step, or other work that may hang, so that heartbeats report how long it has been
-        running. An inner one counts as part of the outer one."""
+        running. An inner step counts as part of the outer step."""
         outer = self._step_started
         if outer is None:
             self._step_started = time.monotonic()
@@ -189,8 +192,8 @@ class Bus:
             link.post_own(link.lease.changed())
 
     def drain(self, reason: str, successor: bool = False) -> None:
-        """Stops the brokers from sending further requests. ``successor``: another process takes
-        this one's place, so that its streams may move at once."""
+        """Stops the brokers from sending further requests. ``successor``: another process replaces
+        this process, so that its streams may move at once."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 
@@ -204,8 +207,8 @@ class Bus:
     # --- on a bus thread ------------------------------------------------------------------------
 
     def registration(self, link: int) -> Register:
-        """The registration at a broker, with its own live requests and those whose broker is
-        unknown."""
+        """The registration at a broker, with the live requests of this broker and the live requests
+        whose broker is unknown."""
         with self._turn:
             registration = self._registration()
             if len(self._links) > 1:
@@ -279,8 +282,8 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int) -> Frames:
-    """The REFUSED of a worker that has no room for a request or a START. ``elsewhere``: the number
-    of requests of other brokers."""
+    """The REFUSED of a worker that does not have room for a request or a START. ``elsewhere``: the
+    number of requests of other brokers."""
     body = encode_body(Refused(type=message.type.decode(), elsewhere=elsewhere), "msgpack")
     header = encode_header(message.header.request)
     return [b"REFUSED", header, body, message.body, *message.attachments]

@@ -43,7 +43,8 @@ class Lease:
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
         self._registrations = 0
-        """Number of leases that were asked for; the last one's REGISTER and REGISTERED have it."""
+        """Number of leases that were requested. REGISTER and REGISTERED of the last lease have this
+        number."""
 
     def connected(self, now: float) -> list[Frames]:
         """Handles a new connection; returns its first message."""
@@ -76,7 +77,7 @@ class Lease:
             case b"REGISTERED":
                 answer: Registered = decode_as(Registered, frames[2], "msgpack")
                 if answer.registration not in (0, self._registrations):
-                    # The lease that it grants ends with the REGISTER that was sent since.
+                    # The granted lease has ended, because another REGISTER was sent since.
                     return True, []
                 self.registered = True
                 self.worker = answer.worker
@@ -105,9 +106,9 @@ class Lease:
         return max(0.0, self._next_beat - now)
 
     def changed(self) -> list[Frames]:
-        """The messages that report a changed registration. Before the lease is granted there are
-        none: the update follows ``REGISTERED``, because a second REGISTER would end the lease."""
-        # This comes before the check of ``registered``, which another thread may set meanwhile.
+        """The messages that report a changed registration; empty before the lease is granted. The
+        update then follows ``REGISTERED``, because a second REGISTER would end the lease."""
+        # Set before ``registered`` is checked, which another thread may set meanwhile.
         self._outdated = True
         if not self.registered:
             return []
@@ -123,11 +124,11 @@ class Lease:
 
     @property
     def draining(self) -> bool:
-        """Whether the worker accepts no further requests."""
+        """Whether the worker has stopped accepting requests."""
         return self._drain is not None
 
     def leave(self, reason: str) -> list[Frames]:
-        """The last message."""
+        """The last message, which unregisters the worker."""
         return [self._frames(b"UNREGISTER", Unregister(reason=reason))]
 
     @staticmethod

@@ -3,7 +3,7 @@
 A worker has a link to each broker of its list. Each link has its own lease, and does not affect the
 others.
 
-After a lease has ended, results for its requests must not reach anyone: the broker has given the
+After a lease has ended, results for its requests must not be delivered: the broker has given the
 requests to other workers. So posted messages are dropped from the ``REGISTER`` of a new lease on,
 until the worker has handled the answering ``REGISTERED`` and calls ``registered``.
 """
@@ -29,7 +29,7 @@ from .lease import Lease, RefusedError
 log = logging.getLogger(__name__)
 
 LINGER_MS = 1000
-"""How long a leaving worker continues to send posted messages, in milliseconds."""
+"""Maximum time for which a leaving worker continues to send posted messages, in milliseconds."""
 
 
 class FromBus(NamedTuple):
@@ -44,8 +44,8 @@ class FromBus(NamedTuple):
 
 
 class Worker(Protocol):
-    """The functions of its worker that a link needs. They are called on the link's thread;
-    ``registration`` also on the worker's own thread."""
+    """The functions of its worker that a link calls on its thread. ``registration`` is also called
+    on the worker's own thread."""
 
     def registration(self, link: int) -> Register:
         """The registration at a broker."""
@@ -106,8 +106,8 @@ class Link:
             self._carrier.send(self._outbox)
 
     def kept(self, answer: Registered) -> frozenset[int] | None:
-        """The requests that continue after this ``REGISTERED``. None: all of them, as it answers a
-        change of the registration."""
+        """The requests that continue after this ``REGISTERED``. None means that all continue,
+        because the message answers a change of the registration."""
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
@@ -123,7 +123,7 @@ class Link:
             self._carrier.send(self._outbox)
 
     def post_own(self, messages: list[Frames]) -> None:
-        """Sends messages of the lease, after those that were posted."""
+        """Sends messages of the lease, after the posted messages."""
         self._outbox.extend(messages)
         self._carrier.send(self._outbox)
 
@@ -157,7 +157,7 @@ class _WorkerPeer:
         self._outbox = outbox
         self._worker = worker
         self._answers: deque[Frames] = deque()
-        """The messages of the lease, which precede those of the worker."""
+        """The messages of the lease, which precede the messages of the worker."""
         self._mute = mute
         self._refusal = ""
         """The broker's last reason to refuse this worker; empty after it has registered."""
@@ -185,7 +185,7 @@ class _WorkerPeer:
             try:
                 if len(frames) < 3:
                     log.warning(
-                        "dropped a message of %d frames from the broker; it has 3 at least",
+                        "dropped a message of %d frames from the broker; it must have at least 3",
                         len(frames),
                     )
                     continue
@@ -206,7 +206,7 @@ class _WorkerPeer:
                     header = decode_header(frames[1])
                     taken.append(FromBus(frames[0], header, frames[2], frames[3:], self._number))
             except RefusedError as error:
-                # The broker refuses each attempt, one a second.
+                # The broker refuses an attempt each second; a reason is logged once.
                 if str(error) != self._refusal:
                     self._refusal = str(error)
                     log.error("the broker at %s refuses this worker: %s", self._address, error)

@@ -1,4 +1,5 @@
-"""This machine: its id, by which two processes on one machine can share memory, and its memory."""
+"""The id of this machine, which shows whether two processes can share memory, and the size of its
+memory."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """The memory that the processes of this machine may use together, in bytes.
 
     The smallest limit of this process's cgroups and their parents (version 1 or 2), or ``MemTotal``
-    if that is less. ``proc`` and ``cgroups`` are where the system mounts both.
+    if that is less. ``proc`` and ``cgroups`` are the folders where the system mounts these file
+    systems.
     """
     found = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
-        raise OSError(f"{proc / 'meminfo'} has no line MemTotal")
+        raise OSError(f"{proc / 'meminfo'} does not have a line MemTotal")
     return min([1024 * int(found[1]), *_limits(proc, cgroups)])
 
 

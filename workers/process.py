@@ -10,7 +10,7 @@ from ..protocol import logs, tracing
 from ..protocol.settings import Settings, load
 
 REFUSED = 2
-"""The exit code of a worker that is set up wrongly. Nothing restarts such a worker."""
+"""The exit code of a worker whose settings are not valid. Such a worker is not restarted."""
 
 
 class Worker(Protocol):
@@ -37,7 +37,7 @@ def settings_of(role: str, *, traced: bool = True) -> Settings:
 def serve(worker: Worker) -> int:
     """Runs a worker until SIGINT or SIGTERM stops it; returns the exit code."""
     signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
-    # supervisord sends it before a restart too.
+    # supervisord sends SIGTERM before a restart too.
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
     return worker.run()
 

@@ -1,7 +1,7 @@
-"""Whether another process takes the place of this one, which is about to end.
+"""Finds out whether supervisord starts a successor of this process, which is about to end.
 
-supervisord restarts a process that has ended, unless supervisord itself is ending. The question
-goes to its Unix socket, whose path is in the environment of each process that it starts.
+supervisord restarts a process that has ended, unless supervisord itself is ending. The query goes
+to supervisord's Unix socket, whose path is in the environment of each process that it starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
-"""How long supervisord may take to answer, in seconds."""
+"""Maximum time for supervisord's answer, in seconds."""
 UNIX = "unix://"
 
 
 def successor_comes() -> bool:
     """Whether supervisord runs this process and will start it again.
 
-    It is False if supervisord is ending, does not answer or has not started this process. A
+    The result is False if supervisord is ending, does not answer or has not started this process. A
     ``supervisorctl stop`` cannot be distinguished from the first half of a ``supervisorctl
     restart``: the result is True for both.
     """
@@ -38,9 +38,9 @@ def successor_comes() -> bool:
         process = proxy.supervisor.getProcessInfo(f"{group}:{name}")
         return bool(process["pid"] == os.getpid())
     except xmlrpc.client.Fault as fault:
-        log.info("supervisord starts no successor: %s", fault.faultString)
+        log.info("supervisord does not start a successor: %s", fault.faultString)
     except (OSError, HTTPException, xmlrpc.client.Error, KeyError, TypeError) as error:
-        log.warning("supervisord does not say whether a successor comes: %s", error)
+        log.warning("supervisord did not answer whether it starts a successor: %s", error)
     finally:
         transport.close()
     return False
