@@ -1,7 +1,7 @@
 """Grammars and regular expressions that come with Tokenbus, by name.
 
-``NAME.y`` is a grammar, ``NAME.rx`` a regular expression, ``NAME.md`` its page: what it accepts,
-with samples that the tests run.
+``NAME.y`` is a grammar, and ``NAME.rx`` a regular expression. ``NAME.md`` is its page, with samples
+that the tests run.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ def names(kind: str = "y") -> list[str]:
 
 
 def grammar(name: str) -> str:
-    """The text of a grammar. Raises KeyError for an unknown name, with the known ones."""
+    """The text of a grammar. Raises KeyError for an unknown name, with the known names."""
     return _read(name, "y")
 
 
 def regex(name: str) -> str:
     """A regular expression: its file's lines joined, without blanks at their ends and without lines
-    that begin with ``#``. Raises KeyError for an unknown name, with the known ones."""
+    that begin with ``#``. Raises KeyError for an unknown name, with the known names."""
     lines = (line.strip() for line in _read(name, "rx").splitlines())
     return "".join(line for line in lines if not line.startswith("#"))
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a page. In a rejected one, ``MARK`` is before the character that cannot
-    follow; without it, the text ends too early."""
+    """The samples of a page. In a rejected sample, ``MARK`` is before the character that cannot
+    follow; a rejected sample without ``MARK`` ends too early."""
 
     accepted: tuple[str, ...]
     rejected: tuple[str, ...]
 
 
 def samples(name: str) -> Samples:
-    """The samples of a grammar's or regular expression's page: the fenced blocks under its headings
-    Accepted and Rejected; each line of a block ``lines``, a block ``text`` as a whole."""
+    """The samples of the page of a grammar or regular expression: the fenced blocks under the
+    headings Accepted and Rejected. Each line of a block ``lines`` is a sample; a block ``text`` is
+    one sample."""
     page = (files(__name__) / f"{name}.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     return Samples(_blocks(sections["Accepted"]), _blocks(sections["Rejected"]))

@@ -1,22 +1,22 @@
-// C11 after no preprocessor: directives are skipped like comments, macros are names and calls.
+// C11 before the preprocessor: directives are skipped like comments, macros are names and calls.
 //
-// No symbol table: a name may be a type where the lexemes around it leave no other reading, and
-// c.md says where that is not enough. The binary operators are one list: which binds tighter makes
-// no difference to which texts are right.
+// The grammar does not have a symbol table: a name is a type if the lexemes around it do not allow
+// another reading; c.md lists the texts for which this is not enough. The binary operators are one
+// list, because their precedences do not change which texts are valid.
 
 %start file
 %lexer declared
 
 %reserved "_Imaginary"
-// What is one lexeme of the preprocessor and not one of C, as `0x1e+1` and `1.0.x`; and after `#` what
-// is not the name of a directive.
+// Lexemes of the preprocessor that are not lexemes of C, such as `0x1e+1` and `1.0.x`, and words after
+// `#` that are not the name of a directive.
 %reserved "/\.?[0-9]([0-9A-Za-z_.]|[eEpP][+-])*[eEpP][+-]/"
 %reserved "/(\.[0-9]|[0-9]+[A-Za-z_.])([0-9A-Za-z_.]|[eEpP][+-])*\./"
 %reserved "/(\n[ \t\v\f\r]*)?#[ \t\r]*([^ \t\r\n]|(define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)[A-Za-z_0-9\\\x80-\U0010ffff])/"
 
-// A name in parentheses, and one before "*" where a declaration may stand, are rules of their own:
-// read on. After `( name )` a sign is an operator between two values, and a parenthesis a cast's
-// operand or a call's arguments.
+// A name in parentheses, and a name before "*" where a declaration may stand, are rules of their own:
+// the parser shifts. After `( name )`, a sign is an operator between two values, and a parenthesis
+// begins a cast's operand or a call's arguments.
 %nonassoc NAME
 %nonassoc ")" "++" "--" "&" "*" "+" "-"
 %nonassoc VALUE
@@ -30,7 +30,7 @@ SKIP
     | "/\/\/(.*\\\r?\n)*.*/"                    // line comment
     | "/\n?[ \t\v\f\r]*/"                       // white space
     | "/\\\r?\n[ \t\v\f\r\n]/"                  // line joined to the next, not within a lexeme
-    // Directive on a line of its own: its name, and anything. A block comment in it ends on its line.
+    // A directive on a line of its own: its name, and any text. A block comment in it ends on this line.
     | "/\n[ \t\v\f\r]*#[ \t\r]*((define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)([^A-Za-z_0-9\\\/\n\x80-\U0010ffff]([^\/\n]|\\\r?\n)*)?((\/(\\\r?\n)*)+(\*([^*\n]|\*+[^\/*\n])*\*+\/|[^*\/\n])([^\/\n]|\\\r?\n)*)*(\/(\\\r?\n)*)*)?/"
     ;
 
@@ -46,8 +46,8 @@ CONSTANT
 
 STRING: '/(L|u8?|U)?"([^"\\\n\x00]|\\([\x27"?\\abfnrtv\n]|[0-7]{1,3}|x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*"/' ;
 
-// Only a text's first lexeme is a directive of the grammar ("%lexer declared": nothing is skipped
-// before it as if after a newline); SKIP matches the others.
+// Only the first lexeme of a text is a directive of the grammar, because with "%lexer declared" the
+// lexer does not begin as if after a newline; SKIP matches the other directives.
 FIRST_DIRECTIVE: "/#[ \t\r]*((define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)([^A-Za-z_0-9\\\/\n\x80-\U0010ffff]([^\/\n]|\\\r?\n)*)?((\/(\\\r?\n)*)+(\*([^*\n]|\*+[^\/*\n])*\*+\/|[^*\/\n])([^\/\n]|\\\r?\n)*)*(\/(\\\r?\n)*)*)?/" ;
 
 file
@@ -69,8 +69,8 @@ external_declaration
     | static_assert
     ;
 
-// Specifiers. At most one typedef name, and none beside a type's own word. `void`, `_Bool`, structs,
-// unions, enums and `_Atomic(...)` stand alone; of `char int float double` there is one.
+// Specifiers. At most one typedef name, and only without the keyword of a type. `void`, `_Bool`,
+// structs, unions, enums and `_Atomic(...)` stand alone; `char int float double` exclude each other.
 
 specifiers
     : named_specifiers
@@ -195,7 +195,7 @@ enumerator
     | IDENTIFIER "=" conditional
     ;
 
-// Types without storage words: of fields, casts and sizeof.
+// Types without storage words, for fields, casts and sizeof.
 
 field_specifiers
     : IDENTIFIER
@@ -331,7 +331,7 @@ abstract_declarator
     | pointer direct_abstract_declarator
     ;
 
-direct_abstract_declarator          // no plain function: `(T)` there would be a declarator too
+direct_abstract_declarator          // not a plain function: its `(T)` would also be a declarator
     : "(" abstract_declarator ")"
     | array
     | direct_abstract_declarator array
@@ -425,7 +425,7 @@ declaration
     | static_assert
     ;
 
-named_declarators                   // of `T name`: the first begins with its name
+named_declarators                   // in `T name`: the first declarator begins with its name
     : named_declarator
     | named_declarator "=" initializer
     | named_declarators "," init_declarator
@@ -438,13 +438,13 @@ named_declarator
     | named_declarator "(" parameters ")"
     ;
 
-declarator_rest                     // of `T *const name`
+declarator_rest                     // in `T *const name`
     : init_declarator
     | declarator_rest "," init_declarator
     ;
 
-// `T * x ...` at the start of a statement is a declaration or a product: both are taken, and what
-// may follow is what either allows.
+// `T * x ...` at the start of a statement is a declaration or a product: the grammar takes both, and
+// any text that either allows may follow.
 pointer_or_product
     : product_declarator
     | IDENTIFIER "*" operation "?" expression ":" conditional
@@ -499,7 +499,7 @@ cast
     | name_in_parentheses cast
     ;
 
-type_in_parentheses                 // can be no expression
+type_in_parentheses                 // cannot be an expression
     : "(" type_name ")"
     | "(" IDENTIFIER "*" pointer_tail ")"
     ;
@@ -526,7 +526,7 @@ unary
     | "_Alignof" "(" any_type_name ")"
     ;
 
-place                               // what may be assigned to: no constant, no sum
+place                               // the left side of an assignment, such as a name; not a constant or a sum
     : postfix_place
     | "*" cast
     ;
@@ -568,7 +568,7 @@ arguments
     | arguments "," assignment
     ;
 
-// `( name * ...` is a cast to a pointer or a product; here the product.
+// `( name * ...` is a cast to a pointer or a product; this rule is the product.
 product_in_parentheses
     : product
     | product "?" expression ":" conditional

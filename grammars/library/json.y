@@ -1,5 +1,5 @@
-// JSON as RFC 8259 has it, with bounded white space: before each lexeme and at the end of the text
-// there may be one space, or a line end and an indentation. Any value may be the whole text.
+// JSON as defined by RFC 8259, with bounded white space: before each lexeme and at the end of the text,
+// one space, or a line end and an indentation, is allowed. Any value may be the whole text.
 
 %lexer declared
 %start text

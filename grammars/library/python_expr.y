@@ -1,12 +1,12 @@
-// A Python expression on one line: what eval() accepts, as of Python 3.11.
+// A Python expression on one line, as eval() of Python 3.11 accepts it.
 //
-// The binary operators are one list, and so are comparisons, and "and" and "or": which of them binds
-// tighter makes no difference to which texts are right. After "*" and "**" stands no comparison.
+// The binary operators are one list, and so are the comparisons, and "and" and "or", because their
+// precedences do not change which texts are valid. A comparison cannot follow "*" and "**".
 
 %start expressions
 %reserved "as" "assert" "break" "class" "continue" "def" "del" "elif" "except" "finally" "from"
 %reserved "global" "import" "nonlocal" "pass" "raise" "return" "try" "while" "with" "yield"
-// A word right after a number, as in `1if`: decimal numbers, then those that end in j or have a base.
+// A word right after a number, as in `1if`: first for decimal numbers, then for j and other bases.
 %reserved "/([0-9](_?[0-9])*(\.([0-9](_?[0-9])*)?)?|\.[0-9](_?[0-9])*)([eE][+-]?[0-9](_?[0-9])*)?([A-IK-Za-ik-z_]|[jJ][A-Za-z_])/"
 %reserved "/0([xX](_?[0-9a-fA-F])+[G-Zg-z_]|[oO](_?[0-7])+[A-Za-z_]|[bB](_?[01])+[A-Za-z_])/"
 %%
@@ -21,7 +21,7 @@ NUMBER
     | "/[0-9](_?[0-9])*([eE][+-]?[0-9](_?[0-9])*[jJ]?|[jJ])/"
     ;
 
-// Escapes that need digits (\x \u \U) have them; \N{NAME} and f-strings are not accepted.
+// The escapes \x, \u and \U need their digits; \N{NAME} and f-strings are not accepted.
 STRING
     : "/[uU]?'([^'\\\n\r\x00]|\\([^xuUN\r\x00]|\r\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(0[0-9a-fA-F]|10)[0-9a-fA-F]{4}))*'/"
     | '/[uU]?"([^"\\\n\r\x00]|\\([^xuUN\r\x00]|\r\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(0[0-9a-fA-F]|10)[0-9a-fA-F]{4}))*"/'
@@ -236,8 +236,8 @@ simple_target
     | "[" target_list "," "]"
     ;
 
-// First what has no name, then names and "*", then, from the first "**" on, names and "**". A list
-// with its comma is a rule of its own, so that one lexeme ahead tells a last comma from others.
+// First arguments without a name, then names and "*", and after the first "**" names and "**". A list
+// with its comma is a rule of its own, so that one lexeme ahead shows whether a comma is the last.
 arguments
     : positional
     | positional_comma

@@ -1,8 +1,8 @@
 // One SELECT statement of SQL: joins, subqueries, WITH, set operations, CASE, CAST, windows.
 //
-// AND and OR are one list, and so are the operators between values: which binds tighter makes no
-// difference to which texts are right. Keywords in any case are regular expressions before NAME, which
-// is written with more characters: hence "%lexer declared".
+// AND and OR are one list, and so are the operators between values, because their precedences do not
+// change which texts are valid. Keywords in any case are regular expressions before NAME, which is
+// written with more characters, so the grammar needs "%lexer declared".
 
 %start statement
 %lexer declared
@@ -20,7 +20,7 @@
 %reserved "/([0-9]+(\.[0-9]+)?|\.[0-9]+)([eE][+-]?[0-9]+)?[A-Za-z_]/"
 %%
 
-// No comment in a comment: some dialects nest them. Nor a lone \r, which ends a line in some.
+// A comment must not contain a comment, as some dialects nest them, nor a lone \r, which may end a line.
 SKIP: "/(([ \t\n]|\r\n)+|--[^\r\n]*|\/\*(\**[^*\/]|\/+[^*\/])*\*+\/)/" ;
 
 ALL: "/(?ai:all)/" ;
