@@ -41,9 +41,9 @@ def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | 
     """The table of the combination; None if it matches no text.
 
     An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
-    in the order in which ascending bytes reach them. So each such language has one table, the same
-    as that of a pattern. The states are added to ``reached`` as they are found, so that the caller
-    can find the part that is too large. Raises Exhausted beyond the limits.
+    in the order in which ascending bytes reach them. So a language has one table, whether it comes
+    from a combination or from a pattern. The states are added to ``reached`` as they are found, so
+    that the caller can find the part that is too large. Raises Exhausted beyond the limits.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

@@ -33,8 +33,8 @@ static bool close_with(sequence *s, uint32_t class) {
     return true;
 }
 
-// Adds the shortest text from a lexer state to one that matches a terminal of `wanted` (0: any).
-// With `apart`, its first byte must end the lexeme of the state `apart`.
+// Adds the shortest text that leads from a lexer state to a match of a terminal in `wanted` (0:
+// any). With `apart`, its first byte must end the lexeme of the state `apart`.
 static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
     uint32_t head = 0, count = 0, found = 0;
     zero(way_seen, g.lexer_states);

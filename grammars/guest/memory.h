@@ -27,7 +27,7 @@ static inline bool same(const uint32_t *one, const uint32_t *other, uint32_t wor
     return true;
 }
 
-// Pages at the end of the memory; 0 if the host provides no more.
+// Adds pages at the end of the memory; 0 if the host refuses more memory.
 static void *take_pages(uint32_t bytes) {
     const size_t before = __builtin_wasm_memory_grow(0, (bytes + PAGE - 1) / PAGE);
     return before == (size_t)-1 ? 0 : (void *)(before * PAGE);
@@ -37,7 +37,7 @@ static void *take_pages(uint32_t bytes) {
 
 static uint8_t *stay_at, *stay_end;
 
-// Zeroed, aligned to 16; 0 if the host provides no more.
+// Zeroed memory, aligned to 16; 0 if the host refuses more memory.
 static void *stay_if_room(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if ((uint32_t)(stay_end - stay_at) < bytes) {

@@ -23,7 +23,7 @@ static struct {
     const uint32_t *subtree;          // [nodes] nodes of the subtree, its root included
     const uint32_t *first;            // [nodes + 1] where its tokens start in `tokens`
     const uint32_t *tokens;
-    const uint32_t *set_at;  // [nodes] mask of its tokens in `sets`, + 1; 0 if they are few
+    const uint32_t *set_at;  // [nodes] 1 + index of a node's mask in `sets`; 0: few tokens
     const lanes *sets;
 } v;
 
@@ -44,11 +44,11 @@ static inline void add_node(uint32_t *mask, uint32_t node) {
         add_tokens(mask, v.tokens + v.first[node], v.first[node + 1] - v.first[node]);
 }
 
-// --- building it ---------------------------------------------------------------------------------
+// --- building the tree ---------------------------------------------------------------------------
 
 typedef struct merging {
     uint32_t count, room;  // room: of `slots`, a power of two
-    uint32_t *slots;       // node + 1, by parent and class
+    uint32_t *slots;       // hash table by parent and class: node + 1
     uint32_t *parent, *child, *sibling, *token;
     uint32_t *next_token;  // [size]
     uint8_t *class_of;

@@ -4,8 +4,8 @@ A position is one place of the pattern that matches a character; a repetition wi
 expanded to its copies. The state after a position is the set of positions that may match the next
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-Position ~i is the end of tree i. It does not match a character: a state that contains it accepts
-tree i.
+Position ~i is the end of tree i. This position does not match a character: a state that contains it
+accepts tree i.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Graph:
                 continue
             if low > last:
                 break
-            # Blocks before the segment have no characters in it and are skipped.
+            # Blocks before the segment are skipped.
             at = max(at, low >> shift << shift)
             block = at >> shift
             end = (min(high, last) + 1 >> shift) - 1

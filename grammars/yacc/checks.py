@@ -107,7 +107,7 @@ def _check_ends(grammar: Grammar) -> None:
     raise grammar.error(
         production.offset,
         f"the rule '{name}' derives no finite text{empty}: each of its alternatives contains a "
-        f"rule that derives none; this one contains {needs}",
+        f"rule with this fault; this alternative contains {needs}",
     )
 
 

@@ -1,7 +1,7 @@
 """A compiled grammar: its parse tables and lexer, and their binary form.
 
-``CompiledGrammar.to_bytes`` is the form that the guest engine reads and that is cached on disk. It
-is little-endian throughout. A header of 64 bytes:
+``CompiledGrammar.to_bytes`` is the form that the guest engine reads and that is cached on disk. The
+form is little-endian throughout. A header of 64 bytes:
 
      0  4s   magic "TBYG"
      4  u32  version, 3

@@ -99,8 +99,9 @@ class Recognizer:
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
-        """The names of the expected lexemes: those that the unfinished one can still become, and
-        those that can follow it if it ends here; SKIP only if it is unfinished."""
+        """The names of the expected lexemes. These are the lexemes that the unfinished lexeme can
+        still become, and the lexemes that can follow it if it ends here. SKIP is included only if
+        it is unfinished."""
         place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:

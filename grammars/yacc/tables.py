@@ -22,8 +22,8 @@ class ParseTables:
 
     ``actions`` [num_states * num_terminals]: 0 is an error, else ``number << 2 | kind`` with kind
     SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states * num_nonterminals]:
-    the state after a nonterminal, 0 for none. The tables do not have default reductions: a
-    reduction is only at the terminals that can follow it.
+    the state after a nonterminal, 0 for none. The tables do not have default reductions: each
+    reduction is entered only at the terminals that can follow it.
     """
 
     num_terminals: int

@@ -114,7 +114,7 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The first of the remaining tokens is already used.
+            # The first token has already used up one of the remaining tokens.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -126,7 +126,7 @@ class HealingController:
         return self._inner.post_process(tokens, backtrack)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the constraint's text, after the prompt, would end."""
+        """The kind of end that the constraint's text, after the prompt, would have."""
         return self._inner.text_end(stop)
 
     def fork(self, host: Host) -> HealingController:

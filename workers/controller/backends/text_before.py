@@ -29,7 +29,7 @@ def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> l
 
 
 def closing_line(appended: int, dropped: int, max_tokens: int) -> str:
-    """The log's line about a text that ends before ``max_tokens`` would cut it.
+    """The log line about a text that ends before ``max_tokens`` cuts it off.
 
     ``appended``, ``dropped``: how many tokens the closing adds and removes.
     """

@@ -20,7 +20,7 @@ _RIGHT = "right would be {token id: value}, or a value for each token of the voc
 def bias_of(
     values: BiasValues, size: int, call: str = "mid_process: sample(mask, bias)"
 ) -> Bias | None:
-    """The bias of an author's values; raises ControllerError with the value that is wrong."""
+    """The bias of an author's values; raises ControllerError with the invalid value."""
     if values is None:
         return None
     try:

@@ -222,7 +222,7 @@ def _read_blob(state: AiciState, blob: int, into: int, size: int) -> int:
     if data is None:
         kind = _KINDS.get(blob)
         why = f"{kind}, before it existed" if kind else "which does not exist"
-        raise ControllerError(Code.CONTROLLER_FAILED, f"it read blob {blob}, {why}")
+        raise ControllerError(Code.CONTROLLER_FAILED, f"the guest read blob {blob}, {why}")
     state.guest.charge(min(size, len(data)))
     state.guest.write_part(into, data, size)
     return len(data)

@@ -51,7 +51,7 @@ def max_bytes(variable_bytes: int) -> int:
 
 def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes:
     """Runs a command and returns its answer. Raises ControllerError if it is not valid."""
-    command = decode(_command, data, "it gave the storage command", _COMMAND_IS)
+    command = decode(_command, data, "the storage command", _COMMAND_IS)
     read, write = command.read_var, command.write_var
     if isinstance(read, _Read) and write is UNSET:
         return _variable(variables.get(_name(read.name)))
@@ -61,8 +61,8 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"it gave the storage command {shown(data)}, which is not exactly one command; right "
-        f"would be {_COMMAND_IS}",
+        f"the storage command {shown(data)} is not exactly one command; right would be "
+        f"{_COMMAND_IS}",
     )
 
 

@@ -90,7 +90,7 @@ class Change(NamedTuple):
     """An instruction that changes state outside of memory and globals."""
 
     name: str
-    """Empty: the instruction is not known."""
+    """The name of the instruction; empty if it is not known."""
     at: int
     code: int = 0
 

@@ -97,7 +97,7 @@ def test_memory_has_an_end(engine: wasmtime.Engine) -> None:
 def test_blobs_do_not_pile_up(engine: wasmtime.Engine) -> None:
     result = play(engine, "prompt blobs 100\nprompt poke read_blob 4 0 0\nprompt poke read_blob 7")
     assert result.error is not None
-    assert "it read blob 7, which does not exist" in result.error
+    assert "the guest read blob 7, which does not exist" in result.error
 
 
 def test_exiting_is_a_failure(engine: wasmtime.Engine) -> None:
@@ -153,7 +153,7 @@ def test_a_mask_that_ends_outside_of_memory_is_reported(engine: wasmtime.Engine)
 @pytest.mark.parametrize("blob", [0, 7, 4711, LAST])
 def test_an_unknown_blob_is_reported(engine: wasmtime.Engine, blob: int) -> None:
     error = failure(engine, f"mid poke read_blob {blob} 8 8")
-    assert error == f"mid_process: it read blob {blob}, which does not exist"
+    assert error == f"mid_process: the guest read blob {blob}, which does not exist"
 
 
 def test_a_blob_that_is_not_there_yet_is_reported(engine: wasmtime.Engine) -> None:
@@ -272,8 +272,8 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (b"", "it gave the storage command nothing"),
-        (b"nonsense", "it gave the storage command nonsense"),
+        (b"", "the storage command nothing"),
+        (b"nonsense", "the storage command nonsense"),
         (b"{}", "not exactly one command"),
         (b'{"DropVar":{"name":"a"}}', "unknown field `DropVar`"),
         (b'{"ReadVar":{}}', "missing required field `name`"),

@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures one compilation, including the wait for a process. The request has no mask until
-        it ends."""
+        """Measures one compilation, including the wait for a process. Until the compilation ends,
+        its request does not have a mask."""
         began = time.perf_counter()
         outcome = "failed"
         try:

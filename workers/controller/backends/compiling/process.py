@@ -1,7 +1,8 @@
 """A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
 
-It reads tasks from stdin and writes their outcomes to stdout. The kernel bounds a task and ends its
-process: CPU time by a timer, memory by a limit, the stack by the thread.
+The process reads tasks from stdin and writes their outcomes to stdout. The kernel bounds each task
+and ends a process that exceeds a bound. A timer bounds its CPU time, a resource limit its memory,
+and the thread's size its stack.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The processes that compile, each of which runs one task at a time.
 
-Compiling can take hours (an intersection of a few expressions) or all of the memory. It can also
-overflow the stack of a native library and so end its process (a chain of 10,000 rules). A process
-of ``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and
-stack. It is reused, as starting one takes 0.1 s; a task of a usual grammar takes about a
-millisecond.
+Compiling can take hours (an intersection of a few expressions) or all of the memory. Compiling can
+also overflow the stack of a native library, which ends the process (a chain of 10,000 rules). A
+process of ``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time,
+memory and stack. The process is reused, as starting a process takes 0.1 s, while a task of a usual
+grammar takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Processes:
         self._done("llguidance", grammar.encode())
 
     def shortest(self, grammar: str) -> bytes | None:
-        """The shortest text of an llguidance grammar that a search finds; None if it finds none.
-        Raises the same errors as ``check``, without naming a part."""
+        """The shortest text of an llguidance grammar that a search finds; None if it does not find
+        a text. Raises the same errors as ``check``, without naming a part."""
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class FileCache:
-    """Files that only this user can read. They are written under a temporary name and renamed, so
+    """Files that only this user can read. A file is written under a temporary name and renamed, so
     that several processes can share the folder."""
 
     def __init__(self, folder: Path, suffix: str, max_bytes: int) -> None:

@@ -43,17 +43,18 @@ class GrammarController:
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._closed = False
         self._end: ConstraintEnd | None = None
-        """How the text ends, once it is closed."""
+        """The kind of the text's end; None until the text is closed."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Does nothing: the grammar constrains only what comes after the prompt."""
+        """Does nothing: the grammar constrains only the text after the prompt."""
 
     def pre_process(self) -> Answer:
         """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask; appends forced tokens, and stops if no token is allowed."""
+        """Writes the token mask. Appends forced tokens, and stops if the mask does not allow any
+        token."""
         if self._closed:
             return interface.COMPLETE
         left = self._host.max_tokens - len(self._text)
@@ -87,8 +88,8 @@ class GrammarController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
-        # token are dropped.
+        # If a draft proposed tokens, several tokens arrive together. Tokens after an
+        # end-of-sequence token have been dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -161,7 +162,7 @@ class GrammarController:
                 self._look_after(spare)
                 return None
         elif room > 0:
-            # An appended token shortens the closing by hardly more than that token.
+            # An appended token rarely shortens the closing by more than its own length.
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:

@@ -182,7 +182,7 @@ class GrammarInstance:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
-        in one call. ``turns``: the sequences and their tokens, as many as ``masks``.
+        in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
 
         A sequence takes part only if its token can follow, and the next mask is cached, allows a
         token and forces none. Returns which sequences took part; the others are unchanged.
@@ -267,7 +267,7 @@ class GrammarInstance:
 
     def memory(self) -> bytes:
         """A snapshot of the guest's memory, with its cache of masks. An instance that is created
-        from it has no sequences."""
+        from the snapshot does not have sequences."""
         with self._lock:
             self._alive()
             return self._guest.read(0, self._guest.measure())

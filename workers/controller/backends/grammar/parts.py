@@ -41,7 +41,7 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Maximum tokens of each part; None: the part has no limit of its own."""
+    """Maximum tokens of each part; None: the part does not have a limit of its own."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -132,15 +132,15 @@ class PartsController:
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Does nothing: the parts constrain only what comes after the prompt."""
+        """Does nothing: the parts constrain only the text after the prompt."""
 
     def pre_process(self) -> Answer:
         """Always continues."""
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the union of the masks of all ways. Appends the forced tokens if there is only
-        one way, and stops if no token is allowed."""
+        """Writes the union of the masks of all ways. Appends the forced tokens if only one way
+        exists, and stops if the mask does not allow any token."""
         if len(self._text) >= self._host.max_tokens:
             return STOP
         waiting = self._waiting = self._ways
@@ -194,8 +194,8 @@ class PartsController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances the ways that allow the appended tokens and closes the others."""
-        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
-        # token are dropped.
+        # If a draft proposed tokens, several tokens arrive together. Tokens after an
+        # end-of-sequence token have been dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]

@@ -25,7 +25,8 @@ from .snapshots import SnapshotFiles
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1024**3
-"""If all guests together take more memory, idle ones are evicted, the least recently used first."""
+"""If all guests together take more memory than this, idle guests are evicted, the least recently
+used first."""
 SAVE_AGAIN_S = 60.0
 """Shortest time between two snapshots of a guest, in seconds."""
 

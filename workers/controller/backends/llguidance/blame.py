@@ -38,8 +38,8 @@ _TOO_MUCH = re.compile(
     "^compiling the grammar takes more|fuel exhausted|too large|too many|items; max"
     "|Unable to determine"
 )
-"""Error messages about excessive cost. They count as the same failure as a killed process, because
-either limit may be exceeded first."""
+"""Error messages about excessive cost. Such an error counts as the same failure as a killed
+process, because either limit may be exceeded first."""
 
 Schema = dict[str, Any]
 

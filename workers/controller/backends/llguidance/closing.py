@@ -21,8 +21,8 @@ from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 SPARE = 8
 """Closing begins when this number of tokens, or a sixteenth of ``max_tokens`` if that is less, is
 left in addition to the tokens that complete the text. The open values of a schema then end where
-they may, for example a string at the end of a word. The text of another grammar is closed at
-once."""
+they may, for example a string at the end of a word. Under a grammar that is not a schema, the text
+is then closed immediately."""
 LOOK_EVERY = 32
 """The completion of a text is computed again after a quarter of the spare tokens, which are left in
 addition to those that complete the text. If at most ``NEAR`` spare tokens are left, the interval is
@@ -63,7 +63,7 @@ class Closing:
         """The last tokenized completion, and its tokens."""
         self._last: tuple[int, bytes] | None = None
         """The last length of the text at which a completion fitted in ``max_tokens``, and that
-        completion; None if no search has found one."""
+        completion; None before a search has found a completion."""
         self._item: int | None = 0 if grammar.is_schema else None
         """Number of tokens by which one item extends the required completion; 0 until this number
         is computed; None for a grammar that is not a schema."""
@@ -88,10 +88,10 @@ class Closing:
         self.check_at = NEVER
         """The length of the text at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
-        """How the text ends, once it is closed."""
+        """The kind of the text's end; None until the text is closed."""
         self._most = host.max_tokens
-        """Maximum tokens of the text. The last token of ``max_tokens`` ends the sequence by its
-        length, so it is used only if the shortest text needs it."""
+        """Maximum tokens of the text. A sequence ends with its token number ``max_tokens``, so this
+        token is used only if the shortest text needs it."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
@@ -236,7 +236,7 @@ class Closing:
     def _begins(self, length: int) -> bool:
         """Computes the tokens by which one item extends the completion; returns whether the text
         certainly has room for more items. At this point, the completion has at most the tokens of
-        the shortest text plus the appended ones."""
+        the shortest text plus the appended tokens."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -325,8 +325,8 @@ class Closing:
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes) -> list[int] | None:
-        """The tokens of a completion. They are taken from the last tokenized completion if it ends
-        with them."""
+        """The tokens of a completion. If the last tokenized completion ends with this completion,
+        its last tokens are reused."""
         text, tokens = self._tokenized
         if found == text:
             return tokens

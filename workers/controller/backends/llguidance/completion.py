@@ -4,9 +4,9 @@ llguidance itself does not compute completions. The search uses a matcher of the
 vocabulary is the 256 bytes; a step takes a microsecond.
 
 The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
-closing quote of a string is allowed. It appends that byte and starts again, until the text may end.
-Required names are tried first. Every prefix that a grammar allows has a completion, so the search
-never backtracks.
+closing quote of a string is allowed. The search appends that byte and starts again, until the text
+may end. Required names are tried first. Every prefix that a grammar allows has a completion, so the
+search never backtracks.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ _Mask = int
 
 
 def shortest_text(grammar: str, until: float) -> bytes | None:
-    """The shortest text of a grammar that a search finds; None if it finds none before this thread
-    has used ``until`` seconds of CPU time."""
+    """The shortest text of a grammar that a search finds; None if the search does not find a text
+    before this thread has used ``until`` seconds of CPU time."""
     return Completions(grammar).start().find(until)
 
 
@@ -206,8 +206,8 @@ class Completion:
         """Bytes that complete the text. The last result is reused if it still completes the text,
         for example in the middle of a string.
 
-        None if the search found none, or none before the thread has used ``until`` seconds of CPU
-        time.
+        None if the search does not find a completion before the thread has used ``until`` seconds
+        of CPU time.
         """
         if self._known is None and not self._begun:
             self._known = self._shared.shortest(until)
@@ -267,8 +267,8 @@ class _Search:
         """The bytes that may follow the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
-        """A completion; ``known`` completes an earlier text, and its suffix may complete this
-        one."""
+        """A completion; ``known`` completes an earlier text; a suffix of it may complete this
+        text."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MAX_TAILS]]
@@ -329,7 +329,8 @@ class _Search:
         return False
 
     def _go_on(self) -> bool:
-        """Advances to the next place; False if no byte may follow or the CPU time is used up."""
+        """Advances to the next place; returns False if the grammar does not allow any byte or the
+        CPU time is used up."""
         few, most = self.steps + FEW_NEAR, self.steps + MAX_NEAR
         near = ran = tried = False
         string: tuple[LLMatcher, bytes] | None = None

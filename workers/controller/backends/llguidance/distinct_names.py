@@ -76,7 +76,7 @@ def _repeated(text: bytes, begin: int) -> Iterator[Name]:
 
 def _others(name: bytes) -> Iterator[bytes]:
     """Candidates for another name: the shortest first, then names with another end, and longer
-    ones."""
+    names."""
     yield from _CHARACTERS
     for one in _CHARACTERS:
         yield name[:-1] + one

@@ -57,7 +57,8 @@ class Growth(NamedTuple):
     item: int
     """Growth when a text begins one item of an array, or one property with its name."""
     string: int
-    """Growth in one string that has to match a pattern or a format; 0 if the schema has none."""
+    """Growth in one string that has to match a pattern or a format; 0 if the schema does not have
+    such a string."""
 
 
 class _UnknownError(Exception):
@@ -264,7 +265,7 @@ class _Lengths:
 
 
 def _listed(part: Schema) -> int:
-    """The longest of the values that a schema lists; 0 if it lists none."""
+    """The bytes of the longest value that a schema lists; 0 if it does not list values."""
     values = part.get("enum", [])
     if len(values) > MAX_ENUM:
         raise _UnknownError

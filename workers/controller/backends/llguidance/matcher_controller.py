@@ -58,7 +58,7 @@ class MatcherController:
 
     @property
     def shortest(self) -> Sequence[int] | None:
-        """The tokens of the shortest text that a search found; None if it found none."""
+        """The tokens of the shortest text that a search found; None if it did not find a text."""
         return self._grammar.shortest_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -81,8 +81,8 @@ class MatcherController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask; appends forced tokens, closes the text before ``max_tokens`` are
-        used up, and stops if no token is allowed.
+        """Writes the token mask. Appends forced tokens, closes the text before ``max_tokens`` are
+        used up, and stops if the mask does not allow any token.
 
         compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
         forced, the mask allows only that token, so compute_ff_tokens is called only if few words of
@@ -151,8 +151,8 @@ class MatcherController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # Several tokens arrive at once if a draft proposed them; those after an end-of-sequence
-        # token are dropped.
+        # If a draft proposed tokens, several tokens arrive together. Tokens after an
+        # end-of-sequence token have been dropped.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]

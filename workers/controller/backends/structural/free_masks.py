@@ -1,8 +1,8 @@
 """Token masks of the parts of a structure that have no schema: free text, and literal texts.
 
 In free text nearly all tokens are allowed. Only a token that contains a watched text, or the rest
-of a watched text that has begun, may be forbidden or may begin or end a part. These tokens are
-found by binary search in the sorted tokens, and are followed byte by byte; all others are skipped.
+of a watched text that has begun, may be forbidden or may begin or end a part. Binary search in the
+sorted tokens finds these tokens, which are followed byte by byte; all other tokens are skipped.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class FreeMasks:
         return found
 
     def follow(self, state: State, data: bytes) -> State:
-        """The state after a token. It is dead if the token spans two parts of which one is JSON."""
+        """The state after a token. The state is dead if the token spans two parts of which one is
+        JSON."""
         marked = self.marks(state).search(data)
         if marked is None:
             return state

@@ -227,8 +227,8 @@ class StructuralController:
         return min(len(draft), len(masks))
 
     def _json_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """How many of the schema's masks along a draft are valid in a tag, after its forbidden
-        tokens are removed."""
+        """The number of the schema's masks along a draft that are valid in a tag, after the tag's
+        forbidden tokens are removed."""
         state = self._state
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             state = self._masks.follow(state, self._masks.bytes_of(token))
