@@ -1,4 +1,4 @@
-"""Writes ``src/messages.ts``: the messages and the error codes of ``protocol/`` in TypeScript.
+"""Writes ``src/messages.ts`` with the messages and error codes of ``protocol/`` in TypeScript.
 
     python -m tokenbus.clients.typescript.generate
 
@@ -48,8 +48,8 @@ NAMES = {"Buffer": "BufferMessage", "Error": "ErrorMessage"}
 """Structs whose names already exist in JavaScript."""
 
 HEAD = """\
-// Written by `python -m tokenbus.clients.typescript.generate` from protocol/messages.py and
-// protocol/errors.py: change those and run it again.
+// `python -m tokenbus.clients.typescript.generate` writes this file from protocol/messages.py and
+// protocol/errors.py. Change these files and run the command again.
 
 /** Any value that JSON can express. */
 export type Json =
@@ -60,10 +60,10 @@ export type Json =
   | readonly Json[]
   | { readonly [name: string]: Json };
 
-/** What a message has of `T`, where the fields `D`, which have defaults, may be absent. */
+/** `T` as it is sent. The fields `D` have defaults and may be absent. */
 type Sent<T, D extends keyof T> = Omit<T, D> & Partial<T>;
 
-/** `T` while it is made. */
+/** `T` with writable fields. */
 type Made<T> = { -readonly [F in keyof T]: T[F] };
 """
 
@@ -99,7 +99,7 @@ def _constants() -> Iterator[str]:
 def _codes() -> Iterator[str]:
     kinds = {code.value: type(error_for(code, "")).__name__ for code in Code}
     yield (
-        _comment("Every reason for which Tokenbus refuses or ends something.")
+        _comment("The reason why Tokenbus refuses or ends a request.")
         + f"export type Code ={_alternatives(list(kinds))};\n"
     )
     yield (
@@ -113,7 +113,7 @@ def _codes() -> Iterator[str]:
     )
     rows = "".join(f"  {json.dumps(code)},\n" for code in sorted(RETRYABLE))
     yield (
-        _comment("Codes after which the same request, sent again, may succeed.")
+        _comment("Codes after which the same request may succeed if it is sent again.")
         + f"export const RETRYABLE: ReadonlySet<string> = new Set<Code>([\n{rows}]);\n"
     )
 
@@ -126,7 +126,7 @@ def _alternatives(values: list[str]) -> str:
 
 
 def _structs(kinds: list[Type]) -> list[StructType]:
-    """The structs in ``kinds``, and those in their fields before them; each once."""
+    """The structs in ``kinds``. Each struct follows the structs in its fields, and occurs once."""
     found: dict[str, StructType] = {}
 
     def visit(kind: Type) -> None:
@@ -149,7 +149,7 @@ def _structs(kinds: list[Type]) -> list[StructType]:
 
 
 def _interface(struct: StructType, *, sent: bool) -> str:
-    """The interface of a sent message, or of a received one with its defaults."""
+    """The interface of a sent message, or of a received message with its defaults."""
     docs = _field_docs(struct.cls)
     lines = []
     for field in struct.fields:
@@ -159,7 +159,7 @@ def _interface(struct: StructType, *, sent: bool) -> str:
         lines.append(_comment(text, "  "))
         optional = not field.required and (sent or not _has_default(field))
         name = f"{field.encode_name}?" if optional else field.encode_name
-        # A field with the value undefined is not sent, so it is allowed.
+        # The value undefined is allowed, because such a field is not sent.
         undefined = " | undefined" if optional and sent else ""
         lines.append(f"  readonly {name}: {_type(field.type)}{undefined};\n")
     doc = _comment(inspect.getdoc(struct.cls) or "")
@@ -170,8 +170,8 @@ def _interface(struct: StructType, *, sent: bool) -> str:
 def _reader(struct: StructType) -> str:
     """The function that adds the defaults of a struct.
 
-    It is a literal with each field by its name. To spread an object of defaults and the received
-    one takes fifteen times as long as parsing the JSON of a token.
+    The function returns an object literal with all fields. Spreading the defaults and the received
+    object would take fifteen times as long as parsing the JSON of a token.
     """
     name = _name(struct)
     defaults = [f.encode_name for f in struct.fields if not f.required and _has_default(f)]
@@ -202,14 +202,11 @@ def _reader(struct: StructType) -> str:
         body = f"  const read: Made<{name}> = {made};\n{''.join(optional)}  return read;\n"
     else:
         body = f"  return {made};\n"
-    return (
-        f"/** `{name}` as it was sent, with the defaults of the fields that are absent. */\n"
-        f"{head}\n{body}}}\n"
-    )
+    return f"/** Adds the defaults of absent fields to a received `{name}`. */\n{head}\n{body}}}\n"
 
 
 def _reading(kind: Type) -> str | None:
-    """How the value ``{}`` of this type is read; None if it is used unchanged."""
+    """The expression that reads the value ``{}`` of this type; None if it is used unchanged."""
     match kind:
         case StructType():
             return f"read{_name(kind)}({{}})"
@@ -286,11 +283,12 @@ def _type(kind: Type) -> str:
             return _name(kind)
         case UnionType():
             return " | ".join(dict.fromkeys(map(_type, kind.types)))
-    raise TypeError(f"{kind} has no type in TypeScript; add it here")
+    raise TypeError(f"the TypeScript type of {kind} is unknown; add it to _type")
 
 
 def _has_default(field: Field) -> bool:
-    """Whether an absent field has a default value; if not, it may be absent for the reader too."""
+    """Whether the reader receives a default for an absent field. Otherwise the field remains
+    absent."""
     return field.default is not NODEFAULT or field.default_factory is not NODEFAULT
 
 
@@ -300,7 +298,7 @@ def _default(field: Field) -> Any:
 
 
 def _default_text(field: Field) -> str:
-    """The default of an optional field, if it is worth documenting."""
+    """The sentence with the default of an optional field; empty if the default is obvious."""
     if not _has_default(field):
         return ""
     value = _default(field)
@@ -343,7 +341,7 @@ def _bounds(kind: Type) -> str:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The docstrings of the fields of a struct: texts that follow them in its source."""
+    """The docstrings of a struct's fields, which follow the fields in the source."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.split(".")[0] != "tokenbus":

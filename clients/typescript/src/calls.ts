@@ -1,4 +1,4 @@
-/** A call: a request of this client, and its state over all connections and attempts. */
+/** A call: a request of this client, with its state across all connections and attempts. */
 
 import type { Row } from "./columns.js";
 import type { TokenbusError } from "./errors.js";
@@ -9,12 +9,12 @@ export type Outgoing = {
   [T in keyof ClientMessages]: {
     readonly type: T;
     readonly body: ClientMessages[T];
-    /** The bytes of the body's `data`, which a transport sends in the form that suits it. */
+    /** The bytes of the body's `data`. Each transport chooses their form. */
     readonly data?: Uint8Array | undefined;
   };
 }[keyof ClientMessages];
 
-/** A message that a call sends; its `stream_id` is of the attempt. */
+/** A message that a call sends. Each attempt sets its own `stream_id`. */
 export type Request = Extract<
   Outgoing,
   {
@@ -32,7 +32,7 @@ export type Request = Extract<
   }
 >;
 
-/** What happens to a call, in order; the last event is an `ended`. */
+/** An event of a call. The last event is an `ended`. */
 export type Event =
   | Row
   | { readonly kind: "entry"; readonly entry: Token }
@@ -40,22 +40,22 @@ export type Event =
   | { readonly kind: "notice"; readonly notice: System }
   | { readonly kind: "ended"; readonly error: TokenbusError | null };
 
-/** How long a call may take. Times in seconds. */
+/** Time limits of a call, in seconds. */
 export interface Timing {
-  /** End the call, with a `timeout` error, this long after it began. */
+  /** Time after which the call ends with a `timeout` error. */
   readonly timeoutS?: number | undefined;
-  /** Send the request again if nothing has arrived for this long. */
+  /** Time without a message after which the request is sent again. */
   readonly stallS?: number | undefined;
-  /** How long to send the request again after its first retryable failure. */
+  /** Time after the first retryable failure during which the request is sent again. */
   readonly retryS?: number | undefined;
 }
 
-/** One request, over all of its connections and attempts. */
+/** One request across all of its connections and attempts. */
 export class Call {
   readonly timeoutS: number;
   readonly stallS: number;
   readonly retryS: number;
-  /** Takes the events as they arrive. */
+  /** Called with the events when they arrive. */
   take: (events: readonly Event[]) => void = () => {};
 
   /** The `stream_id` of this attempt, unique in its session. */
@@ -63,21 +63,21 @@ export class Call {
   began = 0;
   heard = 0;
   sent = false;
-  /** Between ATTACH and its answer: entries that arrive are dropped, as they are sent again. */
+  /** Whether an ATTACH is unanswered. Entries are then dropped, because they are sent again. */
   attaching = false;
   over = false;
   failedAt: number | null = null;
   tries = 0;
   resendAt: number | null = null;
-  /** TOKEN entries of this attempt. */
+  /** Number of TOKEN entries of this attempt. */
   received = 0;
-  /** How many of the next ones were received before: those that the answer to ATTACH says. */
+  /** Number of next entries that were received before, according to the answer to ATTACH. */
   repeats = 0;
-  /** How often the stream of this attempt has moved, as far as is known. */
+  /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
-  /** Entries delivered, by sequence, over all attempts. */
+  /** Number of delivered entries of all attempts, by sequence. */
   readonly #seen = new Map<number, number>();
-  /** Entries of this attempt, by sequence; the first `#seen` of each are duplicates. */
+  /** Number of entries of this attempt, by sequence. The first `#seen` of them are duplicates. */
   readonly #came = new Map<number, number>();
 
   constructor(
@@ -90,15 +90,15 @@ export class Call {
   }
 
   /**
-   * Whether to wait for a worker that still has the stream, where a broker was restarted. A request
-   * of which nothing has arrived is rather sent again, if it may be.
+   * Whether a worker may still have the stream after a restart of the broker, so that the client
+   * waits for it. A request without a received entry is sent again if it may be.
    */
   get mayBeLive(): boolean {
     const { type } = this.request;
     return (type === "GENERATE" || type === "SCORE") && (this.received > 0 || this.retryS === 0);
   }
 
-  /** Begins another attempt under a new number; what was delivered stays delivered. */
+  /** Begins another attempt with a new number. The counts of delivered entries are kept. */
   beginTry(number: number): void {
     this.number = number;
     this.sent = false;
@@ -110,7 +110,7 @@ export class Call {
     this.#came.clear();
   }
 
-  /** Counts an entry; whether no earlier attempt has delivered it. */
+  /** Counts an entry. Returns false if an earlier attempt has already delivered the entry. */
   isNew(entry: Row | Token): boolean {
     this.received += 1;
     const count = (this.#came.get(entry.seq) ?? 0) + 1;

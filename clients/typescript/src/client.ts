@@ -1,4 +1,4 @@
-/** The client, over whichever transport its entry point gives it. */
+/** The client. The entry points choose its transport. */
 
 import type { Call } from "./calls.js";
 import { Connection } from "./connection.js";
@@ -30,19 +30,19 @@ import { GeneratedSequence, type Scores } from "./results.js";
 import { TokenStream } from "./stream.js";
 import type { Transport } from "./transport.js";
 
-/** How long calls wait for a broker that does not answer, in seconds. */
+/** Default time that calls wait for a broker that does not answer, in seconds. */
 const PATIENCE_S = 30;
 
 /** The options of a client. */
 export interface ClientOptions {
-  /** How long calls wait for a broker that does not answer, in seconds. Default: 30. */
+  /** Time that calls wait for a broker that does not answer, in seconds. Default: 30. */
   readonly patience_s?: number | undefined;
-  /** The API key, where the gateway needs one. Only over a WebSocket. */
+  /** The API key, if the gateway needs one. Only for WebSockets. */
   readonly api_key?: string | undefined;
 }
 
 /**
- * A connection to Tokenbus, for any number of streams. It is opened by the first call.
+ * A connection to Tokenbus for any number of streams. The first call opens the connection.
  *
  * Options and entries have the names of the protocol (`max_tokens`, `finish_reason`).
  */
@@ -59,25 +59,25 @@ export class BaseClient {
   }
 
   /**
-   * Begins a stream of tokens that continue `prompt`: text, or token ids.
+   * Begins a stream of tokens that continue `prompt`, which is text or token ids.
    *
-   * Throws RequestError where the request is not valid as far as the client checks; all other
-   * errors are thrown where the stream is read.
+   * Throws RequestError if the client finds that the request is not valid. All other errors are
+   * thrown when the stream is read.
    */
   generate(prompt: Prompt, options: GenerateOptions = {}): TokenStream {
     return this.#stream(generateCall(prompt, options), options);
   }
 
   /**
-   * Begins a stream under a controller: the id or the tag of a module, or the name of a built-in
-   * (`regex`, `json_schema`, …), whose argument is `arg`.
+   * Begins a stream under a controller with the argument `arg`. `controller` is the id or the tag of
+   * a module, or the name of a built-in (`regex`, `json_schema`, …).
    */
   run(controller: string, prompt: Prompt, options: RunOptions = {}): TokenStream {
     const { arg, ...rest } = options;
     return this.generate(prompt, { ...rest, controller, controller_arg: arg });
   }
 
-  /** The log-probability of each token of `scored`, given all before it. */
+  /** The log-probability of each token of `scored`, given all tokens before it. */
   async score(prompt: Prompt, scored: Prompt, options: ScoreOptions = {}): Promise<Scores> {
     const stream = this.#stream(scoreCall(prompt, scored, options), options);
     const [scores] = await stream.wait();
@@ -91,31 +91,31 @@ export class BaseClient {
     return present(answer.model_info, "model_info");
   }
 
-  /** The tokenizer of a model: what the tokenizers library reads, its chat template. */
+  /** The tokenizer of a model, in the format of the tokenizers library, and its chat template. */
   async tokenizer(model = "", options: AskOptions = {}): Promise<TokenizerFiles> {
     const body = { stream_id: 0, model };
     const answer = await this.#ask(modelCall({ type: "TOKENIZER", body }, options), options);
     return present(answer.tokenizer, "tokenizer");
   }
 
-  /** Workers, sessions and queues; with `streams`, the live streams of all clients too. */
+  /** Workers, sessions and queues. With `streams`, also the live streams. */
   async status(options: StatusOptions = {}): Promise<Status> {
     const body = { stream_id: 0, streams: options.streams };
     const call = askCall({ type: "STATUS", body }, options);
     return present((await this.#ask(call, options)).status, "status");
   }
 
-  /** Keeps a part of prompts at the broker, for `buffers: [name]`; null deletes it. */
+  /** Stores a part of prompts at the broker, for `buffers: [name]`. null deletes the buffer. */
   async buffer(name: string, content: Prompt | null, options: AskOptions = {}): Promise<void> {
     await this.#ask(bufferCall(name, content, options), options);
   }
 
-  /** Stores a controller's Wasm module, for `run`. Uploading it again only adds the tag. */
+  /** Stores a controller's Wasm module, for `run`. If it is already stored, only adds the tag. */
   async upload(wasm: Uint8Array, options: UploadOptions = {}): Promise<StoredModule> {
     return storedModule((await this.#ask(uploadCall(wasm, options), options)).result);
   }
 
-  /** Assigns tags to the module with this id or tag, and removes them from any other. */
+  /** Assigns tags to the module with this id or tag, and removes them from other modules. */
   async tag(
     module: string,
     tags: readonly string[],
@@ -132,13 +132,13 @@ export class BaseClient {
     return Array.isArray(result) ? result.map(storedModule) : [];
   }
 
-  /** Deletes a tag, or the module with this id and all its tags; returns what was deleted. */
+  /** Deletes a tag, or a module and all its tags. `name` is the tag or the module id. */
   async delete(name: string, options: AskOptions = {}): Promise<StoredModule> {
     const call = storeCall({ type: "DELETE", body: { stream_id: 0, module: name } }, options);
     return storedModule((await this.#ask(call, options)).result);
   }
 
-  /** Ends the session and all of its streams. Node goes on running until this is called. */
+  /** Ends the session and all of its streams. Node does not exit before this method is called. */
   close(): void {
     this.#connection.close();
   }

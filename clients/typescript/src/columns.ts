@@ -1,10 +1,10 @@
-/** Tokens in columns, as `protocol/columns.py` has them: rows, and the entries that they stand for. */
+/** Reads tokens in columns (`protocol/columns.py`) as rows, and converts rows to entries. */
 
 import { type Token, readToken } from "./messages.js";
 
 /**
- * The body of a TOKEN in columns: little-endian arrays, with a token of a stream in each row, and
- * entries of the streams with something that no column has.
+ * The body of a TOKEN in columns: little-endian arrays with one row for each token, and entries whose
+ * fields do not fit into the columns.
  */
 export interface TokenColumns {
   /** Stream ids, u64 each. */
@@ -15,14 +15,14 @@ export interface TokenColumns {
   readonly l?: Uint8Array;
   /** Positions, u32 each. */
   readonly p?: Uint8Array;
-  /** Sequences, u32 each; absent where all of them are 0. */
+  /** Sequence numbers, u32 each; absent if all of them are 0. */
   readonly q?: Uint8Array;
-  /** Texts, null where an entry has none; absent where no row has any. */
+  /** Texts, null for a row without text; absent if all rows have no text. */
   readonly x?: readonly (string | null)[];
   readonly e?: readonly Parameters<typeof readToken>[0][];
 }
 
-/** A row: a token with nothing that no column has. An entry has five times as many fields. */
+/** A token whose fields all fit into the columns. An entry has five times as many fields. */
 export class Row {
   constructor(
     readonly stream_id: number,
@@ -33,7 +33,7 @@ export class Row {
     readonly text: string | null = null,
   ) {}
 
-  /** The entry that this row stands for. */
+  /** Converts the row to an entry. */
   entry(): Token {
     const { stream_id, token, logprob, pos, seq } = this;
     const top_logprobs = { [token]: logprob };
@@ -46,8 +46,7 @@ export class Row {
 const NONE = new Uint8Array(0);
 
 /**
- * What a body has: its rows, then its entries. Throws RangeError where the columns do not have the
- * same length.
+ * The rows of a body, followed by its entries. Throws RangeError if the columns differ in length.
  */
 export function readColumns(body: TokenColumns): (Row | Token)[] {
   const found: (Row | Token)[] = [];
@@ -60,7 +59,7 @@ export function readColumns(body: TokenColumns): (Row | Token)[] {
     l.length !== 8 * rows ||
     (x.length > 0 && x.length !== rows)
   ) {
-    throw new RangeError("the columns of a TOKEN do not have the same length");
+    throw new RangeError("the columns of a TOKEN differ in length");
   }
   const streams = viewOf(s);
   const tokens = viewOf(t);

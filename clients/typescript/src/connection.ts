@@ -1,13 +1,13 @@
-/** The connection of a client: its session on a transport, opened again whenever it is lost. */
+/** Runs the session of a client on a transport, and reconnects when the connection is lost. */
 
 import type { Call } from "./calls.js";
 import { ConnectionLostError, type TokenbusError } from "./errors.js";
 import { Session } from "./session.js";
 import type { Link, Received, Transport } from "./transport.js";
 
-/** The pause after the first failure of a row, and the longest; each is twice the one before. */
+/** The first and the longest pause after consecutive failures. Each is twice the previous pause. */
 const PAUSES_S = [0.05, 2] as const;
-/** The longest pause where the next broker is another one. */
+/** The longest pause if the next connection is to another broker. */
 const ELSEWHERE_S = 0.2;
 
 export class Connection {
@@ -18,7 +18,7 @@ export class Connection {
   #timer: ReturnType<typeof setTimeout> | undefined;
   #dueAt = Infinity;
   #closed = false;
-  /** When a new connection is opened, while there is none. */
+  /** The time at which a new connection is opened. */
   #openAt = 0;
 
   constructor(
@@ -29,19 +29,19 @@ export class Connection {
   }
 
   /**
-   * Begins a call; the first one opens the connection. Throws if the client was closed, or its
+   * Begins a call. The first call opens the connection. Throws if the client was closed or its
    * address is not valid.
    */
   submit(call: Call): void {
     if (this.#closed) {
-      throw new ConnectionLostError("connection_lost", "this client was closed; make a new one");
+      throw new ConnectionLostError("connection_lost", "this client was closed; create a new one");
     }
     if (this.#link === null && now() >= this.#openAt) this.#connect();
     this.#session.submit(call, now());
     this.#turn();
   }
 
-  /** Ends a call whose events are not needed any more. */
+  /** Ends a call whose events are no longer needed. */
   cancel(call: Call): void {
     this.#session.cancel(call);
     if (!this.#closed) this.#turn();
@@ -79,7 +79,7 @@ export class Connection {
     });
   }
 
-  /** There is no connection any more; a new one is opened after a pause. */
+  /** Handles the loss of the connection. A new connection is opened after a pause. */
   #drop(reason: string): void {
     const first = PAUSES_S[0];
     const longest = this.transport.several ? ELSEWHERE_S : PAUSES_S[1];
@@ -90,12 +90,12 @@ export class Connection {
     this.#session.disconnected(now(), reason);
   }
 
-  /** Does what is due, sends, delivers, and sets the timer for what is due next. */
+  /** Handles due deadlines, sends messages, delivers events, and sets the timer. */
   #turn(): void {
     const at = now();
     this.#session.onTime(at);
     this.#flush();
-    if (this.#closed) return; // By one of those who received an event.
+    if (this.#closed) return; // A receiver of an event has closed the client.
     if (this.#link !== null && this.#session.lost(at)) {
       const link = this.#link;
       this.#drop("it does not answer");
@@ -123,7 +123,7 @@ export class Connection {
     for (const [call, events] of ready) call.take(events);
   }
 
-  /** Has `#turn` called at that time, unless it is called before. */
+  /** Makes the timer call `#turn` at that time or earlier. */
   #wake(at: number): void {
     if (at >= this.#dueAt) return;
     clearTimeout(this.#timer);
@@ -138,7 +138,7 @@ export class Connection {
   }
 }
 
-/** Seconds of a clock that only goes forward. */
+/** Seconds of a monotonic clock. */
 function now(): number {
   return performance.now() / 1000;
 }

@@ -2,11 +2,11 @@
 
 import { type Code, ERROR_KINDS, type ErrorKind, RETRYABLE } from "./messages.js";
 
-/** What an error has besides its code and its message. */
+/** The optional details of an error. */
 export interface ErrorDetails {
-  /** The field at fault: `$.max_tokens`. */
+  /** The faulty field, such as `$.max_tokens`. */
   readonly path?: string | null | undefined;
-  /** How long to wait before another try, in seconds. */
+  /** Seconds to wait before another attempt. */
   readonly retry_after_s?: number | null | undefined;
 }
 
@@ -14,9 +14,9 @@ export interface ErrorDetails {
 export class TokenbusError extends Error {
   /** A stable name for programs. A newer broker may send codes that this package does not know. */
   readonly code: Code | (string & {});
-  /** The field at fault. */
+  /** The faulty field. */
   readonly path: string | null;
-  /** How long to wait before another try, in seconds. */
+  /** Seconds to wait before another attempt. */
   readonly retry_after_s: number | null;
 
   constructor(code: Code | (string & {}), message: string, details: ErrorDetails = {}) {
@@ -27,19 +27,19 @@ export class TokenbusError extends Error {
     this.retry_after_s = details.retry_after_s ?? null;
   }
 
-  /** Whether the same request, sent again, may succeed. */
+  /** Whether the same request may succeed if it is sent again. */
   get retryable(): boolean {
     return RETRYABLE.has(this.code);
   }
 }
 
-/** The request is invalid; it must be changed before it is sent again. */
+/** The request is not valid. It must be changed before it is sent again. */
 export class RequestError extends TokenbusError {}
 
 /** The controller of the stream failed, exceeded a limit, or is in a deadlock. */
 export class ControllerError extends TokenbusError {}
 
-/** The service is unavailable: its queue is full, it restarts, or a worker was lost. */
+/** The service is unavailable, because its queue is full, it restarts, or a worker was lost. */
 export class UnavailableError extends TokenbusError {}
 
 /** The broker does not answer, or the session has ended. */
@@ -48,7 +48,7 @@ export class ConnectionLostError extends UnavailableError {}
 /** The `timeout_s` of the request has passed. */
 export class RequestTimeoutError extends TokenbusError {}
 
-/** The client did not read its tokens fast enough, so that its streams were ended. */
+/** The streams were ended, because the client did not read its tokens fast enough. */
 export class SlowClientError extends TokenbusError {}
 
 /** An internal error of the service; its log has the details. */
@@ -64,7 +64,7 @@ const CLASSES: Readonly<Record<ErrorKind, typeof TokenbusError>> = {
   UnavailableError,
 };
 
-/** The error with this code, of its class; one with an unknown code is a RequestError. */
+/** Creates an error with the class of its code. An unknown code becomes a RequestError. */
 export function errorFor(code: string, message: string, details: ErrorDetails = {}): TokenbusError {
   const kinds: Readonly<Record<string, ErrorKind | undefined>> = ERROR_KINDS;
   return new CLASSES[kinds[code] ?? "RequestError"](code, message, details);

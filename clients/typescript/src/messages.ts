@@ -1,5 +1,5 @@
-// Written by `python -m tokenbus.clients.typescript.generate` from protocol/messages.py and
-// protocol/errors.py: change those and run it again.
+// `python -m tokenbus.clients.typescript.generate` writes this file from protocol/messages.py and
+// protocol/errors.py. Change these files and run the command again.
 
 /** Any value that JSON can express. */
 export type Json =
@@ -10,17 +10,17 @@ export type Json =
   | readonly Json[]
   | { readonly [name: string]: Json };
 
-/** What a message has of `T`, where the fields `D`, which have defaults, may be absent. */
+/** `T` as it is sent. The fields `D` have defaults and may be absent. */
 type Sent<T, D extends keyof T> = Omit<T, D> & Partial<T>;
 
-/** `T` while it is made. */
+/** `T` with writable fields. */
 type Made<T> = { -readonly [F in keyof T]: T[F] };
 
 export const PROTOCOL_VERSION = 1;
 
 export const MAX_MODULE_BYTES = 16777216;
 
-/** Every reason for which Tokenbus refuses or ends something. */
+/** The reason why Tokenbus refuses or ends a request. */
 export type Code =
   | "bad_message"
   | "unknown_type"
@@ -103,7 +103,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   internal: "ServiceError",
 };
 
-/** Codes after which the same request, sent again, may succeed. */
+/** Codes after which the same request may succeed if it is sent again. */
 export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
   "client_limit",
   "connection_lost",
@@ -504,7 +504,7 @@ export interface Welcome {
   readonly max_body_bytes: number;
 }
 
-/** `Welcome` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Welcome`. */
 export function readWelcome(
   sent: Sent<
     Welcome,
@@ -552,7 +552,7 @@ export interface Distribution {
   readonly scores: Readonly<Record<string, number>>;
 }
 
-/** `Distribution` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Distribution`. */
 export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Distribution {
   return {
     logprob: sent.logprob,
@@ -634,7 +634,7 @@ export interface Token {
   readonly wakes: number;
 }
 
-/** `Token` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Token`. */
 export function readToken(
   sent: Sent<
     Token,
@@ -701,7 +701,7 @@ export interface ForwardPath {
   readonly fallbacks: readonly string[];
 }
 
-/** `ForwardPath` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `ForwardPath`. */
 export function readForwardPath(
   sent: Sent<
     ForwardPath,
@@ -736,7 +736,7 @@ export interface ModelInfo {
   readonly path: ForwardPath;
 }
 
-/** `ModelInfo` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `ModelInfo`. */
 export function readModelInfo(
   sent: Sent<
     ModelInfo,
@@ -774,7 +774,7 @@ export interface Histogram {
   readonly total: number;
 }
 
-/** `Histogram` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Histogram`. */
 export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
   return {
     bounds: sent.bounds,
@@ -793,7 +793,7 @@ export interface Series {
   readonly histogram: Histogram | null;
 }
 
-/** `Series` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Series`. */
 export function readSeries(sent: Sent<Series, "value" | "histogram">): Series {
   return {
     name: sent.name,
@@ -825,7 +825,7 @@ export interface WorkerStatus {
   readonly metrics: readonly Series[];
 }
 
-/** `WorkerStatus` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `WorkerStatus`. */
 export function readWorkerStatus(
   sent: Sent<
     WorkerStatus,
@@ -873,7 +873,7 @@ export interface StreamStatus {
   readonly priority: number;
 }
 
-/** `StreamStatus` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `StreamStatus`. */
 export function readStreamStatus(
   sent: Sent<
     StreamStatus,
@@ -917,7 +917,7 @@ export interface Status {
   readonly metrics: readonly Series[];
 }
 
-/** `Status` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Status`. */
 export function readStatus(sent: Sent<Status, "counters" | "live" | "metrics">): Status {
   return {
     version: sent.version,
@@ -944,7 +944,7 @@ export interface TokenizerFiles {
   readonly special_tokens: Readonly<Record<string, string>>;
 }
 
-/** `TokenizerFiles` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `TokenizerFiles`. */
 export function readTokenizerFiles(
   sent: Sent<
     TokenizerFiles,
@@ -973,7 +973,7 @@ export interface Msg {
   readonly result?: Json;
 }
 
-/** `Msg` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Msg`. */
 export function readMsg(sent: Sent<Msg, "moves">): Msg {
   const read: Made<Msg> = {
     stream_id: sent.stream_id,
@@ -1010,7 +1010,7 @@ export interface System {
   readonly moves: number;
 }
 
-/** `System` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `System`. */
 export function readSystem(
   sent: Sent<
     System,
@@ -1055,7 +1055,7 @@ export interface ErrorMessage {
   readonly type: string | null;
 }
 
-/** `ErrorMessage` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `ErrorMessage`. */
 export function readErrorMessage(
   sent: Sent<
     ErrorMessage,
@@ -1090,7 +1090,7 @@ export interface Pong {
   readonly position: number;
 }
 
-/** `Pong` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Pong`. */
 export function readPong(sent: Sent<Pong, "n" | "session" | "position">): Pong {
   return {
     n: sent.n ?? 0,
@@ -1107,7 +1107,7 @@ export interface Tagged {
   readonly by: string;
 }
 
-/** `Tagged` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `Tagged`. */
 export function readTagged(sent: Sent<Tagged, "at" | "by">): Tagged {
   return {
     at: sent.at ?? 0.0,
@@ -1140,7 +1140,7 @@ export interface StoredModule {
   readonly tagged: Readonly<Record<string, Tagged>>;
 }
 
-/** `StoredModule` as it was sent, with the defaults of the fields that are absent. */
+/** Adds the defaults of absent fields to a received `StoredModule`. */
 export function readStoredModule(
   sent: Sent<
     StoredModule,

@@ -1,12 +1,12 @@
 /**
- * MessagePack to values. By hand, as a page imports this package without a bundler, and so without
- * any other package.
+ * Decodes MessagePack. The decoder is part of this package, because a page imports the package without
+ * a bundler and without other packages.
  *
- * Bytes become a `Uint8Array` on the message's own memory, integers of 64 bits become numbers,
- * extension types are refused. Source: the specification of MessagePack.
+ * Bytes become a `Uint8Array` that shares the message's memory, and integers of 64 bits become
+ * numbers. Extension types are refused. Source: the specification of MessagePack.
  */
 
-/** The values in these bytes, one after another. Throws RangeError where they are not valid. */
+/** Decodes the consecutive values in `bytes`. Throws RangeError if a value is not valid. */
 export function unpackAll(bytes: Uint8Array): unknown[] {
   const reader = new Reader(bytes);
   const values: unknown[] = [];
@@ -14,13 +14,13 @@ export function unpackAll(bytes: Uint8Array): unknown[] {
   return values;
 }
 
-/** How deep maps and lists may be nested. */
+/** Maximum nesting of maps and lists. */
 const DEEPEST = 200;
-/** Texts of up to this many bytes are read byte by byte; TextDecoder takes longer for them. */
+/** Maximum length of a text, in bytes, for which reading byte by byte is faster than TextDecoder. */
 const SHORT = 24;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
-/** The names of fields that came last, by a hash of their bytes: a few names come all the time. */
+/** The last field names by a hash of their bytes. Messages have only a few different names. */
 const names: ({ readonly bytes: Uint8Array; readonly text: string } | undefined)[] = Array(256);
 
 class Reader {
@@ -92,10 +92,10 @@ class Reader {
       case 0xdf:
         return this.#map(this.#unsigned(4));
     }
-    throw new RangeError(`the byte ${first} begins no value of MessagePack that is read here`);
+    throw new RangeError(`the byte ${first} does not begin a supported value of MessagePack`);
   }
 
-  /** Where the next `size` bytes begin, which are taken. */
+  /** Skips `size` bytes; returns the offset of the first of them. */
   #skip(size: number): number {
     const at = this.#at;
     this.#at += size;

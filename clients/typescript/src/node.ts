@@ -9,16 +9,16 @@ import { zeroMq } from "./zeromq.js";
 
 export * from "./public.js";
 
-/** Where `tokenbus up` has its broker. */
+/** The default address of the broker of `tokenbus up`. */
 const BROKER = "tcp://127.0.0.1:5555";
 
 /** The client; see `BaseClient` for its methods. */
 export class Client extends BaseClient {
   /**
-   * `address`: of the broker, `tcp://127.0.0.1:5555` or `ipc:///run/front.sock`, or of the gateway,
-   * `ws://127.0.0.1:8080/`. Default: `TOKENBUS_FRONT` of the environment, or else the first of
-   * these. Of several addresses, separated by commas, it takes one, and the next where that is
-   * gone: streams go on there.
+   * `address`: the address of the broker, such as `tcp://127.0.0.1:5555` or `ipc:///run/front.sock`,
+   * or of the gateway, such as `ws://127.0.0.1:8080/`. Default: the environment variable
+   * `TOKENBUS_FRONT`, otherwise `tcp://127.0.0.1:5555`. If there are several addresses, separated by
+   * commas, the client uses one. If that broker fails, streams continue at the next address.
    */
   constructor(
     address: string = process.env["TOKENBUS_FRONT"] || BROKER,

@@ -1,4 +1,4 @@
-/** What both entry points export besides their `Client`. */
+/** The common exports of both entry points, except `Client`. */
 
 export type { ClientOptions } from "./client.js";
 export {

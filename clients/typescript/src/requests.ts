@@ -1,4 +1,4 @@
-/** The arguments of a client's methods, as calls. */
+/** Creates calls from the arguments of the client's methods. */
 
 import { Call, type Request, type Timing } from "./calls.js";
 import { RequestError } from "./errors.js";
@@ -7,19 +7,19 @@ import { type Generate, MAX_MODULE_BYTES, type Score, type System } from "./mess
 /** Text, which the worker tokenizes, or token ids. */
 export type Prompt = string | readonly number[] | Uint32Array;
 
-/** Options of every method that waits for an answer. */
+/** Options of all methods that wait for an answer. */
 export interface AskOptions {
-  /** Give up with a RequestTimeoutError after this long, in seconds. */
+  /** Time after which the call ends with a RequestTimeoutError, in seconds. */
   readonly timeout_s?: number | undefined;
-  /** Aborting it ends the wait; what waits is rejected with the signal's reason. */
+  /** A signal that ends the call. The promise is rejected with the signal's reason. */
   readonly signal?: AbortSignal | undefined;
 }
 
-/** Options of every request for tokens that this package uses itself. Times in seconds. */
+/** Options of requests for tokens that the package itself uses. Times are in seconds. */
 export interface StreamOptions extends AskOptions {
-  /** Send the request again if nothing has arrived for this long. */
+  /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
-  /** How long to send the request again after a full queue or a lost worker. Default: 30. */
+  /** Seconds in which the request is sent again after a full queue or a lost worker. Default: 30. */
   readonly retry_s?: number | undefined;
   /** Called with each notice: loading, queued, retrying. */
   readonly on_system?: ((notice: System) => void) | undefined;
@@ -27,7 +27,7 @@ export interface StreamOptions extends AskOptions {
 
 type Given<T> = Omit<T, "stream_id" | "prompt" | "scored" | "timeout_s">;
 
-/** The options of `generate`: the fields of GENERATE, and what this package uses itself. */
+/** The options of `generate`: the fields of GENERATE and the package's own options. */
 export type GenerateOptions = Given<Generate> & StreamOptions;
 
 /** The options of `score`. */
@@ -35,13 +35,13 @@ export type ScoreOptions = Given<Score> & StreamOptions;
 
 /** The options of `run`. */
 export interface RunOptions extends Omit<GenerateOptions, "controller" | "controller_arg"> {
-  /** The argument of the controller: a text unchanged, an object or an array as JSON. */
+  /** The argument of the controller: text unchanged, an object or an array as JSON. */
   readonly arg?: Generate["controller_arg"];
 }
 
 /** The options of `status`. */
 export interface StatusOptions extends AskOptions {
-  /** List the live streams of all clients too. */
+  /** Whether to list the live streams too. */
   readonly streams?: boolean | undefined;
 }
 
@@ -52,14 +52,14 @@ export interface UploadOptions extends AskOptions {
 }
 
 const RETRY_S = 30;
-/** How long a question waits for its answer, in seconds. */
+/** Time that a request to the broker waits for its answer, in seconds. */
 const ASK_S = 30;
-/** How long an upload waits, in seconds; compiling a large module takes long. */
+/** Time that an upload waits for its answer, in seconds. A large module takes long to compile. */
 const UPLOAD_S = 120;
-/** How long requests to the module store are sent again if no worker is available, in seconds. */
+/** Time during which store requests are sent again if no worker is available, in seconds. */
 const STORE_RETRY_S = 10;
 
-/** The call of a GENERATE. One with sampling gets its seed here, so that a retry is the same. */
+/** The call of a GENERATE. A sampled request receives a seed, so that a retry has the same tokens. */
 export function generateCall(prompt: Prompt, options: GenerateOptions): Call {
   const { fields, timing } = split(options);
   if (fields.controller_arg != null && !fields.controller) {
@@ -94,7 +94,7 @@ export function scoreCall(prompt: Prompt, scored: Prompt, options: ScoreOptions)
   return checkedCall({ type: "SCORE", body }, timing);
 }
 
-/** The call of a BUFFER; null deletes it. */
+/** The call of a BUFFER. null deletes the buffer. */
 export function bufferCall(name: string, content: Prompt | null, options: AskOptions): Call {
   const prompt = content === null ? null : checkedPrompt(content, "$.tokens");
   const body =
@@ -115,18 +115,18 @@ export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
   return checkedCall({ type: "UPLOAD", body, data: wasm }, storing(options, UPLOAD_S));
 }
 
-/** The call of a request to the module store other than an upload; all of them are idempotent. */
+/** The call of a store request other than an upload. Store requests are idempotent. */
 export function storeCall(request: Request, options: AskOptions): Call {
   return checkedCall(request, storing(options, ASK_S));
 }
 
-/** The call of a request whose answer may take as long as loading a model does. */
+/** The call of a request whose answer may have to wait until a model is loaded. */
 export function modelCall(request: Request, options: AskOptions): Call {
   const timing = asking(options);
   return checkedCall(request, { ...timing, retryS: timing.timeoutS });
 }
 
-/** The call of a request that the broker answers itself. */
+/** The call of a request that the broker itself answers. */
 export function askCall(request: Request, options: AskOptions): Call {
   return checkedCall(request, asking(options));
 }
@@ -139,7 +139,7 @@ function storing(options: AskOptions, longest: number): Timing {
   return { timeoutS: options.timeout_s ?? longest, retryS: STORE_RETRY_S };
 }
 
-/** The fields that are sent, and what the client itself does. */
+/** Splits options into the fields of the message and the options of the call. */
 function split<T extends StreamOptions>(options: T) {
   const { timeout_s, stall_s, retry_s, on_system, signal, ...fields } = options;
   const timing = { timeoutS: timeout_s, stallS: stall_s, retryS: retry_s ?? RETRY_S };
@@ -157,7 +157,7 @@ function checkedPrompt(prompt: Prompt, path: string): string | readonly number[]
   if (wrong >= 0) {
     throw new RequestError(
       "invalid_field",
-      `${String(ids[wrong])} at ${path}[${wrong}] is not a token id; one is a whole number from 0 ` +
+      `${String(ids[wrong])} at ${path}[${wrong}] is not a token id; expected a whole number from 0 ` +
         "to 2**32 - 1",
       { path: `${path}[${wrong}]` },
     );
@@ -173,7 +173,7 @@ function checkedCall(request: Request, timing: Timing): Call {
   return new Call(request, timing);
 }
 
-/** Throws RequestError where a value has no JSON, or a text is no valid Unicode. */
+/** Throws RequestError if JSON cannot represent a value, or if a text is not valid Unicode. */
 function checkJson(value: unknown, path: string): void {
   if (typeof value === "string") {
     if (!/\p{Surrogate}/u.test(value)) return;
@@ -186,7 +186,7 @@ function checkJson(value: unknown, path: string): void {
   if (typeof value === "bigint" || (typeof value === "number" && !Number.isFinite(value))) {
     throw new RequestError(
       "invalid_field",
-      `${String(value)} at ${path} has no JSON; numbers must be finite and of type number`,
+      `${String(value)} at ${path} is not valid JSON; numbers must be finite and of type number`,
       { path },
     );
   }

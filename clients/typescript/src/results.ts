@@ -1,19 +1,19 @@
-/** The results of a stream so far: its sequences, put together from the entries. */
+/** The sequences of a stream, collected from its entries. */
 
 import { Row } from "./columns.js";
 import { RequestTimeoutError, type TokenbusError, errorFor } from "./errors.js";
 import type { Json, Token } from "./messages.js";
 
 /**
- * One sequence of a stream: `n` of them, or the forks of a controller.
+ * One sequence of a stream: one of `n`, or a fork that a controller made.
  *
- * A fork begins with the tokens of its parent; both may remove some of these again. Logs and
- * storage belong to each sequence, and are never removed.
+ * A fork begins with the tokens of its parent. Both sequences may later remove some of these tokens.
+ * Each sequence has its own logs and storage, which are never removed.
  */
 export class GeneratedSequence {
-  /** All tokens after the prompt, including those that the controller appended. */
+  /** All tokens after the prompt, including tokens that the controller appended. */
   readonly tokens: number[] = [];
-  /** One per token; NaN for a token that was appended, not sampled. */
+  /** The log-probability of each token; NaN for an appended token, which was not sampled. */
   readonly logprobs: number[] = [];
   /** The text of each token, in text mode. */
   readonly texts: string[] = [];
@@ -22,38 +22,38 @@ export class GeneratedSequence {
   /** The variables that the controller wrote, in order, as AICI's storage commands. */
   readonly storage: Json[] = [];
   finish_reason: Token["finish_reason"] = null;
-  /** Why it failed, if it did, and the code of that. */
+  /** The reason and the code of a failure, or null. */
   error: string | null = null;
   code: string | null = null;
   /** How the text ended under a built-in constraint: `complete`, `closed` or `cut`. */
   constraint: Token["constraint"] = null;
-  /** The tokens of the stream's prompt, those of buffers included. */
+  /** Number of tokens of the stream's prompt, including its buffers. */
   prompt_tokens = 0;
-  /** How many of them were in the worker's cache already. */
+  /** Number of prompt tokens that were in the worker's prefix cache. */
   cached_tokens = 0;
 
-  /** Of each token; null: the token alone. */
+  /** The likeliest tokens at each position; null: only the token itself. */
   readonly #top_logprobs: (Readonly<Record<string, number>> | null)[] = [];
 
   constructor(
     readonly seq: number,
-    /** The sequence from which it was forked; null for the first one. */
+    /** The number of the sequence from which this one was forked; null if it is not a fork. */
     readonly parent: number | null,
   ) {}
 
-  /** The text so far, in text mode; without it, empty. */
+  /** The text so far; empty if the request did not ask for text. */
   get text(): string {
     return this.texts.join("");
   }
 
-  /** For each token the most likely ones and itself, with their log-probabilities, by id. */
+  /** For each token, the log-probabilities of the most likely tokens and of the token, by id. */
   get top_logprobs(): Readonly<Record<string, number>>[] {
     return this.#top_logprobs.map(
       (top, at) => top ?? { [String(this.tokens[at])]: this.logprobs[at] ?? NaN },
     );
   }
 
-  /** The log-probability of all sampled tokens together. */
+  /** The sum of the log-probabilities of all sampled tokens. */
   get cumulative_logprob(): number {
     return this.logprobs.reduce((sum, one) => sum + one, 0);
   }
@@ -89,7 +89,7 @@ export class GeneratedSequence {
       this.#top_logprobs.push(entry.top_logprobs ?? {});
       this.texts.push(text);
     } else if (text && this.texts.length > 0) {
-      // Text that was held back until the end belongs to the last token.
+      // The last token receives the text that the worker sent only at the end.
       this.texts.push(this.texts.pop() + text);
     }
     this.logs += entry.logs;
@@ -106,7 +106,7 @@ export class GeneratedSequence {
 /** Collects the entries of one stream. */
 export class Sequences {
   readonly #bySeq = new Map<number, GeneratedSequence>();
-  /** The first entry of the stream that says what its prompt was. */
+  /** The first entry of the stream with the number of prompt tokens. */
   #first: Token | null = null;
 
   /** Adds one entry. */
@@ -136,7 +136,7 @@ export class Sequences {
     return [...this.#bySeq.values()].sort((a, b) => a.seq - b.seq);
   }
 
-  /** The error of a stream whose only sequence failed, or that timed out. */
+  /** The error of a stream that timed out, or whose only sequence failed. */
   failure(): TokenbusError | null {
     const ended = [...this.#bySeq.values()];
     if (ended.some((one) => one.finish_reason === "timeout")) {
@@ -150,7 +150,7 @@ export class Sequences {
   }
 }
 
-/** The answer of `score`: each token of the scored part, and its natural log-probability. */
+/** The answer of `score`: each token of the scored text, and its natural log-probability. */
 export type Scores = Pick<
   GeneratedSequence,
   "tokens" | "logprobs" | "texts" | "cumulative_logprob" | "prompt_tokens" | "cached_tokens"

@@ -1,10 +1,10 @@
 /**
- * The client's side of the protocol: messages in, messages and events out.
+ * The client's side of the protocol, without sockets and clocks, like `clients/session.py`.
  *
- * No sockets and no clocks, as in `clients/session.py`: messages and times (seconds) are passed in,
- * `outgoing` has the messages to send and `ready` the events for the callers. The session outlives
- * its connection (HELLO with its token, ATTACH for each stream), requests that were lost are sent
- * again without delivering an entry twice, and no call waits without a limit.
+ * The caller passes messages and times (seconds). `outgoing` has the messages to send, and `ready` the
+ * events for the callers of requests. A session outlives its connection: it sends HELLO with its token
+ * and ATTACH for each stream. Lost requests are sent again, each entry is delivered once, and every
+ * call has a time limit.
  */
 
 import type { Call, Event, Outgoing } from "./calls.js";
@@ -26,34 +26,34 @@ import {
 } from "./messages.js";
 import type { Received } from "./transport.js";
 
-/** After this long without an answer to HELLO a new connection is opened, in seconds. */
+/** Seconds without an answer to HELLO after which a new connection is opened. */
 const HELLO_AGAIN_S = 5;
-/** The first and the longest pause before another attempt; each is twice the one before. */
+/** The first and the longest pause before another attempt. Each is twice the previous pause. */
 const BACK_OFF_S = [0.1, 2] as const;
-/** How often deadlines are checked, in seconds. */
+/** Interval between checks of the deadlines, in seconds. */
 const LOOK_S = 0.25;
-/** After this long without a broker, calls that still wait print a warning, in seconds. */
+/** Seconds without a broker after which a warning is printed if calls wait. */
 const HINT_S = 3;
-/** The address of a system that was started without a setting. */
+/** The default address of a system. */
 const DEFAULT_FRONT = "tcp://127.0.0.1:5555";
-/** How much later than the broker the client itself ends a request that times out. */
+/** Seconds after the timeout of a request until the client ends the request itself. */
 const GRACE_S = 1;
 
 export class Session {
   outgoing: Outgoing[] = [];
   ready: (readonly [Call, readonly Event[]])[] = [];
   readonly #calls = new Map<number, Call>();
-  /** Calls that are not sent yet: at the WELCOME, or at their `resendAt`. */
+  /** Calls that wait for WELCOME or for their `resendAt` before they are sent. */
   readonly #waiting = new Map<number, Call>();
-  /** BUFFER calls by the number of the PING that follows them. */
+  /** Unanswered BUFFER calls, by the number of the PING that follows each. */
   readonly #barriers = new Map<number, Call>();
-  /** The buffers of the session, which a new session is given again. */
+  /** The buffers of the session, which are sent again to a new session. */
   readonly #buffers = new Map<string, Outgoing>();
   #ids = 0;
   #token: string | null = null;
   #welcomed = false;
   #offlineSince: number;
-  /** Whether a warning says that no broker answers. Set by `#look`, unset by a WELCOME. */
+  /** Whether the warning about a missing broker was printed. `#look` sets, WELCOME clears it. */
   #hinted = false;
   #helloAt: number;
   #heard: number;
@@ -63,12 +63,12 @@ export class Session {
   #lookAt: number;
   /** The last `position` of a PONG on this connection, which the next PING acknowledges. */
   #position = 0;
-  /** Why the last connection failed, for the error of calls that give up. */
+  /** The reason why the last connection failed, for the errors of calls. */
   #failure = "";
 
   /**
-   * `patienceS`: how long calls wait for a broker that does not answer at `address`; `several`: a
-   * new connection may be to another one.
+   * `patienceS`: seconds that calls wait for a broker that does not answer at `address`. `several`:
+   * a new connection may be to another broker.
    */
   constructor(
     readonly address: string,
@@ -81,18 +81,18 @@ export class Session {
 
   // --- the connection ----------------------------------------------------------------------------
 
-  /** A connection is being opened. */
+  /** Handles the start of a new connection. */
   connecting(now: number): void {
     this.#helloAt = now;
   }
 
-  /** A connection was opened: sends HELLO; drops what was not sent on the one before. */
+  /** Handles a new connection: discards unsent messages of the old connection, and sends HELLO. */
   connected(now: number): void {
     if (this.#welcomed) this.#offlineSince = now;
     this.#hello(now);
   }
 
-  /** There is no connection: until the next WELCOME calls wait, as long as patience lasts. */
+  /** Handles the loss of the connection. Calls wait at most `patienceS` for the next WELCOME. */
   disconnected(now: number, reason: string): void {
     this.#failure = reason;
     if (this.#welcomed) {
@@ -101,7 +101,7 @@ export class Session {
     }
   }
 
-  /** Whether to open a new connection, as the broker was silent for too long. */
+  /** Whether the broker has been silent for so long that a new connection is needed. */
   lost(now: number): boolean {
     if (!this.#welcomed) return now - this.#helloAt > HELLO_AGAIN_S;
     return now - this.#heard > this.#silenceS;
@@ -135,14 +135,14 @@ export class Session {
 
   // --- calls -------------------------------------------------------------------------------------
 
-  /** Begins a call; its events are added to `ready`, the last of them an `ended`. */
+  /** Begins a call. Its events are added to `ready`; the last event is an `ended`. */
   submit(call: Call, now: number): void {
     call.began = call.heard = now;
     this.#queue(call);
     if (this.#welcomed) this.#sendCall(call, now);
   }
 
-  /** Ends a call whose events are not needed any more. */
+  /** Ends a call whose events are no longer needed. */
   cancel(call: Call): void {
     if (call.over) return;
     call.over = true;
@@ -160,7 +160,7 @@ export class Session {
     if (this.#welcomed) this.outgoing.push({ type: "BYE", body: {} });
   }
 
-  /** Gives the next attempt a new number, so that entries of earlier ones are dropped. */
+  /** Assigns a new number to the next attempt, so that entries of earlier attempts are dropped. */
   #queue(call: Call): void {
     call.beginTry(++this.#ids);
     if (call.request.type !== "BUFFER") {
@@ -206,7 +206,7 @@ export class Session {
     this.ready.push([call, [...events, { kind: "ended", error }]]);
   }
 
-  /** An attempt has failed: schedules another one, or ends the call. */
+  /** Handles a failed attempt: schedules another attempt, or ends the call. */
   #failed(call: Call, error: TokenbusError, now: number, tellBroker: boolean): void {
     call.failedAt ??= now;
     if (!error.retryable || now - call.failedAt >= call.retryS) {
@@ -225,7 +225,7 @@ export class Session {
 
   // --- messages ----------------------------------------------------------------------------------
 
-  /** A message from the broker. */
+  /** Handles a message from the broker. */
   onMessage(message: Received, now: number): void {
     this.#heard = now;
     switch (message.type) {
@@ -290,7 +290,7 @@ export class Session {
     const sent = [...this.#calls.values()].filter((call) => call.sent);
     if (!welcome.resumed) this.outgoing.push(...this.#buffers.values());
     const live = new Set(welcome.resumed || welcome.recovering ? welcome.streams : []);
-    // The CANCEL of these was lost with the connection.
+    // The CANCEL of these streams was lost with the connection.
     const cancelled = [...live].filter((number) => !this.#calls.has(number));
     const lost = new ConnectionLostError(
       "connection_lost",
@@ -341,7 +341,7 @@ export class Session {
     } else if (body.type === "HELLO") {
       this.endAll(error);
     } else if (body.stream_id === null && body.type !== null) {
-      // The broker could not read which stream the message was of: the first of its type.
+      // The broker could not read the stream id, so the error belongs to the first call of the type.
       for (const sent of this.#calls.values()) {
         if (sent.sent && sent.received === 0 && sent.request.type === body.type) {
           this.#end(sent, error);
@@ -356,7 +356,7 @@ export class Session {
     if (call === undefined) return;
     call.heard = now;
     if (msg.attached !== undefined) {
-      // The answer to an ATTACH of an earlier connection may come on this one, before its own.
+      // The answer to an ATTACH of an earlier connection may arrive first on this connection.
       call.repeats = Math.max(0, call.received - msg.attached);
       call.attaching = false;
       call.moves = msg.moves;
@@ -367,7 +367,7 @@ export class Session {
 
   // --- time --------------------------------------------------------------------------------------
 
-  /** Sends what is due, and ends calls that have waited for too long. */
+  /** Sends due messages, and ends calls whose time limit has passed. */
   onTime(now: number): void {
     if (this.#welcomed && now >= this.#pingAt) {
       this.#pingAt = now + this.#pingS;
@@ -399,12 +399,12 @@ export class Session {
         this.#lookAt = Math.min(this.#lookAt, call.resendAt);
       }
     } else if (call.sent && now - call.heard > call.stallS) {
-      const what = `nothing arrived for ${call.stallS} s`;
+      const what = `no message arrived for ${call.stallS} s`;
       this.#failed(call, new UnavailableError("worker_lost", what), now, true);
     }
   }
 
-  /** The error where no broker answers, with the remedy. */
+  /** The error if no broker answers, with the remedy. */
   #noBroker(): string {
     const reason = this.#failure && ` (${this.#failure})`;
     const remedy =

@@ -7,11 +7,11 @@ import type { Msg, System, Token } from "./messages.js";
 import { type GeneratedSequence, Sequences } from "./results.js";
 
 /**
- * The tokens of one request, as they arrive: iterate it with `for await`.
+ * The tokens of one request, as they arrive. Iterate over the stream with `for await`.
  *
- * Leaving the loop cancels the request, and so do `cancel()` and the request's AbortSignal. Reading
- * it to the end throws a TokenbusError where the stream failed, and the signal's reason where that
- * was aborted. Entries that nobody reads are kept, so cancel a stream that is not needed any more.
+ * The request is cancelled if the loop is left, by `cancel()`, or by the request's AbortSignal. At its
+ * end, a failed stream throws a TokenbusError, and an aborted stream the signal's reason. Unread
+ * entries are stored, so cancel a stream that is no longer needed.
  */
 export class TokenStream implements AsyncIterableIterator<Token> {
   readonly #connection: Connection;
@@ -42,22 +42,22 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     signal?.addEventListener("abort", this.#onAbort);
   }
 
-  /** The sequences as far as they were read. */
+  /** The sequences up to the last entry that was read. */
   get sequences(): GeneratedSequence[] {
     return this.#read.listed();
   }
 
-  /** Reads to the end; all sequences. */
+  /** Reads to the end; returns all sequences. */
   async wait(): Promise<GeneratedSequence[]> {
     for (;;) {
       for (const entry of this.#entries.splice(0)) this.#read.add(entry);
       if (this.#state !== "running") break;
       await this.#arrival();
     }
-    await this.next(); // Throws where the stream failed.
+    await this.next(); // Throws if the stream has failed.
     if (this.#state === "cancelled") {
       throw new Error(
-        "this stream was cancelled before its end; its sequences have what was read of it",
+        "this stream was cancelled before its end; its sequences have the entries that were read",
       );
     }
     return this.sequences;
@@ -68,7 +68,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     const { type, body } = this.#call.request;
     if (type !== "GENERATE" || body.text !== true) {
       throw new TypeError(
-        "this stream has no text, as its prompt was token ids; pass text: true",
+        "this stream has no text, because its prompt was token ids; use text: true",
       );
     }
     return (await this.wait())[0]?.text ?? "";
@@ -79,7 +79,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return (await this.wait())[0]?.tokens ?? [];
   }
 
-  /** Ends the request, unless it was read to its end; a loop over it ends. */
+  /** Cancels the request unless it was read to its end. A loop over the stream ends. */
   cancel(): void {
     if (this.#state !== "running") return;
     this.#end("cancelled", null);
@@ -103,7 +103,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return { done: true, value: undefined };
   }
 
-  /** Called where a loop over the stream is left: cancels it. */
+  /** Cancels the request. Called when a loop over the stream is left. */
   async return(): Promise<IteratorResult<Token, undefined>> {
     this.cancel();
     return { done: true, value: undefined };
@@ -119,7 +119,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return this.#answer ?? { stream_id: 0, moves: 0 };
   }
 
-  /** Resolved when something has happened since. */
+  /** Resolved at the next event. */
   #arrival(): Promise<void> {
     return new Promise((wake) => this.#waiting.push(wake));
   }
@@ -143,7 +143,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
           this.#answer = event.answer;
           break;
         case "notice":
-          // Not from here: what the function throws must not reach the other streams.
+          // The function is called later, so that its exceptions do not affect other streams.
           queueMicrotask(() => this.#notify?.(event.notice));
           break;
         case "ended":

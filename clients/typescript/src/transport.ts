@@ -1,4 +1,4 @@
-/** What carries messages: a ZeroMQ socket or a WebSocket. */
+/** Transports of messages: a ZeroMQ socket or a WebSocket. */
 
 import type { Outgoing } from "./calls.js";
 import { RequestError, type TokenbusError } from "./errors.js";
@@ -6,30 +6,30 @@ import { type Row, type TokenColumns, readColumns } from "./columns.js";
 import { type ServerMessage, type Token, readMessage } from "./messages.js";
 import { unpackAll } from "./msgpack.js";
 
-/** What arrives: a message to a client, a TOKEN with rows in place of entries where it can. */
+/** A received message. A TOKEN has rows instead of entries if the entries fit into columns. */
 export type Received =
   | Exclude<ServerMessage, { readonly type: "TOKEN" }>
   | { readonly type: "TOKEN"; readonly body: readonly (Row | Token)[] };
 
 /** Opens connections to a broker or a gateway. */
 export interface Transport {
-  /** Where to, for error messages. */
+  /** The address, for error messages. */
   readonly address: string;
-  /** Whether a connection may be to another broker than the one before. */
+  /** Whether a new connection may be to another broker. */
   readonly several?: boolean | undefined;
-  /** Opens a connection. Its listener is called later, never from within this method. */
+  /** Opens a connection. The listener is called only after this method has returned. */
   open(listener: Listener): Link;
 }
 
-/** Learns what happens on a connection. Nothing is called after `closed`, or after `Link.close`. */
+/** Receives the events of a connection. No method is called after `closed` or `Link.close`. */
 export interface Listener {
-  /** Messages can be sent. */
+  /** Called when messages can be sent. */
   opened(): void;
-  /** Messages have arrived, in this order. */
+  /** Called with received messages, in order of arrival. */
   received(messages: readonly Received[]): void;
   /**
-   * The connection has failed or was closed by the other side. With `refused`, there is no use in
-   * opening another one: every call ends with this error.
+   * Called when the connection has failed or the other side has closed it. With `refused`, every call
+   * ends with this error, because a new connection would be refused too.
    */
   closed(reason: string, refused?: TokenbusError): void;
 }
@@ -37,19 +37,19 @@ export interface Listener {
 /** One connection. */
 export interface Link {
   send(message: Outgoing): void;
-  /** Closes it; what was sent before still goes out, for a short while. */
+  /** Closes the connection. Sent messages are still transmitted for a short time. */
   close(): void;
 }
 
-/** The addresses of a list that is separated by commas. */
+/** Splits a list of addresses that are separated by commas. */
 export function separate(addresses: string): string[] {
   const found = addresses.split(",").map((address) => address.trim());
   return found.length > 1 ? found.filter((address) => address !== "") : found;
 }
 
 /**
- * Connections to any of these: each is to the next of them. The first is drawn, so that clients
- * spread over the brokers.
+ * A transport to several brokers. Each connection is to the next broker. The first broker is random,
+ * so that clients are distributed over the brokers.
  */
 export function oneOf(transports: readonly Transport[]): Transport {
   let at = Math.floor(Math.random() * transports.length);
@@ -58,7 +58,7 @@ export function oneOf(transports: readonly Transport[]): Transport {
     several: transports.length > 1,
     open: (listener) => {
       const transport = transports[at];
-      if (transport === undefined) throw new RequestError("invalid_field", "there is no address");
+      if (transport === undefined) throw new RequestError("invalid_field", "the address is missing");
       at = (at + 1) % transports.length;
       return transport.open(listener);
     },
@@ -66,8 +66,8 @@ export function oneOf(transports: readonly Transport[]): Transport {
 }
 
 /**
- * The messages of this type: a text is the body of one in JSON, bytes have the bodies of one or
- * several in MessagePack. What is not valid, or of an unknown type, is left out.
+ * Decodes messages of one type. A text is one body in JSON; bytes are one or several bodies in
+ * MessagePack. Invalid messages and messages of unknown types are left out.
  */
 export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
   const messages: Received[] = [];
@@ -81,7 +81,7 @@ export function decodeMessages(type: string, bodies: string | Uint8Array): Recei
       if (message !== null) messages.push(message);
     }
   } catch {
-    // Left out.
+    // An invalid message is left out.
   }
   return messages;
 }

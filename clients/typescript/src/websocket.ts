@@ -1,13 +1,13 @@
 /**
- * The protocol over a WebSocket of the gateway: a text is one message, `<TYPE> <JSON>`; a binary
- * message is the type, a space, and one or several bodies in MessagePack.
+ * The protocol over a WebSocket of the gateway. A text message is `<TYPE> <JSON>`. A binary message is
+ * the type, a space, and one or several bodies in MessagePack.
  */
 
 import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
 import { type Link, type Listener, type Received, type Transport, decodeMessages } from "./transport.js";
 
-/** What is used of a WebSocket: a browser's, Node's own, or that of the package `ws`. */
+/** The used part of a WebSocket, which is a browser's, Node's, or the package `ws`'s. */
 export interface WebSocketLike {
   binaryType: string;
   onopen: ((event: never) => void) | null;
@@ -18,7 +18,7 @@ export interface WebSocketLike {
   close(): void;
 }
 
-/** A transport over the WebSockets that `connect` opens at `address`. */
+/** A transport over WebSockets to `address`, which `connect` opens. */
 export function webSocket(address: string, connect: (url: string) => WebSocketLike): Transport {
   return { address, open: (listener) => new Line(connect(address), listener) };
 }
@@ -53,13 +53,13 @@ class Line implements Link {
   close(): void {
     const { socket } = this;
     socket.onopen = socket.onmessage = socket.onclose = null;
-    // The package ws reports the end of a connection that was still being opened as an error.
+    // The package ws reports the end of a connection that was not yet open as an error.
     socket.onerror = () => {};
     socket.close();
   }
 }
 
-/** The messages in what has arrived. */
+/** Decodes the messages in received data. */
 function received(data: unknown): Received[] {
   if (typeof data === "string") {
     const space = data.indexOf(" ");
@@ -73,8 +73,8 @@ function received(data: unknown): Received[] {
 }
 
 /**
- * The error where the gateway has refused the connection for good, by an HTTP status of 4xx. A page
- * cannot see the status; its calls give up when their patience ends.
+ * The error if the gateway has refused the connection with an HTTP status of 4xx. A page cannot read
+ * the status, so its calls end when their time limit has passed.
  */
 function refusal(reason: string): RequestError | undefined {
   const [, status] = /Unexpected server response: (4\d\d)/.exec(reason) ?? [];
@@ -86,7 +86,7 @@ function refusal(reason: string): RequestError | undefined {
   );
 }
 
-/** How many bytes become text at once: as many as a function may have arguments, and a multiple of 3. */
+/** Number of bytes per text chunk: below the maximum number of arguments, and a multiple of 3. */
 const CHUNK = 3 * 4096;
 
 function base64(data: Uint8Array): string {

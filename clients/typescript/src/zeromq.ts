@@ -1,6 +1,6 @@
 /**
- * The protocol on ZeroMQ: a DEALER socket, `[TYPE][body][attachment]`. Bodies are sent as JSON; those
- * that arrive, one or several in a message, are JSON or MessagePack.
+ * The protocol over a ZeroMQ DEALER socket, with the frames `[TYPE][body][attachment]`. Bodies are sent
+ * as JSON. A received message has one or several bodies in JSON or MessagePack.
  */
 
 import { Dealer } from "zeromq";
@@ -9,12 +9,12 @@ import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
 import { type Link, type Listener, type Transport, decodeMessages } from "./transport.js";
 
-/** How long a socket that is closed goes on sending, in milliseconds. */
+/** Time during which a closed socket sends its remaining messages, in milliseconds. */
 const LINGER_MS = 500;
 
 /**
- * A transport to the broker's front socket, `tcp://127.0.0.1:5555` for one. `several`: to one of
- * several, so that a connection that cannot be made has failed.
+ * A transport to the broker's front socket, such as `tcp://127.0.0.1:5555`. `several`: there are
+ * several brokers, so that a connection that cannot be established fails immediately.
  */
 export function zeroMq(address: string, several = false): Transport {
   return { address, open: (listener) => new Socket(address, listener, several) };
@@ -29,7 +29,7 @@ class Socket implements Link {
     readonly listener: Listener,
     readonly several: boolean,
   ) {
-    // Without a bound, so that no send waits; the session opens a new socket after a long silence.
+    // The queue has no bound, so that a send does not wait. A long silence opens a new socket.
     this.#dealer = new Dealer({
       sendHighWaterMark: 0,
       receiveHighWaterMark: 0,
@@ -43,7 +43,7 @@ class Socket implements Link {
       this.#dealer.close();
       throw new RequestError(
         "invalid_field",
-        `"${address}" is not a valid address of a broker (${String(error)}); one is ` +
+        `"${address}" is not a valid address of a broker (${String(error)}); a valid one is ` +
           "tcp://127.0.0.1:5555",
       );
     }
@@ -80,14 +80,14 @@ class Socket implements Link {
   }
 
   /**
-   * ZeroMQ connects again by itself, but the broker then has a connection without a session: a new
-   * socket begins with HELLO at once. The events are read to their end, which comes when the socket
-   * is closed: ZeroMQ's thread waits for ever for a reader that leaves before, with all sockets.
+   * ZeroMQ reconnects by itself, but the new connection would not have a session. A new socket begins
+   * with HELLO. The events must be read to their end, when the socket is closed: ZeroMQ's thread would
+   * otherwise wait forever for the reader, and block all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
       if (event.type === "disconnect") this.#fail("the broker closed the connection");
-      if (event.type === "connect:retry" && this.several) this.#fail("no broker is there");
+      if (event.type === "connect:retry" && this.several) this.#fail("the connection failed");
     }
   }
 

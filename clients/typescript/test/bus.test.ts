@@ -1,4 +1,4 @@
-/** The client against the real broker and its workers, over each transport. */
+/** Tests the client with a real broker and real workers, over each transport. */
 
 import assert from "node:assert/strict";
 
@@ -14,13 +14,13 @@ import {
 import { PROMPT, clientOf, guest, jsonClientOf, overEachTransport, proxyTo, until } from "./running.js";
 
 const LONG = { max_tokens: 150, ignore_eos: true };
-/** Not over before the broker looks at deadlines again. */
+/** Options of a stream that lasts longer than the broker's interval between deadline checks. */
 const ENDLESS = { max_tokens: 3000, ignore_eos: true };
 
-/** What came of a sequence: its entries without what differs from run to run. */
+/** The entries of a sequence, without the parts that differ between runs. */
 interface Came {
   readonly entries: object[];
-  /** Log-probabilities, whose last bits depend on what else is in the batch. */
+  /** Log-probabilities, whose last bits depend on the batch. */
   readonly logprobs: number[];
 }
 
@@ -85,7 +85,7 @@ overEachTransport((test, address) => {
       await client.generate([5, 6, 7], { max_tokens: 4 }).tokens(),
       stream.sequences[0]?.tokens,
     );
-    await assert.rejects(client.generate([5], { max_tokens: 1 }).text(), /pass text: true/);
+    await assert.rejects(client.generate([5], { max_tokens: 1 }).text(), /use text: true/);
   });
 
   test("the options of a request have their effect", async (t) => {
@@ -201,7 +201,7 @@ overEachTransport((test, address) => {
     const options = { max_tokens: 8, ignore_eos: true };
     const [parent, child] = await client.run(forks.module, PROMPT, options).wait();
     assert.equal(child?.parent, parent?.seq);
-    // The child dropped two of three tokens and appended A and B.
+    // The fork dropped two of three tokens and appended A and B.
     assert.equal(child?.tokens[0], parent?.tokens[0]);
     assert.deepEqual(child?.tokens.slice(1, 3), [0x41, 0x42]);
     assert.ok(Number.isNaN(child?.logprobs[1]));
@@ -269,7 +269,7 @@ overEachTransport((test, address) => {
       [PROMPT, { controller: "regex", controller_arg: "[a-z]{20}", inspect: true }],
       [PROMPT, { controller: module, text: false }],
     ] as const;
-    // All at once, so that a step has tokens of many streams, in columns and as entries.
+    // All streams run at the same time, so that a step has tokens in columns and as entries.
     const read = (one: Pick<typeof client, "generate">) =>
       Promise.all(
         requests.map(([prompt, options]) =>

@@ -1,4 +1,4 @@
-/** MessagePack and columns on their own: bytes in, values and messages out. */
+/** Tests the decoding of MessagePack and columns. */
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -15,7 +15,7 @@ const bytes = (...parts: (number | readonly number[] | Uint8Array | string)[]) =
   );
 const utf8 = (text: string) => new TextEncoder().encode(text);
 
-/** Numbers of so many bits, little-endian, as a column. */
+/** A column of little-endian numbers of a type. */
 function column(name: string, type: "f64" | "u32" | "u64", values: readonly number[]): Uint8Array {
   const size = type === "u32" ? 4 : 8;
   const view = new DataView(new ArrayBuffer(size * values.length));

@@ -1,4 +1,4 @@
-/** The running system that the tests use; `tests/clients/test_typescript.py` starts it. */
+/** The system that the tests use. `tests/clients/test_typescript.py` starts it. */
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
@@ -12,13 +12,13 @@ import { Client, type Status } from "../src/node.js";
 import { webSocket } from "../src/websocket.js";
 import { zeroMq } from "../src/zeromq.js";
 
-/** The address for each transport; without one, its tests are skipped. */
+/** The address for each transport. Without an address, the transport's tests are skipped. */
 const ADDRESSES = {
   ZeroMQ: process.env["TOKENBUS_TEST_FRONT"],
   WebSocket: process.env["TOKENBUS_TEST_WS"],
 };
 
-/** How long a test waits before it gives up, in milliseconds: it only bounds a hang. */
+/** Time limit of a test, in milliseconds. It only bounds a hang. */
 const LIMIT_MS = 120_000;
 
 export const PROMPT = "def add(a, b):\n";
@@ -33,14 +33,14 @@ export function overEachTransport(define: (run: typeof test, address: string) =>
   }
 }
 
-/** A client that is closed with the test. */
+/** A client that is closed at the end of the test. */
 export function clientOf(t: TestContext, address: string, patience_s = 100): Client {
   const client = new Client(address, { patience_s });
   t.after(() => client.close());
   return client;
 }
 
-/** A client that gets each entry in JSON, as one without columns does. It is closed with the test. */
+/** A client without columns, which receives each entry in JSON. It is closed at the test's end. */
 export function jsonClientOf(t: TestContext, address: string): BaseClient {
   const transport = address.startsWith("ws")
     ? webSocket(address, (url) => new WebSocket(url, { perMessageDeflate: false }))
@@ -68,14 +68,14 @@ export function jsonClientOf(t: TestContext, address: string): BaseClient {
   return client;
 }
 
-/** A controller module that the Python side made for these tests. */
+/** A controller module that the Python test has compiled. */
 export async function guest(name: "logs" | "fails" | "forks" | "splices"): Promise<Uint8Array> {
   const folder = process.env["TOKENBUS_TEST_WASM"];
-  assert(folder, "TOKENBUS_TEST_WASM names the folder of the modules");
+  assert(folder, "TOKENBUS_TEST_WASM is not set; it must be the folder of the modules");
   return readFile(`${folder}/${name}.wasm`);
 }
 
-/** Waits until the broker's status is as it should be. */
+/** Waits until the broker's status meets a condition. */
 export async function until(client: Client, holds: (status: Status) => boolean): Promise<void> {
   while (!holds(await client.status())) await new Promise((go) => setTimeout(go, 20));
 }
@@ -83,7 +83,7 @@ export async function until(client: Client, holds: (status: Status) => boolean):
 /** A TCP proxy whose connections can be cut. */
 export interface Proxy {
   readonly address: string;
-  /** Ends all connections; returns how many there were. New ones are accepted. */
+  /** Ends all connections; returns their number. New connections are accepted. */
   cut(): number;
 }
 

@@ -1,4 +1,4 @@
-/** The session on its own: messages and times in, messages and events out. */
+/** Tests the session without a connection. The test passes messages and times. */
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -9,7 +9,7 @@ import { type ServerMessages, readMessage, readToken } from "../src/messages.js"
 import { bufferCall, generateCall } from "../src/requests.js";
 import { Session } from "../src/session.js";
 
-/** A session whose time the test sets, and what came of its calls. */
+/** A session whose time the test sets, and the events of its calls. */
 class Bench {
   now = 0;
   readonly session = new Session("tcp://x", 5, 0);
@@ -27,7 +27,7 @@ class Bench {
     this.session.onMessage(message, this.now);
   }
 
-  /** An entry of the stream of `call`. */
+  /** Passes an entry of the stream of `call` to the session. */
   token(call: Call, token: number, more: object = {}): void {
     const entry = { token, stream_id: call.number, logprob: -1, finish_reason: null, ...more };
     this.hear("TOKEN", [entry]);
@@ -38,7 +38,7 @@ class Bench {
     this.session.onTime(this.now);
   }
 
-  /** What was sent since the last time, without what follows from the clock alone. */
+  /** The messages since the last call, without PINGs that only the clock causes. */
   sent(): Outgoing[] {
     const { outgoing } = this.session;
     this.session.outgoing = [];
@@ -50,7 +50,7 @@ class Bench {
     return call;
   }
 
-  /** What has happened to a call, without the notices. */
+  /** The events of a call, without notices. */
   events(call: Call): (number | null | string)[] {
     for (const [of, events] of this.session.ready) {
       this.#events.set(of, [...(this.#events.get(of) ?? []), ...events]);
@@ -158,7 +158,7 @@ test("a resumed session attaches its streams where they were", () => {
       ["CANCEL", { stream_id: left.number }],
     ],
   );
-  bench.token(call, 99); // From before the answer: it is sent again after it.
+  bench.token(call, 99); // This entry arrives before the answer, and is sent again after it.
   bench.hear("MSG", { stream_id: call.number, attached: 1 });
   bench.token(call, 8, { finish_reason: "stop" });
   assert.deepEqual(bench.events(call), [7, 8, "ended"]);
@@ -184,7 +184,7 @@ test("a broker that was restarted is asked for the streams that have begun", () 
     bench.sent().map(({ type }) => type),
     ["GENERATE"],
   );
-  bench.token(call, 9, { finish_reason: "stop" }); // From before the answer.
+  bench.token(call, 9, { finish_reason: "stop" }); // This entry arrives before the answer.
   bench.hear("MSG", { stream_id: call.number, attached: 1 });
   bench.token(call, 8);
   bench.token(call, 9, { finish_reason: "stop" });
