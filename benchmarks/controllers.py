@@ -339,8 +339,8 @@ def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
 
 
 def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """Ratios of tokens per second of a batch of 32 with biases to that without. The forward is a
-    sleep, so that the CPU is free."""
+    """Ratios of tokens per second with biases to tokens per second without, for a batch of 32. The
+    forward is a sleep, so that the CPU is free."""
     out = folder / "biased.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}

@@ -130,8 +130,8 @@ def _of_library(name: str, kind: str) -> Source:
 
 
 def _character(text: bytes, at: int) -> int:
-    """The index of the first byte of the character that contains the byte ``at``; ``at`` itself if
-    the text around it is not valid UTF-8."""
+    """The index of the first byte of the character that contains the byte ``at``. The result is
+    ``at`` if the text around the byte is not valid UTF-8."""
     if at == len(text):
         return at
     for start in range(at - 1, max(at - 4, -1), -1):

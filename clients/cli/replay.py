@@ -151,8 +151,8 @@ def _replay(
         was, now = recording.failure or "no error", failure or "no error"
         print(f"the end differs: recorded {was}, now {now}")
         return FAILED
-    error = f", with the recorded error: {failure}" if failure else ""
-    print(f"the same: {_entries(len(came))}{error}")
+    ends = f", with the recorded error: {failure}" if failure else ""
+    print(f"the same: {_entries(len(came))}{ends}")
     return OK
 
 

@@ -44,7 +44,8 @@ class BrokerWatch:
         self._context = context
         self.front = front
         self.answers = True
-        """Whether the broker has answered, or has not been tried for long."""
+        """Whether the broker answers. True at the start, and False after a session has ended until
+        the broker answers again."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key
@@ -112,7 +113,7 @@ class BrokerWatch:
 
 
 async def _within(seconds: float, dealer: AsyncDealer) -> list[Frames]:
-    """Messages that arrive within a number of seconds; returns at the end of this time."""
+    """Waits for ``seconds``; returns the messages that arrived in that time."""
     frames: list[Frames] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -71,7 +71,7 @@ class NamedRequest:
 
     @property
     def token(self) -> str:
-        """The token of its session: only the holder of the gateways' secret can compute it."""
+        """The token of the request's session, which is computed with the secret of the gateways."""
         return self._derived("session").hex()[:32]
 
     @property

@@ -46,8 +46,8 @@ class ApiKeys:
             entry = LINE.fullmatch(text)
             if entry is None:
                 raise KeyFileError(
-                    f"line {number} of {path} is not a name and a SHA-256 (64 hexadecimal digits); "
-                    "'tokenbus api-key NAME' makes such a line"
+                    f"line {number} of {path} is not valid; expected a name and a SHA-256 (64 "
+                    "hexadecimal digits), as 'tokenbus api-key NAME' writes them"
                 )
             names[entry["hash"]] = entry["name"]
             if entry["key"]:

@@ -28,7 +28,7 @@ class Screen(Protocol):
 
 
 def screen_for(address: str) -> Screen:
-    """The screen for standard output."""
+    """The live table if standard output is a terminal, otherwise the screen with lines."""
     console = Console(highlight=False)
     return LiveScreen(console, address) if console.is_terminal else PlainScreen()
 

@@ -154,7 +154,7 @@ class Supervisor:
         left = started_by(self.run_dir)
         if left:
             raise SystemFault(
-                f"processes of a system whose supervisord is gone still run in {self.run_dir.path} "
+                f"processes of a system whose supervisord has ended run in {self.run_dir.path} "
                 f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
             )
 

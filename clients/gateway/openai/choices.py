@@ -16,7 +16,7 @@ FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "err
 
 
 class GrowingChoice:
-    """The text of one sequence so far, for forks and for removed tokens."""
+    """The text of one sequence so far, from which forks begin and tokens are removed."""
 
     def __init__(self, pieces: Sequence[str] = ()) -> None:
         self.pieces = list(pieces)

@@ -16,7 +16,7 @@ FormatName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 @dataclass(frozen=True)
 class Constraint:
-    """A constraint as a controller of the bus."""
+    """A constraint: the name and the argument of the controller that enforces it."""
 
     label: str
     """Its name in the receipt."""

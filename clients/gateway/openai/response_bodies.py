@@ -37,7 +37,7 @@ class SchemaFormat(Body, tag="json_schema", tag_field="type"):
     schema: Schema
     description: str | None = None
     strict: bool | None = None
-    """The schema is always enforced."""
+    """This field has no effect, because the schema is always enforced."""
 
 
 class TextSettings(Body):
@@ -57,7 +57,7 @@ class ResponseTool(Body, tag="function", tag_field="type"):
     """The JSON schema of its arguments; null: it has no arguments."""
     description: str | None = None
     strict: bool | None = None
-    """The schema is always enforced."""
+    """This field has no effect, because the schema is always enforced."""
 
 
 class NamedFunction(Body, tag="function", tag_field="type"):

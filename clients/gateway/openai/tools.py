@@ -24,7 +24,7 @@ class FunctionTool(Body):
     parameters: Schema | None = None
     """The JSON schema of its arguments; null: it has no arguments."""
     strict: bool | None = None
-    """The schema is always enforced."""
+    """This field has no effect, because the schema is always enforced."""
 
 
 class Tool(Body, tag="function", tag_field="type"):
