@@ -79,7 +79,8 @@ class World:
         pending = PendingResult(
             9, len(begun), self.posted.append, lambda *_: None, jobs.extend, threading.Lock()
         )
-        first, hands = round_jobs(pending, begun)
+        made, hands = round_jobs(pending, begun)
+        first = [job for of_tenant in made.values() for job in of_tenant]
         assert 1 <= hands <= 1 + len(begun)
         self.num_jobs = len(first)
         jobs += first

@@ -1,8 +1,9 @@
-"""The queue of a pool of threads: tenants have equal shares of its CPU time.
+"""The queue of a pool of threads: tenants have equal shares of its CPU time, and none has all of
+its threads.
 
-A tenant with hundreds of slow guests would otherwise delay every round of the other tenants by the
-time of all of its own. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996); as the time
-of a job is unknown before it runs, the time of the tenant's previous job stands for it until then.
+In order of arrival, one tenant's thousand slow guests would go before the first round of another
+tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is unknown
+before it runs; until then the time of the tenant's previous job stands for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,32 +26,43 @@ MAX_IDLE = 1_024
 class Turn:
     """The jobs of one tenant, and the CPU time that it has used."""
 
+    tenant: str
     used_s: float
     """The tenant's virtual time: its next job runs before those of tenants with a later one."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
     """CPU time of its previous job."""
+    running: int = 0
+    """Slots that its jobs have."""
+    placed: bool = False
+    """Whether it has a place in the order: its next job may begin."""
 
 
 class Taken(NamedTuple):
-    """A job that a thread has taken."""
+    """A job that has a slot."""
 
     run: Job
     turn: Turn
     expected_s: float
-    """The CPU time with which the job is counted until it has run."""
+    """The CPU time with which the job is counted until it has ended."""
 
 
 class FairJobs:
-    """Queued jobs. The next one is of the tenant that has used the least CPU time, where a tenant
-    that had no jobs begins at the time of the others. Thread-safe."""
+    """Jobs by tenant; those of a tenant begin in their order. Thread-safe.
 
-    def __init__(self) -> None:
+    The next job is of the tenant that has used the least CPU time, where a tenant that had no jobs
+    begins at the time of the others. A tenant has at most all slots but one, so that another
+    tenant's job starts at once. Jobs without a tenant ("") have no such bound: clients without keys
+    are one tenant.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._max_running = max(1, slots - 1)
         self._lock = threading.Lock()
         self._turns: dict[str, Turn] = {}
         self._order: list[tuple[float, int, Turn]] = []
-        """A heap with one place for each tenant that has jobs, by virtual time; the tenant's
-        present time may be later."""
+        """A heap of the tenants whose next job may begin, by virtual time; the tenant's present
+        time may be later."""
         self._numbers = itertools.count()
         self._now_s = 0.0
         """The virtual time at which the last job was taken; the latest of all when the queue was
@@ -59,51 +71,83 @@ class FairJobs:
         self._size = 0
 
     def __len__(self) -> int:
+        """The number of queued jobs."""
         return self._size
 
-    def add(self, jobs: Mapping[str, Iterable[Job]]) -> None:
-        """Queues jobs by tenant; those of one tenant run in their order."""
-        with self._lock:
-            for tenant, added in jobs.items():
-                turn = self._turns.get(tenant)
-                if turn is None:
-                    self._forget_idle()
-                    turn = self._turns[tenant] = Turn(self._now_s)
-                before = len(turn.jobs)
-                turn.jobs.extend(added)
-                self._size += len(turn.jobs) - before
-                if not before and turn.jobs:
-                    turn.used_s = max(turn.used_s, self._now_s)
-                    self._place(turn)
+    @property
+    def ready(self) -> bool:
+        """Whether a queued job may begin."""
+        return bool(self._order)
 
-    def take(self, ran: Taken | None = None, cpu_s: float = 0.0) -> Taken | None:
-        """The next job; None if no job is queued. ``ran``, ``cpu_s``: the job that the calling
-        thread has run, and its CPU time."""
+    def add(self, tenant: str, jobs: Iterable[Job]) -> None:
+        """Queues jobs after those of their tenant."""
         with self._lock:
-            if ran is not None:
-                self._count(ran, cpu_s)
-            if not self._size:
-                self._now_s = self._latest_s
+            turn = self._turns.get(tenant)
+            if turn is None:
+                self._forget_idle()
+                turn = self._turns[tenant] = Turn(tenant, self._now_s)
+            before = len(turn.jobs)
+            turn.jobs.extend(jobs)
+            self._size += len(turn.jobs) - before
+            if not before:
+                turn.used_s = max(turn.used_s, self._now_s)
+                self._place(turn)
+
+    def take(self, ended: Taken | None = None, cpu_s: float = 0.0) -> Taken | None:
+        """The next job that may begin, which has a slot until ``end`` or ``pause``; None if no job
+        may. ``ended``, ``cpu_s``: ``end`` is called with these before."""
+        with self._lock:
+            if ended is not None:
+                self._end(ended, cpu_s)
+            if not self._order:
+                if not self._size:
+                    self._now_s = self._latest_s
                 return None
-            self._size -= 1
             turn = self._first()
             self._now_s = max(self._now_s, turn.used_s)
             turn.used_s += turn.expected_s
+            turn.running += 1
+            self._size -= 1
             job = turn.jobs.popleft()
-            if not turn.jobs:
+            if not turn.jobs or not self._may_begin(turn):
+                turn.placed = False
                 heapq.heappop(self._order)
             return Taken(job, turn, turn.expected_s)
 
-    def count(self, ran: Taken, cpu_s: float) -> None:
-        """Records the CPU time of a job after which the calling thread takes no other."""
+    def end(self, ended: Taken, cpu_s: float) -> None:
+        """Takes the slot from a job that has ended, and counts its CPU time."""
         with self._lock:
-            self._count(ran, cpu_s)
+            self._end(ended, cpu_s)
 
-    def _count(self, ran: Taken, cpu_s: float) -> None:
-        turn = ran.turn
-        turn.used_s += cpu_s - ran.expected_s
+    def pause(self, taken: Taken) -> None:
+        """Takes the slot from a job that waits."""
+        with self._lock:
+            self._free_slot(taken.turn)
+
+    def resume(self, taken: Taken) -> None:
+        """Gives a slot to a job whose wait is over."""
+        with self._lock:
+            taken.turn.running += 1
+
+    def _end(self, ended: Taken, cpu_s: float) -> None:
+        turn = ended.turn
+        turn.used_s += cpu_s - ended.expected_s
         turn.expected_s = cpu_s
         self._latest_s = max(self._latest_s, turn.used_s)
+        self._free_slot(turn)
+
+    def _free_slot(self, turn: Turn) -> None:
+        turn.running -= 1
+        if turn.jobs:
+            self._place(turn)
+
+    def _may_begin(self, turn: Turn) -> bool:
+        return not turn.tenant or turn.running < self._max_running
+
+    def _place(self, turn: Turn) -> None:
+        if turn.jobs and not turn.placed and self._may_begin(turn):
+            turn.placed = True
+            heapq.heappush(self._order, (turn.used_s, next(self._numbers), turn))
 
     def _first(self) -> Turn:
         """The tenant with the earliest virtual time, which stays first in the order."""
@@ -113,13 +157,10 @@ class FairJobs:
             heapq.heapreplace(order, (turn.used_s, next(self._numbers), turn))
         return order[0][2]
 
-    def _place(self, turn: Turn) -> None:
-        heapq.heappush(self._order, (turn.used_s, next(self._numbers), turn))
-
     def _forget_idle(self) -> None:
         if len(self._turns) >= MAX_IDLE:
             self._turns = {
                 tenant: turn
                 for tenant, turn in self._turns.items()
-                if turn.jobs or turn.used_s > self._now_s
+                if turn.jobs or turn.running or turn.used_s > self._now_s
             }

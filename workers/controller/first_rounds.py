@@ -51,7 +51,7 @@ class FirstRounds:
         """Begins a request, whose results go to ``pending``; ``error``: why it has no
         vocabulary."""
         steps = self._steps(group, start, tenant, vocabulary, error)
-        self._starts.submit([partial(self._run, pending, group, steps)], tenant=group.tenant)
+        self._starts.submit([partial(self._run, pending, group, steps)], tenant=tenant)
 
     def _steps(
         self,

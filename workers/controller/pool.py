@@ -15,11 +15,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
 from ...protocol.errors import Code, UnavailableError
-from .fair_jobs import FairJobs, Job
+from ...protocol.shares import fits_share
+from .fair_jobs import FairJobs, Job, Taken
 from .wasm.sandbox import HOST_STACK_BYTES
 
 log = logging.getLogger(__name__)
@@ -37,23 +38,26 @@ _starting = threading.Lock()
 
 
 class Pool:
-    """Runs at most ``slots`` jobs at the same time; those of a tenant in their order."""
+    """Runs at most ``slots`` jobs at the same time; those of a tenant begin in their order."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
-        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``."""
+        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``. With
+        0, jobs keep their slots while they wait."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
-        self._jobs = FairJobs()
+        self._jobs = FairJobs(slots)
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
-        """The lock of the counts below."""
+        """The lock of the counts below. Submitting and taking jobs do not need it."""
         self._threads = 0
         self._active = 0
         """Threads that have a slot."""
         self._waiting = 0
         """Threads that have freed their slot; idle threads are neither active nor waiting."""
+        self._waits: Counter[str] = Counter()
+        """Waiting threads by tenant."""
         self._returning: deque[threading.Lock] = deque()
         """Waiting threads whose wait is over and that need a slot to continue, in order."""
         for _ in range(slots):
@@ -70,25 +74,25 @@ class Pool:
         return bool(self._jobs)
 
     @property
+    def keeps_slots(self) -> bool:
+        """Whether a job keeps its slot while it waits."""
+        return self._max_waiting == 0
+
+    @property
     def waiting_jobs(self) -> int:
         """Jobs that wait for another process."""
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, or of the worker itself (``""``), and wakes up to
-        ``hands`` threads for them."""
-        self.submit_all({tenant: jobs}, hands)
-
-    def submit_all(self, jobs: Mapping[str, Iterable[Job]], hands: int = 1) -> None:
-        """Queues jobs by tenant, and wakes up to ``hands`` threads for them."""
-        self._jobs.add(jobs)
+        """Queues jobs of a tenant, and starts with up to ``hands`` threads."""
+        self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
             self.help()
 
     def help(self) -> None:
         """Gives queued jobs another thread, if a slot is free."""
-        if not self._jobs or self._active >= self._slots:
+        if not self._jobs or self._active >= self._slots or not self._jobs.ready:
             return
         with self._lock:
             if self._threads - self._active - self._waiting <= 0:
@@ -96,7 +100,7 @@ class Pool:
         self._wake.release()
 
     def close(self) -> None:
-        """Ends the threads, each after its current jobs. Jobs must not be submitted afterwards."""
+        """Ends the threads, each after its current jobs. No job may be submitted after it."""
         self._closed = True
         self._wake.release(max(1, self._threads))
 
@@ -105,23 +109,27 @@ class Pool:
         """Wraps a wait for another process in a job, on its thread: other jobs use its slot.
 
         The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
-        wait already.
+        wait already, or the tenant has more waiting jobs than it leaves to others.
         """
+        taken = _this_thread.job
+        assert taken is not None, "the thread of a pool waits without a job"
+        tenant = taken.turn.tenant
         with self._lock:
-            if self._waiting >= self._max_waiting:
-                raise UnavailableError(
-                    Code.QUEUE_FULL,
-                    f"{self._waiting} controllers of this worker are waiting for another process, "
-                    "which is the maximum; try again, or start more controller workers",
-                    retry_after_s=1.0,
-                )
+            self._check_waiting(tenant)
+            self._waits[tenant] += 1
             self._waiting += 1
+            self._jobs.pause(taken)
             self._free_slot()
         self.help()
         try:
             yield
         finally:
             self._take_slot_again()
+            self._jobs.resume(taken)
+            with self._lock:
+                self._waits[tenant] -= 1
+                if not self._waits[tenant]:
+                    del self._waits[tenant]
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -138,24 +146,44 @@ class Pool:
                 if self._active >= self._slots:
                     continue
                 self._active += 1
-            clock = _JobClock()
-            taken = None if self._returning else self._jobs.take()
-            while taken is not None:
-                try:
-                    taken.run()
-                except BaseException:
-                    # This includes SystemExit and panics of native libraries: the pool's threads
-                    # survive them.
-                    log.exception("a job of the thread pool %r failed", self._name)
-                cpu_s = clock.lap()
-                if self._returning:
-                    self._jobs.count(taken, cpu_s)
-                    break
-                taken = self._jobs.take(taken, cpu_s)
+            self._run_jobs()
             with self._lock:
                 self._free_slot()
             # A job that was submitted meanwhile found all slots in use.
             self.help()
+
+    def _run_jobs(self) -> None:
+        """Runs jobs until none may begin, or a thread whose wait is over needs the slot."""
+        clock = _JobClock()
+        taken = None if self._returning else self._jobs.take()
+        while taken is not None:
+            _this_thread.job = taken
+            try:
+                taken.run()
+            except BaseException:
+                # This includes SystemExit and panics of native libraries: the pool's threads
+                # survive them.
+                log.exception("a job of the thread pool %r failed", self._name)
+            cpu_s = clock.lap()
+            if self._returning:
+                self._jobs.end(taken, cpu_s)
+                break
+            taken = self._jobs.take(taken, cpu_s)
+        _this_thread.job = None
+
+    def _check_waiting(self, tenant: str) -> None:
+        """Called under the lock: raises UnavailableError if too many jobs wait."""
+        own, total = self._waits[tenant], self._waiting
+        share = not tenant or fits_share(own, total, self._max_waiting)
+        if total < self._max_waiting and share:
+            return
+        raise UnavailableError(
+            Code.QUEUE_FULL,
+            f"{own if tenant else total} controllers of this "
+            f"{'key' if tenant else 'worker'} are waiting for another process, "
+            "which is the maximum; try again, or start more controller workers",
+            retry_after_s=1.0,
+        )
 
     def _free_slot(self) -> None:
         """Called under the lock: gives the slot to the first thread that needs one to continue."""
@@ -191,7 +219,7 @@ class Pool:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._threads += 1
             except RuntimeError as error:
-                log.error("a thread of the pool %r cannot be started: %s", self._name, error)
+                log.error("no thread for the pool %r can be started: %s", self._name, error)
             finally:
                 threading.stack_size(before)
 
@@ -220,6 +248,8 @@ class _JobClock:
 
 class _ThisThread(threading.local):
     pool: Pool | None = None
+    job: Taken | None = None
+    """The job that runs."""
 
 
 _this_thread = _ThisThread()
@@ -229,8 +259,13 @@ _this_thread = _ThisThread()
 def waiting() -> Iterator[None]:
     """``Pool.waiting`` of the pool of this thread; on any other thread, it does nothing."""
     pool = _this_thread.pool
-    if pool is None:
+    if pool is None or pool.keeps_slots:
         yield
     else:
         with pool.waiting():
             yield
+
+
+def tenant_of_thread() -> str:
+    """The tenant whose job runs on this thread; empty on a thread that is not of a pool."""
+    return "" if _this_thread.job is None else _this_thread.job.turn.tenant

@@ -3,9 +3,9 @@
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
 call for all sequences of a grammar, and little more for each result.
 
-A round is not usual if its mask is not cached, its token is refused, or text is forced. Such a
-round runs by itself, on the same thread: an instance takes one call at a time, so that several
-threads would only wait for each other.
+A round is not usual if its mask is not cached, its token is refused, or text is forced. It is then
+run by itself, on the same thread: an instance takes one call at a time, so that several threads
+would only wait for each other.
 """
 
 from __future__ import annotations
@@ -57,23 +57,28 @@ class _Turn(NamedTuple):
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
     """The jobs of the rounds of a STEP by tenant, and how many threads should begin with them.
 
-    ``pending`` receives the results. Batches of several tenants are jobs of the worker (``""``).
+    ``pending`` receives the results. A batch belongs to no tenant if it has several.
     """
     batches: dict[int, tuple[Batch, list[_Turn]]] = {}
-    jobs: dict[str, list[Job]] = {"": []}
+    alone: dict[str, list[Job]] = {}
     hands = 1
     for stepped, group, sequence, round_ in begun:
         job = partial(_run, pending, group, sequence, round_)
         found = _batch(stepped, group, sequence)
         if found is None:
-            jobs.setdefault(group.tenant, []).append(job)
+            alone.setdefault(group.tenant, []).append(job)
             hands += sequence.slow
             continue
         batch, place = found
         turns = batches.setdefault(id(batch), (batch, []))[1]
         turns.append(_Turn(group, sequence, place, stepped.tokens[0], job))
-    first = [partial(_run_batch, pending, batch, turns) for batch, turns in batches.values()]
-    jobs[""][:0] = first
+    jobs: dict[str, list[Job]] = {}
+    for batch, turns in batches.values():
+        tenants = {turn.group.tenant for turn in turns}
+        tenant = tenants.pop() if len(tenants) == 1 else ""
+        jobs.setdefault(tenant, []).append(partial(_run_batch, pending, batch, turns))
+    for tenant, rounds in alone.items():
+        jobs.setdefault(tenant, []).extend(rounds)
     return jobs, hands
 
 

@@ -147,7 +147,7 @@ class ControllerWorker:
         compiled, and must not delay rounds."""
         self._flushes = Pool(1, "results")
         """Sends results that slower rounds hold back; the main loop must not wait."""
-        self._store_calls = ThreadPoolExecutor(2, "store")
+        self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads modules that other machines need; these jobs do not wait for other workers."""
         self._meters = Meters()
@@ -212,7 +212,7 @@ class ControllerWorker:
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
-        self._store_calls.shutdown(wait=False)
+        self._store_calls.close()
         self._sends.shutdown(wait=False)
         self._idle.close()
         self._starts.close()
@@ -295,7 +295,8 @@ class ControllerWorker:
                 arrived, error = self._vocabularies.arrived, tokenizer.error or ""
                 self._starts.submit([partial(arrived, tokenizer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
-                self._store_calls.submit(self._serve_store, message)
+                tenant = _tenant_of(message)
+                self._store_calls.submit([partial(self._serve_store, message)], tenant=tenant)
             case b"FETCH_MODULE":
                 self._sends.submit(self._send_module, message)
             case b"HANDOVER":
@@ -398,8 +399,9 @@ class ControllerWorker:
                 begun.append(Begun(stepped, group, *round_))
             elif not group.running(stepped.seq):
                 unknown.append(stepped)
-        if busy:
-            self._pool.submit([partial(self._step_groups, gpu, rows, busy, True)])
+        for stepped, group in busy:
+            job = partial(self._step_groups, gpu, rows, [(stepped, group)], True)
+            self._pool.submit([job], tenant=group.tenant)
         if unknown:
             self._refuse_steps(gpu, unknown)
         if not begun:
@@ -407,7 +409,8 @@ class ControllerWorker:
         self._rounds_started += len(begun)
         pending = self._new_result(gpu, len(begun))
         jobs, hands = round_jobs(pending, begun)
-        self._pool.submit_all(jobs, hands)
+        for tenant, of_tenant in jobs.items():
+            self._pool.submit(of_tenant, hands, tenant)
 
     def _refuse_start(self, message: FromBus, error: Exception) -> None:
         """Sends a RESULT with an error for a START that cannot be read."""
@@ -588,6 +591,15 @@ class ControllerWorker:
             *self._meters.series(),
             *self._programs.series(),
         ]
+
+
+def _tenant_of(message: FromBus) -> str:
+    """The key of the tenant of a request to the store; empty if it cannot be read, which the answer
+    to the request then says."""
+    try:
+        return Tenant.decode(message.attachments[-1]).key
+    except (IndexError, ValueError):
+        return ""
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

@@ -11,7 +11,9 @@ from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError
 def test_a_file_of_keys_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ann not-a-hash\n")
-    with pytest.raises(KeyFileError, match=r"line 1 of .* is not valid; expected a name and a SHA-256"):
+    with pytest.raises(
+        KeyFileError, match=r"line 1 of .* is not valid; expected a name and a SHA-256"
+    ):
         ApiKeys.read(file)
     file.write_text("# nobody\n")
     with pytest.raises(KeyFileError, match="has no API key"):

@@ -93,6 +93,63 @@ def test_more_waits_than_the_bound_are_refused() -> None:
     ]
 
 
+def test_a_tenant_with_many_slow_jobs_does_not_keep_the_first_job_of_another_waiting() -> None:
+    pool = Pool(2)
+    slow, over, quick = (threading.Event() for _ in range(3))
+
+    def endless() -> None:
+        slow.set()
+        happens(over, "the test is over")
+
+    pool.submit([endless] * 50, 2, "eve")
+    happens(slow, "no job of the first tenant has begun")
+    pool.submit([quick.set], tenant="ann")
+    happens(quick, "a job waits behind those of another tenant")
+    over.set()
+    until(lambda: not pool.busy, BOUND_S, "all jobs run")
+
+
+def test_a_tenant_whose_jobs_wait_leaves_places_to_wait_to_others() -> None:
+    pool = Pool(2, max_waiting=4)
+    end = threading.Event()
+    refused: list[str] = []
+
+    def waits() -> None:
+        try:
+            with waiting():
+                happens(end, "the test is over")
+        except UnavailableError as error:
+            refused.append(error.message)
+
+    pool.submit([waits] * 4, tenant="eve")
+    until(lambda: len(refused) == 2, BOUND_S, "the tenant has half of the places")
+    assert "controllers of this key are waiting" in refused[0]
+    pool.submit([waits], tenant="ann")
+    until(lambda: pool.waiting_jobs == 3, BOUND_S, "another tenant's job waits too")
+    end.set()
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    assert len(refused) == 2
+
+
+def test_a_pool_without_places_to_wait_keeps_the_slots_of_its_jobs() -> None:
+    pool = Pool(2, max_waiting=0)
+    end, quick = threading.Event(), threading.Event()
+    begun: list[int] = []
+
+    def waits() -> None:
+        begun.append(1)
+        with waiting():
+            happens(end, "the test is over")
+
+    pool.submit([waits] * 20, 2, "eve")
+    pool.submit([quick.set], tenant="ann")
+    happens(quick, "a job waits behind those of another tenant")
+    assert len(begun) <= 1
+    end.set()
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    assert len(begun) == 20
+
+
 def test_threads_beyond_the_slots_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "SURPLUS_S", 0.01)
     pool = Pool(2)
