@@ -11,6 +11,8 @@ import pytest
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.compiling.processes import Processes
+from tokenbus.workers.controller.backends.compiling.shared import Shared
+from tokenbus.workers.controller.backends.compiling.turns import Turns
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.pool import Pool
@@ -94,6 +96,51 @@ def test_a_grammar_whose_compiler_gets_no_cpu_time_is_to_be_sent_again(
     assert process.returncode == -signal.SIGKILL
     processes.check(_lark("b"))
     processes.close()
+
+
+def test_a_tenant_whose_grammars_wait_does_not_keep_the_grammar_of_another_waiting() -> None:
+    turns = Turns(2)
+    assert turns.acquire("eve", BOUND_S)
+    assert not turns.acquire("eve", 0.0), "a tenant has all turns"
+    granted: list[str] = []
+
+    def asks(tenant: str) -> None:
+        assert turns.acquire(tenant, BOUND_S)
+        granted.append(tenant)
+        turns.release(tenant)
+
+    waiting = [threading.Thread(target=asks, args=("eve",)) for _ in range(20)]
+    for thread in waiting:
+        thread.start()
+    asks("ann")
+    assert granted == ["ann"]
+    turns.release("eve")
+    for thread in waiting:
+        thread.join(BOUND_S)
+    assert granted == ["ann", *["eve"] * 20]
+
+
+def test_a_grammar_that_another_tenant_waits_for_is_compiled_for_this_one() -> None:
+    shared: Shared[str] = Shared(BOUND_S)
+    pool = Pool(3)
+    begun, over, done = (threading.Event() for _ in range(3))
+
+    def slow() -> str:
+        begun.set()
+        assert over.wait(BOUND_S)
+        return "slow"
+
+    pool.submit([lambda: shared.get("key", slow) and None], tenant="eve")
+    assert begun.wait(BOUND_S)
+
+    def quick() -> None:
+        assert shared.get("key", lambda: "quick") == "quick"
+        done.set()
+
+    pool.submit([quick], tenant="ann")
+    assert done.wait(BOUND_S), "a tenant waits for the compilation of another"
+    over.set()
+    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
 
 
 def test_tables_that_cannot_be_used_leave_nothing() -> None:

@@ -19,10 +19,11 @@ from contextlib import suppress
 import msgspec
 
 from .....protocol.errors import Code, ServiceError, UnavailableError
-from ...pool import waiting
+from ...pool import tenant_of_thread, waiting
 from . import bounds
 from .bounds import TOO_DEEP, Bounds, RefusedGrammar
 from .tasks import Done, Kind, Task, read, write
+from .turns import Turns
 
 AT_ONCE = 2
 """Maximum number of simultaneous tasks, and of idle processes."""
@@ -34,7 +35,7 @@ class Processes:
     def __init__(self, limits: Bounds) -> None:
         """``limits``: the bounds of one task."""
         self.limits = limits
-        self._turns = threading.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE)
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
@@ -67,8 +68,9 @@ class Processes:
     # --- inside ---------------------------------------------------------------------------------
 
     def _done(self, kind: Kind, grammar: bytes) -> Done:
+        tenant = tenant_of_thread()
         with waiting():
-            if not self._turns.acquire(timeout=bounds.TURN_S):
+            if not self._turns.acquire(tenant, bounds.TURN_S):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
                     f"the grammar has waited {bounds.TURN_S:g} s to be compiled, because this "
@@ -80,7 +82,7 @@ class Processes:
                 if done.refused and kind == "llguidance":
                     done.refused += self._blame(grammar, done.refused)
             finally:
-                self._turns.release()
+                self._turns.release(tenant)
         if done.refused:
             raise RefusedGrammar(done.refused)
         return done

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .....protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ...pool import waiting
+from ...pool import tenant_of_thread, waiting
 from .bounds import RefusedGrammar
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ class _Flight(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """Runs one compilation for each key at a time; further requests for the key receive the same
-    result.
+    """Runs one compilation for each key and tenant at a time; further requests receive the same
+    result. A tenant does not wait for a compilation that waits for the turn of another tenant.
 
     Thread-safe. Results are not cached. Refusals are cached for ``REFUSED_S``: the same grammar is
     refused again without compiling.
@@ -43,7 +43,7 @@ class Shared(Generic[T]):
         seconds."""
         self._wall_s = wall_s
         self._lock = threading.Lock()
-        self._flights: dict[object, _Flight[T]] = {}
+        self._flights: dict[tuple[str, object], _Flight[T]] = {}
         self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], T]) -> T:
@@ -52,28 +52,29 @@ class Shared(Generic[T]):
         Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
         too long.
         """
+        own = tenant_of_thread(), key
         with self._lock:
             refused = self._refused.get(key)
             if refused is not None and time.monotonic() < refused[0]:
                 raise _again(refused[1])
-            flight = self._flights.get(key)
+            flight = self._flights.get(own)
             mine = flight is None
             if flight is None:
-                flight = self._flights[key] = _Flight()
-        return self._run(key, flight, make) if mine else self._await(flight)
+                flight = self._flights[own] = _Flight()
+        return self._run(own, flight, make) if mine else self._await(flight)
 
-    def _run(self, key: object, flight: _Flight[T], make: Callable[[], T]) -> T:
+    def _run(self, own: tuple[str, object], flight: _Flight[T], make: Callable[[], T]) -> T:
         try:
             flight.result = make()
             return flight.result
         except BaseException as error:
             flight.error = error
             if isinstance(error, RefusedGrammar | RequestError):
-                self._remember(key, error)
+                self._remember(own[1], error)
             raise
         finally:
             with self._lock:
-                del self._flights[key]
+                del self._flights[own]
             flight.done.set()
 
     def _await(self, flight: _Flight[T]) -> T:
