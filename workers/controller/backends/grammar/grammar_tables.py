@@ -11,9 +11,7 @@ import hashlib
 import json
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +24,7 @@ from .....grammars.regex import Dfa
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
-from ...pool import waiting
+from ...pool import tenant_of_thread, waiting
 from ..compiling.bounds import RefusedGrammar
 from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
@@ -34,6 +32,7 @@ from ..compiling.shared import Shared
 from ..compiling.tasks import Kind
 from .automata import MAKERS, quickly
 from .file_cache import FileCache
+from .kept_tables import KeptTables
 from .refusals import refusal
 from .yacc_compiler import WALL_S, compile_apart
 
@@ -43,11 +42,6 @@ MAX_BYTES = 256 * 1024**2
 """Maximum bytes of tables on disk."""
 WORTH_S = 0.02
 """Tables that took longer than this to compile, in seconds, are written to disk."""
-KEPT = 256
-"""Maximum tables in each in-memory cache: of patterns, of choices, of texts and of grammars."""
-COMBINATIONS_KEPT = 64
-"""Maximum combinations in the in-memory cache; the tables of a combination may take a megabyte or
-more."""
 GRAMMAR_CHARACTERS = 1 << 20
 """Maximum characters of a grammar that the compiler accepts."""
 
@@ -60,8 +54,7 @@ class Tables:
         self._files = None if folder is None else FileCache(folder, ".tables", MAX_BYTES)
         self._processes = processes
         self._meter = meter
-        self._lock = threading.Lock()
-        self._cached: dict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)
+        self._kept = KeptTables()
         self._compiled: Shared[bytes] = Shared(WALL_S)
         self._version = f"{version('tokenbus')}, tables {VERSION}"
         self._names = frozenset(library.names())
@@ -153,7 +146,7 @@ class Tables:
 
     def _get(self, kind: str, text: str, make: Callable[[], bytes]) -> bytes:
         key = _key(f"{self._version}, {kind}\n{text}")
-        tables = self._kept(kind, key)
+        tables = self._kept.get(key)
         if tables is not None:
             self._meter.hit(kind)
             return tables
@@ -161,7 +154,7 @@ class Tables:
 
     def _made(self, kind: str, key: str, make: Callable[[], bytes]) -> bytes:
         """The tables of a key, for the only thread that compiles them."""
-        tables = self._kept(kind, key)
+        tables = self._kept.get(key)
         if tables is not None:
             return tables
         with self._meter.measured(kind):
@@ -171,19 +164,8 @@ class Tables:
                 tables = make()
                 if time.perf_counter() - began > WORTH_S:
                     self._write(key, tables)
-        with self._lock:
-            kept = self._cached[kind]
-            kept[key] = tables
-            while len(kept) > (COMBINATIONS_KEPT if kind == "combination" else KEPT):
-                kept.popitem(last=False)
+        self._kept.add(tenant_of_thread(), key, tables)
         return tables
-
-    def _kept(self, kind: str, key: str) -> bytes | None:
-        with self._lock:
-            tables = self._cached[kind].get(key)
-            if tables is not None:
-                self._cached[kind].move_to_end(key)
-            return tables
 
     def _read(self, kind: str, key: str) -> bytes | None:
         if self._files is None:

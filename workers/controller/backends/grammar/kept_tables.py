@@ -1,0 +1,67 @@
+"""The compiled tables that a worker keeps in memory, bounded in bytes and shared by tenants."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+MAX_KEPT = 1_024
+"""Maximum number of tables. Most have a few kilobytes."""
+MAX_KEPT_BYTES = 256 * 1024**2
+"""Maximum bytes of all tables. Those of an argument of 40 kB may have 16 MiB."""
+
+
+class _Kept(NamedTuple):
+    tenant: str
+    tables: bytes
+
+
+class KeptTables:
+    """Tables by key. Thread-safe.
+
+    If they take too much, the tenant with the most bytes loses those that it has not used for the
+    longest time. So a tenant with many grammars does not evict those of others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        """By key, the least recently used first."""
+        self._bytes: Counter[str] = Counter()
+        """By tenant."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tables."""
+        return self._bytes.total()
+
+    def get(self, key: str) -> bytes | None:
+        """The tables with this key, if they are kept."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                return None
+            self._kept.move_to_end(key)
+            return kept.tables
+
+    def add(self, tenant: str, key: str, tables: bytes) -> None:
+        """Keeps the tables that were made for a tenant."""
+        with self._lock:
+            self._drop(key)
+            self._kept[key] = _Kept(tenant, tables)
+            self._bytes[tenant] += len(tables)
+            while self._bytes.total() > MAX_KEPT_BYTES or len(self._kept) > MAX_KEPT:
+                self._drop_one()
+
+    def _drop_one(self) -> None:
+        """Drops the oldest tables of the tenant that has the most bytes."""
+        [(greediest, _)] = self._bytes.most_common(1)
+        self._drop(next(key for key, kept in self._kept.items() if kept.tenant == greediest))
+
+    def _drop(self, key: str) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._bytes[kept.tenant] -= len(kept.tables)
+            if not self._bytes[kept.tenant]:
+                del self._bytes[kept.tenant]
