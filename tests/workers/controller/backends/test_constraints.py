@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenbus.grammars import library
 from tokenbus.grammars.regex import compile_regex
 from tokenbus.grammars.yacc import Recognizer, compile_grammar
 from tokenbus.protocol.errors import UnavailableError
+from tokenbus.workers.controller.backends.compiling.turns import Turns
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.backends.grammar import yacc_compiler
 from tokenbus.workers.controller.backends.grammar.file_cache import FileCache
@@ -397,7 +397,7 @@ def test_a_grammar_is_given_as_text_or_by_its_name(constraints: Constraints) -> 
 def test_no_more_grammars_are_compiled_at_once_than_the_machine_can_do(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(yacc_compiler, "_turns", threading.Semaphore(0))
+    monkeypatch.setattr(yacc_compiler, "_turns", Turns(0))
     monkeypatch.setattr(yacc_compiler, "TURN_S", 0.0)
     with pytest.raises(UnavailableError, match="at most 2 grammars at a time") as caught:
         Steered(named(constraints, "yacc"), WORDS, '%start s\n%%\ns: "new here" ;')
@@ -408,14 +408,15 @@ def test_no_more_grammars_are_compiled_at_once_than_the_machine_can_do(
 def test_a_grammar_waits_for_its_turn_to_be_compiled(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = threading.Semaphore(0)
+    turns = Turns(1)
+    assert turns.acquire("", 0.0)
     monkeypatch.setattr(yacc_compiler, "_turns", turns)
     program = named(constraints, "yacc")
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(Steered, program, WORDS, '%start s\n%%\ns: "the next one" ;')
         with pytest.raises(TimeoutError):
             made.result(timeout=0.2)
-        turns.release()
+        turns.release("")
         assert made.result(timeout=120.0).mid()
 
 

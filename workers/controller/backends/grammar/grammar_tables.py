@@ -124,7 +124,7 @@ class Tables:
         def make() -> bytes:
             try:
                 with waiting():
-                    return compile_apart(text)
+                    return compile_apart(text, tenant_of_thread())
             except GrammarError as error:
                 raise refusal(f"yacc: {error}") from None
 

@@ -11,12 +11,12 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 
 import msgspec
 
 from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
+from ..compiling.turns import Turns
 
 AT_ONCE = 2
 """Maximum number of grammars that are compiled at the same time; further grammars wait."""
@@ -35,7 +35,7 @@ _WRONG = 3
 """Exit code: the grammar is not valid."""
 _NO_MEMORY = 4
 
-_turns = threading.Semaphore(AT_ONCE)
+_turns = Turns(AT_ONCE)
 
 
 class _Wrong(msgspec.Struct):
@@ -44,15 +44,15 @@ class _Wrong(msgspec.Struct):
     column: int
 
 
-def compile_apart(text: str) -> bytes:
-    """The tables of a grammar (``CompiledGrammar.to_bytes``). The caller frees its thread's slot
+def compile_apart(text: str, tenant: str) -> bytes:
+    """The tables of a tenant's grammar (``CompiledGrammar.to_bytes``). The caller frees its slot
     during the call (``pool.waiting``).
 
     Raises GrammarError if the grammar is not valid or exceeds the bounds above. Raises
     UnavailableError if the grammar waits longer than ``TURN_S`` for others, or if the machine is
     too busy.
     """
-    if not _turns.acquire(timeout=TURN_S):
+    if not _turns.acquire(tenant, TURN_S):
         raise UnavailableError(
             Code.QUEUE_FULL,
             f"the grammar has waited {TURN_S:g} s to be compiled, because this worker compiles at "
@@ -75,7 +75,7 @@ def compile_apart(text: str) -> bytes:
             retry_after_s=5.0,
         ) from None
     finally:
-        _turns.release()
+        _turns.release(tenant)
     if done.returncode == 0:
         return done.stdout
     if done.returncode == _WRONG:
