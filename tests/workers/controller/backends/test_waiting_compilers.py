@@ -6,13 +6,17 @@ import json
 import os
 import signal
 import threading
+import time
+from functools import partial
 
 import pytest
+from tokenbus.grammars.regex import compile_regex
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.compiling.processes import Processes
 from tokenbus.workers.controller.backends.compiling.shared import Shared
 from tokenbus.workers.controller.backends.compiling.turns import Turns
+from tokenbus.workers.controller.backends.grammar.shared_instances import Shared as SharedGrammar
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.pool import Pool
@@ -150,6 +154,54 @@ def test_tables_that_cannot_be_used_leave_nothing() -> None:
             instances.get(b"no tables %d" % i, vocabulary(BYTES))
     assert not instances._making
     assert not instances._all
+
+
+def test_grammars_in_use_leave_memory_to_those_of_other_tenants() -> None:
+    instances = SharedInstances(engine, None)
+    words = vocabulary(BYTES)
+    first = instances.get(_regex("first"), words)
+    instances._max_used_bytes = int(3.5 * first.guest.size)
+    first.release()
+    made, refused = _used(instances, "eve", 5)
+    assert len(made) == 2
+    assert len(refused) == 3
+    assert "grammars of this client's streams" in refused[0]
+    assert len(_used(instances, "ann", 1)[0]) == 1
+    for shared in made:
+        shared.release()
+    assert len(_used(instances, "eve", 1)[0]) == 1
+
+
+def test_a_grammar_whose_mask_takes_long_does_not_hold_up_new_ones() -> None:
+    instances = SharedInstances(engine, None)
+    busy = instances.get(_regex("busy"), vocabulary(BYTES))
+    with busy.guest._lock:
+        assert len(_used(instances, "ann", 1)[0]) == 1
+
+
+def _used(
+    instances: SharedInstances, tenant: str, count: int
+) -> tuple[list[SharedGrammar], list[str]]:
+    """New grammars that a tenant uses, and the errors of those that it may not use."""
+    made: list[SharedGrammar] = []
+    refused: list[str] = []
+
+    def use(number: int) -> None:
+        try:
+            made.append(instances.get(_regex(f"{tenant}{number}{time.time_ns()}"), words))
+        except UnavailableError as error:
+            refused.append(error.message)
+
+    words = vocabulary(BYTES)
+    pool = Pool(1)
+    pool.submit([partial(use, number) for number in range(count)], tenant=tenant)
+    until(lambda: len(made) + len(refused) == count, BOUND_S, "all were asked for")
+    pool.close()
+    return made, refused
+
+
+def _regex(text: str) -> bytes:
+    return compile_regex(text).to_bytes()
 
 
 def _lark(text: str) -> str:

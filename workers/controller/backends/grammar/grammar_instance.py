@@ -254,9 +254,14 @@ class GrammarInstance:
 
     @property
     def size(self) -> int:
-        """Bytes of the guest's memory."""
-        with self._lock:
+        """Bytes of the guest's memory; the last known number while a call runs, which may take
+        ``MASK_S``."""
+        if not self._lock.acquire(blocking=False):
+            return self._guest.size
+        try:
             return 0 if self.dead else self._guest.measure()
+        finally:
+            self._lock.release()
 
     @property
     def found(self) -> int:

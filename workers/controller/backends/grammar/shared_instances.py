@@ -18,7 +18,11 @@ from weakref import WeakValueDictionary
 import wasmtime
 
 from .....grammars.yacc.compiled import MAGIC as grammar_magic
+from .....protocol.errors import Code, UnavailableError
+from .....protocol.shares import fits_share
+from ....machine import machine_memory
 from ...host import Vocabulary
+from ...pool import tenant_of_thread
 from .grammar_instance import GrammarInstance, GrammarModule
 from .snapshots import SnapshotFiles
 
@@ -27,6 +31,8 @@ log = logging.getLogger(__name__)
 KEPT_BYTES = 1024**3
 """If all guests together take more memory than this, idle guests are evicted, the least recently
 used first."""
+USED_PART = 4
+"""Guests that are in use may have this part (1 / USED_PART) of the machine\'s memory."""
 SAVE_AGAIN_S = 60.0
 """Shortest time between two snapshots of a guest, in seconds."""
 
@@ -45,6 +51,8 @@ class Shared:
         self.guest = guest
         self.key = key
         self.users = 0
+        self.tenant = tenant_of_thread()
+        """The tenant whose request created it, whose share of the memory it takes while in use."""
         self.saved = saved
         """Number of masks in the last snapshot."""
         self.saved_at = float("-inf")
@@ -69,12 +77,14 @@ class SharedInstances:
         self._module = GrammarModule(engine)
         self._snapshots = SnapshotFiles(folder) if folder is not None else None
         self._module_digest = hashlib.sha256(self._module.wasm).digest()
+        self._max_used_bytes = machine_memory() // USED_PART
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Shared] = OrderedDict()
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The instance of a grammar, with one more user; created if it does not exist."""
+        """The instance of a grammar, with one more user; created if it does not exist. Raises
+        UnavailableError if the instances in use, or those of its tenant, take too much memory."""
         digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
@@ -92,10 +102,7 @@ class SharedInstances:
             if shared is None:
                 shared = self._make(key, tables, vocabulary)
                 shared.worth_saving = tables.startswith(grammar_magic)
-                with self._lock:
-                    shared.users += 1
-                    self._all[key] = shared
-                    evicted = self._evicted()
+                evicted = self._add(shared)
                 for old in evicted:
                     old.guest.close()
         return shared
@@ -119,6 +126,27 @@ class SharedInstances:
         self._all.move_to_end(key)
         shared.users += 1
         return shared
+
+    def _add(self, shared: Shared) -> list[Shared]:
+        """Adds a new instance with one user; returns those that it evicts."""
+        with self._lock:
+            used = [other for other in self._all.values() if other.users]
+            total = sum(other.guest.size for other in used)
+            own = sum(other.guest.size for other in used if other.tenant == shared.tenant)
+            size = shared.guest.size
+            # Clients without keys are one tenant, which may have everything.
+            if fits_share(own if shared.tenant else 0, total, self._max_used_bytes, size):
+                shared.users += 1
+                self._all[shared.key] = shared
+                return self._evicted()
+        shared.guest.close()
+        raise UnavailableError(
+            Code.QUEUE_FULL,
+            f"the grammars of this client's streams take {own} bytes of memory, and those of all "
+            f"streams {total} of {self._max_used_bytes}; a client may have as much as it leaves "
+            "free; try again when other streams have ended",
+            retry_after_s=1.0,
+        )
 
     def _make(self, key: str, tables: bytes, vocabulary: Vocabulary) -> Shared:
         if self._snapshots is not None:
