@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..protocol.buffers import buffer_bytes
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import Buffer
+from ..protocol.shares import fits_share
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Session
 
@@ -49,8 +50,23 @@ class Buffers:
                 f"{self._bytes + added} bytes; {settings.max_total_buffer_bytes} are allowed",
                 retry_after_s=RETRY_AFTER_S,
             )
+        self._check_share(session, name, added)
         session.buffers[name] = kept
         self._add(session, added)
+
+    def _check_share(self, session: Session, name: str, added: int) -> None:
+        """Raises ``client_limit`` if the key of a session would have more bytes than it leaves to
+        others."""
+        own, most = session.use.buffer_bytes, self._settings.max_total_buffer_bytes
+        if not session.key or added <= 0 or fits_share(own, self._bytes, most, added):
+            return
+        raise UnavailableError(
+            Code.CLIENT_LIMIT,
+            f"with the buffer {name!r} the buffers of this key would have {own + added} bytes, and "
+            f"those of all keys {self._bytes + added} of {most}; a key may have as much as it "
+            "leaves free",
+            retry_after_s=RETRY_AFTER_S,
+        )
 
     def drop_all(self, session: Session) -> None:
         """Removes all buffers of a session that has ended."""
@@ -70,4 +86,5 @@ class Buffers:
 
     def _add(self, session: Session, added: int) -> None:
         session.buffer_bytes += added
+        session.use.buffer_bytes += added
         self._bytes += added

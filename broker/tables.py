@@ -34,10 +34,12 @@ class WorkerState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """Waiting requests of all sessions of one key. Each session without a key has its own."""
+    """Waiting requests and buffers of all sessions of one key. Each session without a key has its
+    own."""
 
     queued: int = 0
     queued_bytes: int = 0
+    buffer_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -187,6 +189,7 @@ class SessionTable:
             use = self._uses.setdefault(session.key, KeyUse())
             use.queued += session.queued
             use.queued_bytes += session.queued_bytes
+            use.buffer_bytes += session.buffer_bytes
             session.use = use
 
     def _remove_key(self, session: Session) -> None:

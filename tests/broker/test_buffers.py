@@ -8,9 +8,12 @@ import pytest
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
+from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Buffer, Token
 
 from ..worlds.broker import Bench, generate, peer_of
+
+ANN, EVE = "a" * 64, "e" * 64
 
 
 def buffer(bench: Bench, client: str, name: str, **fields: Any) -> list[str]:
@@ -54,6 +57,22 @@ def test_all_sessions_together_have_a_bounded_number_of_bytes() -> None:
     assert buffer(bench, "c", "a", text="y" * 95) == []
     bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
     assert buffer(bench, "d", "a", text="x" * 90) == []
+
+
+def test_a_key_with_many_sessions_leaves_room_for_the_buffers_of_other_keys() -> None:
+    bench = Bench(max_total_buffer_bytes=1_000)
+    clients = {"ann": Allowed(public=ANN), "eve": Allowed(public=EVE)}
+    bench.broker.on_keys(clients, {}, bench.now)
+    codes = []
+    for number in range(12):
+        fields = {"name": "a", "text": "x" * 99}
+        answers = bench.client(f"eve {number}", "BUFFER", fields, EVE)
+        codes.append([body["code"] for _, body in answers])
+    assert codes == [[]] * 5 + [["client_limit"]] * 7
+    assert bench.client("ann", "BUFFER", {"name": "a", "text": "x" * 99}, ANN) == []
+    for number in range(12):
+        bench.broker.on_gone(Side.FRONT, peer_of(f"eve {number}"), bench.now)
+    assert bench.client("eve", "BUFFER", {"name": "a", "text": "x" * 99}, EVE) == []
 
 
 @pytest.mark.parametrize("fields", [{"text": "x" * 30}, {"tokens": [1] * 9}])
