@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -137,12 +138,26 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Gives up requests of the largest journals until all journals together keep their
-        bound."""
+        """Gives up requests of the largest journals, of the key with the largest ones, until all
+        journals together keep their bound."""
         recent = self._recent
-        journals = [session.journal for session in self._sessions]
+        sizes: Counter[str | int] = Counter()
+        journals: dict[str | int, list[Journal]] = {}
+        for session in self._sessions:
+            if session.journal.oldest is not None:
+                owner = session.key or session.id
+                sizes[owner] += session.journal.size
+                journals.setdefault(owner, []).append(session.journal)
         while recent.total > recent.max_total:
-            self._give_up(max((j for j in journals if j.oldest is not None), key=lambda j: j.size))
+            [(owner, _)] = sizes.most_common(1)
+            largest = max(journals[owner], key=lambda j: j.size)
+            before = largest.size
+            self._give_up(largest)
+            sizes[owner] -= before - largest.size
+            if largest.oldest is None:
+                journals[owner].remove(largest)
+                if not journals[owner]:
+                    del sizes[owner]
 
     def _give_up(self, journal: Journal) -> None:
         """Gives up the oldest request in a journal, which cannot move any more."""

@@ -8,6 +8,7 @@ import pytest
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.columns import plain_entry
 from tokenbus.protocol.header import Flag, Header, decode_header
+from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.transcript import Transcript, decode_transcript
 from tokenbus.protocol.worker_messages import Heartbeat, Unregister
@@ -344,6 +345,33 @@ def test_the_session_that_keeps_most_gives_up_first_where_all_keep_too_much() ->
     bench.pass_time(0.5)
     assert [b["event"] for k, b in bench.to_client("c") if k == "SYSTEM"] == ["not_movable"]
     assert bench.to_client("d") == []
+
+
+def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> None:
+    bench = Bench(expiry_s=1000.0, max_total_journal_bytes=8000)
+    ann, eve = "a" * 64, "e" * 64
+    clients = {"ann": Allowed(public=ann), "eve": Allowed(public=eve)}
+    bench.broker.on_keys(clients, {}, bench.now)
+    bench.worker("a", capacity=100)
+    names = ["ann", *(f"eve {number}" for number in range(30))]
+    for name in names:
+        bench.client(name, "GENERATE", generate(1), ann if name == "ann" else eve)
+        [(_, header)] = bench.to_worker("a")
+        for pos in range(8 if name == "ann" else 3):
+            bench.tokens("a", header, entry(5, pos))
+    bench.pass_time(0.5)
+    given_up = [
+        name
+        for name in names
+        if any(
+            kind == "SYSTEM" and body["event"] == "not_movable"
+            for kind, body in bench.to_client(name)
+        )
+    ]
+    assert given_up
+    assert "ann" not in given_up
+    sizes = [session.journal.size for session in bench.broker.session_table]
+    assert max(sizes) == sizes[0], "the session that is kept is the largest one"
 
 
 def test_without_a_journal_streams_end_with_their_worker() -> None:
