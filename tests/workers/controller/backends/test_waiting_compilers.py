@@ -18,7 +18,8 @@ from tokenbus.workers.controller.backends.compiling.shared import Shared
 from tokenbus.workers.controller.backends.compiling.turns import Turns
 from tokenbus.workers.controller.backends.grammar.shared_instances import Shared as SharedGrammar
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
-from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
+from tokenbus.workers.controller.backends.llguidance import matchers as matchers_module
+from tokenbus.workers.controller.backends.llguidance.matchers import Grammar, Matchers
 from tokenbus.workers.controller.pool import Pool
 
 from ....processes import until
@@ -177,6 +178,29 @@ def test_a_grammar_whose_mask_takes_long_does_not_hold_up_new_ones() -> None:
     busy = instances.get(_regex("busy"), vocabulary(BYTES))
     with busy.guest._lock:
         assert len(_used(instances, "ann", 1)[0]) == 1
+
+
+@pytest.mark.process
+def test_a_tenant_with_many_grammars_does_not_evict_that_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matchers_module, "KEPT_GRAMMARS", 4)
+    matchers = Matchers()
+    words = vocabulary(BYTES)
+    pool = Pool(1)
+    hers: list[Grammar] = []
+
+    def compile_many() -> None:
+        for number in range(6):
+            matchers.get(words, _lark(f"{number}"))
+
+    pool.submit([lambda: hers.append(matchers.get(words, _lark("hers")))], tenant="ann")
+    until(lambda: hers and not pool.busy, BOUND_S, "the first grammar is compiled")
+    pool.submit([compile_many], tenant="eve")
+    until(lambda: not pool.busy, BOUND_S, "the others are compiled")
+    assert len(matchers._grammars) == 4
+    assert matchers.get(words, _lark("hers")) is hers[0]
+    matchers.close()
 
 
 def _used(

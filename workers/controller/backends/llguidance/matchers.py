@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from .....protocol.errors import ControllerError
 from ...host import Vocabulary
+from ...pool import tenant_of_thread
 from ..compiling import bounds
 from ..compiling.bounds import Bounds, RefusedGrammar
 from ..compiling.meter import CompileMeter
@@ -127,6 +128,8 @@ class Grammar:
         vocabulary: Vocabulary,
     ) -> None:
         """``plain``: the grammar was compiled without a separate process."""
+        self.tenant = tenant_of_thread()
+        """The tenant for whose request it was compiled."""
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
@@ -274,8 +277,16 @@ class Matchers:
         with self._lock:
             self._grammars[key] = made
             if len(self._grammars) > KEPT_GRAMMARS:
-                self._grammars.popitem(last=False)
+                self._evict()
         return made
+
+    def _evict(self) -> None:
+        """Removes the least recently used grammar of the tenant with the most of them. Called under
+        the lock."""
+        counts = Counter(grammar.tenant for grammar in self._grammars.values())
+        [(greediest, _)] = counts.most_common(1)
+        grammars = self._grammars.items()
+        del self._grammars[next(key for key, one in grammars if one.tenant == greediest)]
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
         """The shortest text of a compiled grammar, and its tokens; both are None if a search does
