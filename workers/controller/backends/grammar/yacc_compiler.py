@@ -45,8 +45,8 @@ class _Wrong(msgspec.Struct):
 
 
 def compile_apart(text: str, tenant: str) -> bytes:
-    """The tables of a tenant's grammar (``CompiledGrammar.to_bytes``). The caller frees its slot
-    during the call (``pool.waiting``).
+    """The tables of a tenant's grammar (``CompiledGrammar.to_bytes``). The caller frees its
+    thread's slot during the call (``pool.waiting``).
 
     Raises GrammarError if the grammar is not valid or exceeds the bounds above. Raises
     UnavailableError if the grammar waits longer than ``TURN_S`` for others, or if the machine is
