@@ -92,6 +92,86 @@ def _attend_keys(
     return highest, total, acc
 
 
+@triton.jit
+def _tile_of(
+    tiles,
+    starts,
+    lengths,
+    window,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """The tile of a program: its chunk; for each row, the index of its token among all tokens, the
+    position of the token, and whether the row exists; the keys of the tile, ``[lowest, limit)``.
+    """
+    tile = tl.program_id(0)
+    chunk = tl.load(tiles + 3 * tile)
+    first_token = tl.load(tiles + 3 * tile + 1)
+    begin = tl.load(starts + chunk)
+    count = tl.load(starts + chunk + 1) - begin
+    length = tl.load(lengths + chunk)
+
+    rows = tl.arange(0, BLOCK_M)
+    token = first_token + rows // GROUP
+    real = (rows < BLOCK_M // GROUP * GROUP) & (token < count)
+    first = length - count + first_token
+    lowest = tl.cast(0, tl.int32)
+    if HAS_WINDOW:
+        lowest = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+    limit = tl.minimum(first + BLOCK_M // GROUP, length)
+    return chunk, (begin + token).to(tl.int64), length - count + token, real, lowest, limit
+
+
+@triton.jit
+def _combined(
+    partials,
+    sums,
+    parts,
+    splits,
+    part_rows,
+    kept,
+    dims,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The sum of the weights and the weighted values over all splits of a tile, in their order.
+
+    ``parts`` are the places of the rows in the first split, ``kept`` the rows that have one.
+    """
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    kept_dims = kept[:, None] & (dims < DIM)[None, :]
+    for split in range(splits):
+        part = parts + split * part_rows
+        # From L2, where the stores of other multiprocessors are.
+        one = tl.load(
+            partials + part[:, None] * DIM + dims[None, :],
+            mask=kept_dims,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        its = tl.load(sums + 2 * part, mask=kept, other=float("-inf"), cache_modifier=".cg")
+        its_total = tl.load(sums + 2 * part + 1, mask=kept, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(highest, its)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        decay, factor = tl.exp2(highest - base), tl.exp2(its - base)
+        total = total * decay + its_total * factor
+        acc = acc * decay[:, None] + one * factor[:, None]
+        highest = new
+    return total, acc
+
+
+@triton.jit
+def _store_result(out, acc, total, at, stored):
+    """Stores the rows of a tile; ``at`` are the places of their values in ``out``."""
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=stored)
+
+
 @triton.jit(do_not_specialize=("part_rows", "max_programs", *RUNTIME))
 def split_kernel(
     out,
@@ -136,34 +216,22 @@ def split_kernel(
     before the kernel and after it.
     """
     tile, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chunk = tl.load(tiles + 3 * tile)
-    first_token = tl.load(tiles + 3 * tile + 1)
+    chunk, tokens, positions, real, lowest, limit = _tile_of(
+        tiles, starts, lengths, window, GROUP, BLOCK_M, BLOCK_N, HAS_WINDOW
+    )
     place = tl.load(tiles + 3 * tile + 2).to(tl.int64)
-    begin = tl.load(starts + chunk)
-    count = tl.load(starts + chunk + 1) - begin
-    length = tl.load(lengths + chunk)
-
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    token = first_token + rows // GROUP
-    real = (rows < BLOCK_M // GROUP * GROUP) & (token < count)
-    positions = length - count + token
-    query_rows = (begin + token).to(tl.int64)
-    query_heads = head * GROUP + rows % GROUP
-    stored = real[:, None] & (dims < DIM)[None, :]
-
-    lowest = 0
-    if HAS_WINDOW:
-        lowest = tl.maximum(length - count + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
-    limit = tl.minimum(length - count + first_token + BLOCK_M // GROUP, length)
     size = tl.maximum(tl.cdiv(tl.cdiv(limit - lowest, MAX_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
     splits = tl.cdiv(limit - lowest, size)
     programs = tl.minimum(max_programs, splits)
     if program >= programs:
         return
 
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    heads = head * GROUP + rows % GROUP
+    stored = real[:, None] & (dims < DIM)[None, :]
     q = tl.load(
-        query + (query_rows * query_stride + query_heads * DIM)[:, None] + dims[None, :],
+        query + (tokens * query_stride + heads * DIM)[:, None] + dims[None, :],
         mask=stored,
         other=0.0,
     )
@@ -214,29 +282,11 @@ def split_kernel(
         if before + 1 < programs:
             return
         tl.store(done + tile * KV_HEADS + head, 0)
-        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for split in range(splits):
-            part = parts + split * part_rows
-            # From L2, where the stores of other multiprocessors are.
-            one = tl.load(
-                partials + part[:, None] * DIM + dims[None, :],
-                mask=kept_dims,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            its = tl.load(sums + 2 * part, mask=kept, other=float("-inf"), cache_modifier=".cg")
-            its_total = tl.load(sums + 2 * part + 1, mask=kept, other=0.0, cache_modifier=".cg")
-            new = tl.maximum(highest, its)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            decay, factor = tl.exp2(highest - base), tl.exp2(its - base)
-            total = total * decay + its_total * factor
-            acc = acc * decay[:, None] + one * factor[:, None]
-            highest = new
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = out + (query_rows * num_heads + query_heads)[:, None] * DIM + dims[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=stored)
+        total, acc = _combined(
+            partials, sums, parts, splits, part_rows, kept, dims, DIM, BLOCK_M, BLOCK_D
+        )
+    at = (tokens * num_heads + heads)[:, None] * DIM + dims[None, :]
+    _store_result(out, acc, total, at, stored)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -268,28 +318,16 @@ def prefill_kernel(
 ):
     """Long chunks: a program computes a tile over all of its keys. The grid is ``[tiles,
     KV_HEADS]``. ``tiles`` are those of ``split_kernel``, without places."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    chunk = tl.load(tiles + 3 * tile)
-    first_token = tl.load(tiles + 3 * tile + 1)
-    begin = tl.load(starts + chunk)
-    count = tl.load(starts + chunk + 1) - begin
-    length = tl.load(lengths + chunk)
-
+    head = tl.program_id(1)
+    chunk, tokens, positions, real, lowest, limit = _tile_of(
+        tiles, starts, lengths, window, GROUP, BLOCK_M, BLOCK_N, HAS_WINDOW
+    )
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    token = first_token + rows // GROUP
-    real = (rows < BLOCK_M // GROUP * GROUP) & (token < count)
-    positions = length - count + token
-    query_rows = (begin + token).to(tl.int64)
-    query_heads = head * GROUP + rows % GROUP
+    heads = head * GROUP + rows % GROUP
     stored = real[:, None] & (dims < DIM)[None, :]
-    lowest = 0
-    if HAS_WINDOW:
-        lowest = tl.maximum(length - count + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
-    limit = tl.minimum(length - count + first_token + BLOCK_M // GROUP, length)
-
     q = tl.load(
-        query + (query_rows * query_stride + query_heads * DIM)[:, None] + dims[None, :],
+        query + (tokens * query_stride + heads * DIM)[:, None] + dims[None, :],
         mask=stored,
         other=0.0,
     )
@@ -320,6 +358,5 @@ def prefill_kernel(
         HAS_CAP,
         PRECISION,
     )
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = out + (query_rows * num_heads + query_heads)[:, None] * DIM + dims[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=stored)
+    at = (tokens * num_heads + heads)[:, None] * DIM + dims[None, :]
+    _store_result(out, acc, total, at, stored)
