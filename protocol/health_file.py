@@ -26,8 +26,8 @@ EVERY_S = 1.0
 
 
 class HealthFile:
-    """The file of one process, at the path of the setting ``health_file``. Without this setting, no
-    file is written.
+    """The file of one process, at the path of the setting ``health_file``. If the setting is empty,
+    the file is not written.
 
     Times are seconds of a monotonic clock. If the file cannot be written, this is logged once; the
     probes then fail, as they should.

@@ -10,7 +10,8 @@ the broker's own pair, and a file for each public key that may connect:
     clients/NAME.toml          a client's public key and its quotas
     workers/NAME.toml          a worker's public key
 
-All files have mode 0600. They are replaced as a whole, so that a reader never sees half of one.
+All files have mode 0600. Each file is replaced as a whole, so that a reader never sees a part of
+it.
 """
 
 from __future__ import annotations

@@ -135,9 +135,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
 
 
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
-    """The name of the controller that a GENERATE runs under; empty if the stream has none.
+    """The name of the controller that a GENERATE runs under; empty if the stream has no controller.
 
-    A prompt that is healed needs a controller: ``structural``, if the request names none.
+    A prompt that is healed needs a controller: ``structural``, if the request does not name one.
     """
     return controller or ("structural" if heal_prompt else "")
 
@@ -293,9 +293,9 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     over its streams if other workers can take them.
 
     The answer comes when the worker has left: ``MSG`` with ``{"worker": name, "requests": number}``
-    as its result, with the number of requests that the worker had. Only the operator may send it: a
-    client with the operator's key, or, if the broker has no keys, a client on the broker's machine
-    that is not a gateway.
+    as its result, with the number of requests that the worker had. Only the operator may send
+    DRAIN: a client with the operator's key, or, if the broker has no keys, a client on the broker's
+    machine that is not a gateway.
     """
 
     stream_id: StreamId
@@ -484,7 +484,7 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     json: str
     """The file that the tokenizers library reads (``tokenizer.json``); up to some 20 MB."""
     chat_template: str = ""
-    """A Jinja template, as transformers has it; empty: the model has none."""
+    """The chat template in Jinja, as in transformers; empty if the model has no chat template."""
     special_tokens: dict[str, str] = {}
     """The special tokens by their names in transformers: ``bos_token``, ``eos_token``,
     ``pad_token``, …"""

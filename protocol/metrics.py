@@ -89,7 +89,7 @@ class Tally:
         self._counts: dict[str, float] = {}
 
     def add(self, value: str, count: float = 1) -> None:
-        """Counts under a value of the label. Not for two threads at the same time."""
+        """Counts under a value of the label. Only one thread at a time may call this method."""
         counts = self._counts
         if value not in counts and len(counts) >= self._max_values:
             value = OTHER

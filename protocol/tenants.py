@@ -8,14 +8,14 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
-    It is the last attachment of a ``START``, of messages for the store of modules, and of a
+    The tenant is the last attachment of a ``START``, of messages for the store of modules, and of a
     ``VARIABLE`` of a tenant with a key. In the latter two, ``quota_bytes`` is the quota of the
     store or of variables.
     """
 
     key: str = ""
     quota_bytes: int | None = None
-    """Its quota of the resource that the message concerns; None: unlimited."""
+    """The tenant's quota of the resource that the message concerns; None: unlimited."""
 
     def encode(self) -> bytes:
         """Encodes the tenant as an attachment."""

@@ -104,7 +104,8 @@ class Tracing:
     ) -> None:
         """Records the span of this process's part of a request, which has just ended.
 
-        ``began`` and the times of events are times of ``time.monotonic``. It does not raise.
+        ``began`` and the times of events are times of ``time.monotonic``. The method does not
+        raise.
         """
         context = TraceContext.parse(trace)
         if context is None or not context.sampled:

@@ -168,7 +168,7 @@ class Released(Struct, kw_only=True, omit_defaults=True):
 
 
 class Refused(Struct, kw_only=True, omit_defaults=True):
-    """``REFUSED``: a worker has no room for the request, or the START, of the header.
+    """``REFUSED``: a worker has no room for a request or a START. The header names the request.
 
     This happens if other brokers have sent the worker requests that this broker does not know yet.
     The attachments are the body and the attachments that were refused.
@@ -239,8 +239,8 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
     special: dict[str, int] = {}
-    """Other special tokens by their roles (``SpecialToken.role``). A GPU worker of an earlier
-    version sends none."""
+    """Other special tokens by their roles (``SpecialToken.role``). GPU workers of earlier versions
+    do not send these."""
 
 
 class Replay(Struct, array_like=True):
@@ -290,8 +290,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
-    """An end-of-sequence token does not end a sequence. If this is false, it does, unless the
-    controller appends, drops, forks or suspends."""
+    """Whether sequences continue after an end-of-sequence token. Otherwise such a token ends its
+    sequence, unless the controller appends, drops, forks or suspends."""
     inspect: bool = False
     """Each result has the time of its round."""
     trace: TraceParent = ""
@@ -318,8 +318,8 @@ class StepSequence(Struct, array_like=True):
     stop: str = ""
     """The stop string that ended it, before whose first occurrence its text ends."""
     draft: list[TokenId] = []
-    """Tokens that are likely to follow, for a controller that takes drafts. If it decides to
-    sample, its result has the masks along them too."""
+    """Tokens that are likely to follow, for a controller that takes drafts. If the controller
+    decides to sample, its result also has the masks along the draft."""
     distributions: list[Distribution] = []
     """The distribution of each of ``tokens`` if the decision before it had a query; else empty."""
 
@@ -399,7 +399,7 @@ class StepResult(Struct, array_like=True):
 
     @property
     def has_options(self) -> bool:
-        """Whether it has a query or an override."""
+        """Whether the result has a query or an override."""
         return self.query is not None or self.override is not None
 
 
@@ -422,7 +422,8 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
     """``LOST``: the controllers of these requests are lost. Sent by the broker to a GPU worker.
 
     With the code ``worker_lost``, the GPU worker starts them again at another controller worker.
-    With any other code, no worker can run them, and the streams end with this error.
+    With any other code, the controllers cannot run on any worker, and the streams end with this
+    error.
     """
 
     requests: list[Id]
@@ -513,14 +514,15 @@ class ModuleTable(Struct, array_like=True):
     """``MODULE_TABLE``: reads or replaces the table of a tenant. Sent to the state worker, which
     does not interpret it.
 
-    It is replaced if ``known`` is its current version: compare-and-set.
+    The table is replaced only if ``known`` is its current version (compare-and-set).
     """
 
     id: Id
     """Identifies the operation: the answer has it, and a repeated replacement is done once."""
     tenant: str
     known: int = 0
-    """The version that the sender has; 0: none, or no table exists yet."""
+    """The version that the sender has; 0: the sender has no version, or the table does not exist
+    yet."""
     content: bytes | None = None
     """The new content; None: read only."""
 
@@ -546,7 +548,7 @@ class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """
 
     module: str
-    """Its id: SHA-256 of the bytes, hexadecimal."""
+    """The id of the module: SHA-256 of its bytes, hexadecimal."""
     send: bool = False
     """Whether the receiver sends the bytes, or only reports that it has them."""
 

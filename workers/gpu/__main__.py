@@ -20,8 +20,8 @@ def main() -> int:
     except (SettingError, ValueError) as error:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
-    # After the settings: an invalid one is reported before the seconds that importing torch takes.
-    importlib.import_module("torch")  # It sets up logs of its own.
+    # Importing torch takes seconds, so invalid settings are reported before it.
+    importlib.import_module("torch")  # torch sets up logs of its own.
     logs.take_over("torch")
     from .worker import GpuWorker
 

@@ -7,7 +7,7 @@ import os
 SPIN_COUNT = "10000"
 """Rounds that an OpenMP thread waits for the others before it sleeps: about 0.1 ms.
 
-By default they are 300,000 or more. If two threads of a parallel region share a core with another
+The default is 300,000 rounds or more. If two threads of a parallel region share a core with another
 process, the waiting thread occupies the core until its time slice ends. Each product then takes the
 slice of 8 ms instead of 0.02 ms (measured; with this setting 0.1 to 0.2 ms). Sleeping at once
 (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.

@@ -447,7 +447,7 @@ export interface Delete {
  * streams if other workers can take them.
  *
  * The answer comes when the worker has left: `MSG` with `{"worker": name, "requests": number}` as
- * its result, with the number of requests that the worker had. Only the operator may send it: a
+ * its result, with the number of requests that the worker had. Only the operator may send DRAIN: a
  * client with the operator's key, or, if the broker has no keys, a client on the broker's machine
  * that is not a gateway.
  */
@@ -938,7 +938,7 @@ export interface TokenizerFiles {
   readonly fingerprint: string;
   /** The file that the tokenizers library reads (`tokenizer.json`); up to some 20 MB. */
   readonly json: string;
-  /** A Jinja template, as transformers has it; empty: the model has none. */
+  /** The chat template in Jinja, as in transformers; empty if the model has no chat template. */
   readonly chat_template: string;
   /** The special tokens by their names in transformers: `bos_token`, `eos_token`, `pad_token`, … */
   readonly special_tokens: Readonly<Record<string, string>>;

@@ -172,12 +172,12 @@ def words(pairs: int, *numbers: float | int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (words(1, VOCAB, 1.0), "its bias has tokens up to 150 or out of order"),
-        (words(2, 5, 1.0, 5, 2.0), "its bias has tokens up to 5 or out of order"),
-        (words(2, 6, 1.0, 5, 2.0), "its bias has tokens up to 6 or out of order"),
-        (words(3, 6, 1.0), "its bias has 3 pairs in 12 bytes"),
-        (words(0, *[0.0] * 149), "its bias has 149 values; the model has 150 tokens"),
-        (np.zeros(0, dtype=np.uint32), "its bias has 0 values"),
+        (words(1, VOCAB, 1.0), "the controller's bias has token ids up to 150 or out of order"),
+        (words(2, 5, 1.0, 5, 2.0), "the controller's bias has token ids up to 5 or out of order"),
+        (words(2, 6, 1.0, 5, 2.0), "the controller's bias has token ids up to 6 or out of order"),
+        (words(3, 6, 1.0), "the controller's bias has 3 pairs in 12 bytes"),
+        (words(0, *[0.0] * 149), "the controller's bias has 149 values; the model has 150 tokens"),
+        (np.zeros(0, dtype=np.uint32), "the controller's bias has 0 values"),
     ],
 )
 def test_a_malformed_bias_is_refused_with_its_reason(sent: np.ndarray, error: str) -> None:

@@ -14,8 +14,8 @@ from tokenbus.workers.gpu.speculation.lengths import (
     CPU,
     CUDA,
     FIRST_GUESSES,
+    MAX_DRAFT_TOKENS,
     MAX_WRITTEN,
-    MOST,
     WRITTEN,
     Acceptance,
     Costs,
@@ -211,7 +211,9 @@ def test_no_other_lengths_give_more(
 ) -> None:
     rows = len(chances) + others or 1
     counts = lengths(chances, rows, costs)
-    assert all(0 <= n <= min(MOST, len(c)) for n, c in zip(counts, chances, strict=True))
+    assert all(
+        0 <= n <= min(MAX_DRAFT_TOKENS, len(c)) for n, c in zip(counts, chances, strict=True)
+    )
     best = over_cost(counts, chances, rows, costs)
     assert best >= over_cost([0] * len(chances), chances, rows, costs)
     for _ in range(5):
@@ -226,7 +228,7 @@ def test_rows_cost_little_until_arithmetic_decides() -> None:
 
 def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
     assert lengths([repeat(0.95)], 1, CPU)[0] >= 8
-    assert lengths([repeat(1.0)], 1, CPU)[0] == MOST
+    assert lengths([repeat(1.0)], 1, CPU)[0] == MAX_DRAFT_TOKENS
     assert lengths([repeat(0.05)], 1, CPU) == [0]
     assert lengths([repeat(0.6) for _ in range(8)], 8, CPU) == [0] * 8
     alone = lengths([repeat(0.8)], 1, CPU)[0]

@@ -124,7 +124,7 @@ def test_a_mask_that_allows_nothing_and_nan_are_errors_of_their_rows_alone() -> 
     rows = [row(mask=np.zeros(2, dtype=np.uint32)), row(), row()]
     got = sample(values, [0, 1, 2], rows)
     assert sorted(got.errors) == [0, 1]
-    assert "no token is allowed" in got.errors[0]
+    assert "forbid all tokens" in got.errors[0]
     assert "NaN" in got.errors[1]
     assert got.tokens[2] == int(values[2].argmax())
 

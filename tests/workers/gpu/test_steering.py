@@ -272,7 +272,7 @@ def test_an_empty_mask_ends_its_sequence_only(engine: Engine, embedded: LoadedMo
     while engine.has_work:
         outputs += engine.step()
     [end] = [o for o in outputs if o.request == 1]
-    assert "no token is allowed" in (end.error or "")
+    assert "forbid all tokens" in (end.error or "")
     assert [o.token for o in outputs if o.request == 2] == alone(embedded, PROMPT[:9], GREEDY)
 
 

@@ -22,10 +22,10 @@ SCORE_ROWS = 256
 """Maximum number of scored tokens of a sequence in one step; each needs a row of logits
 ``[vocab]``."""
 MAX_ADMITTED = 4
-"""Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound, no
-sequence is admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` * 4
-bytes). Without the bound, a controller worker that does not respond would cause the whole queue to
-be admitted and deferred, and the device would run out of memory."""
+"""Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound,
+sequences are not admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` *
+4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
+to be admitted and deferred, and the device would run out of memory."""
 
 
 class Chunk(NamedTuple):
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
 
     @property
     def first_row(self) -> int:
-        """The first position whose logits are needed; ``end`` if none are."""
+        """The first position whose logits are needed; ``end`` if no logits are needed."""
         if self.sequence.scored:
             return min(max(self.start, self.sequence.scored_from - 1), self.end)
         return self.end - len(self.draft) - 1 if self.completes else self.end
@@ -86,8 +86,9 @@ class Scheduler:
     blocks; ``running`` sequences have both. ``deferred`` sequences have blocks and logits, but
     their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
     has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` may run
-    for a while; each step then skips the last in order, and no sequence is admitted. No sequence is
-    admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are deferred.
+    for a while; each step then skips the last in order, and new sequences are not admitted.
+    Sequences are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are
+    deferred.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class Scheduler:
         """Whether the sequence had a slot. A fork without a slot can be deferred too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
-        """Number of changes to the tables or to the remaining work of a sequence. While it is
-        unchanged, a batch of decodes is followed by a batch of the same sequences."""
+        """Number of changes to the tables or to the remaining work of a sequence. While this number
+        is unchanged, a batch of decodes is followed by a batch of the same sequences."""
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._stalled = False
@@ -352,7 +353,7 @@ class Scheduler:
             self.waiting.put_back(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Removes a sequence from its table, if it is in one."""
+        """Removes a sequence from the table that contains it, if any."""
         if sequence in self.running:
             del self.running[sequence]
             self.waiting.count_running(sequence.client, -1)

@@ -26,7 +26,7 @@ class Inspected(NamedTuple):
     """The facts that a request with ``inspect`` receives about a token."""
 
     allowed: int | None = None
-    """Number of tokens that the mask and the bias allowed; None without either."""
+    """Number of tokens that the mask and the bias allowed; None without a mask and a bias."""
     cut: Tokens[int] = ()
     """The most likely tokens that the mask or the bias forbade, the most likely first."""
     bias: Mapping[int, float] = {}
@@ -260,7 +260,7 @@ class StepOutputs:
     others: list[TokenOutput] = field(default_factory=list)
     """In order within each sequence."""
     columns: TokenColumns | None = None
-    """The plain tokens; None if there are none."""
+    """The plain tokens; None if the step has no plain tokens."""
 
     def __len__(self) -> int:
         return len(self.others) + (len(self.columns.sequences) if self.columns is not None else 0)

@@ -136,7 +136,7 @@ class ByteDetokenizer:
         self._table = table
         self._whole = table.whole
         self._decoder: codecs.IncrementalDecoder | None = None
-        """Contains the bytes of an incomplete character; None if there are none."""
+        """Contains the bytes of an incomplete character; None if no character is incomplete."""
 
     def push(self, token: int) -> str:
         """The characters that this token completes."""

@@ -16,8 +16,8 @@ BLOCK_SIZE = 16
 FLASH_BLOCK_SIZE = 256
 """Tokens of a block that FlashAttention reads in place: FlashAttention 2 requires at least 256."""
 FLASH3_BLOCK_SIZE = 64
-"""Tokens of a block that FlashAttention 3 reads in place. It takes any size; small blocks share
-more of a prefix."""
+"""Tokens of a block that FlashAttention 3 reads in place. FlashAttention 3 supports any size; small
+blocks share more of a prefix."""
 TRITON_BLOCK_SIZE = 64
 """Tokens of a block that the Triton kernels read in place: an iteration over keys is one block."""
 

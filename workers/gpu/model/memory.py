@@ -74,8 +74,8 @@ def largest_step_bytes(
 ) -> int:
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    The result is the sum of three sizes: the peak of the largest step; the pool of the graphs,
-    whose forwards are not larger than that step's; and the kept rows of deferred sequences.
+    The result is the sum of the peak of the largest step, the pool of the graphs, and the kept rows
+    of deferred sequences. The graphs' forwards are not larger than that step's.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

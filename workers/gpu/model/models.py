@@ -103,7 +103,7 @@ class Models:
         return self._engines.get(name)
 
     def want(self, name: str) -> None:
-        """Begins to load a model, unless it is being loaded. Raises an error if it is not
+        """Begins to load a model, unless it is being loaded. Raises an error if the model is not
         allowed."""
         if name in self._loading:
             return

@@ -55,7 +55,7 @@ class Runner:
         self._ranks = loaded.ranks
         self._name = loaded.name
         self._layout = layout
-        # One block more than is allocated: graphs and probes write to it.
+        # The cache has one block that is never allocated: graphs and probes write to it.
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )

@@ -64,11 +64,11 @@ def read_bias(words: np.ndarray, vocab: int) -> Bias:
         values = flat[1::2].copy().view(np.float32)
         if tokens[-1] >= vocab or not (tokens[1:] > tokens[:-1]).all():
             raise _wrong(
-                f"has tokens up to {tokens.max()} or out of order; the model has {vocab} tokens, "
-                "and each has one value, by ascending ids"
+                f"has token ids up to {tokens.max()} or out of order; expected ascending ids "
+                f"from 0 to {vocab - 1}"
             )
     return Bias(values, tokens)
 
 
-def _wrong(what: str) -> ControllerError:
-    return ControllerError(Code.CONTROLLER_FAILED, f"its bias {what}")
+def _wrong(fault: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's bias {fault}")

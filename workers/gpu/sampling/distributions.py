@@ -30,7 +30,7 @@ class Answers:
     ``fetch``)."""
 
     queries: Mapping[int, Query]
-    """By row of the step."""
+    """The queries, by row of the step."""
     numbers: torch.Tensor
     """float64 ``[2, num_queries]``: rank and entropy. This tensor and those below are on the host,
     and valid when the device has finished the copy."""
@@ -57,7 +57,8 @@ class Answers:
                 answer.scores = dict(zip(query.tokens, scores[place], strict=False))
             for reported in (answer.top, answer.scores):
                 if token in reported:
-                    # A reduction by other instructions may differ in the last bit.
+                    # The sampler's log-probability replaces this one, which may differ in the last
+                    # bit.
                     reported[token] = logprob
             found[row] = answer
         return found

@@ -35,9 +35,9 @@ PART = 64
 CACHED = 2**18
 """Random numbers that a CPU computes at a time: 1 MiB, which stays in its cache."""
 AHEAD_BYTES = 2**25
-"""Most bytes of random numbers that CUDA computes ahead."""
+"""Maximum number of bytes of random numbers that CUDA computes ahead."""
 MAX_AHEAD = 32
-"""Most steps whose random numbers are computed at a time."""
+"""Maximum number of steps whose random numbers are computed at a time."""
 SORTED = 2**13
 """Up to this number of tokens, sorting the weights on a CPU is faster than a search by bits."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
@@ -150,7 +150,7 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
     candidates]``."""
     if costs_launches(steps):
         mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
-        # One operation: a scalar that is a tensor would determine the type of the product.
+        # This is one operation. A scalar that is a tensor would determine the type of the product.
         return (mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) * _UNIT).log_()
     # NumPy needs half of torch's time to start an operation.
     mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
@@ -300,7 +300,7 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
         kept = _as_floats(torch.ge, weights, least).mul_(weights)
         if (kept.sum(-1, keepdim=True) - least < limit).all():
             return kept
-    # Some of several equal weights are removed.
+    # Only some of several equal weights are removed.
     above = _as_floats(torch.gt, weights, least).mul_(weights)
     room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
     equal = weights == least

@@ -27,13 +27,13 @@ class Row:
     position: int
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
-    """Read only if the request has penalties."""
+    """The generated tokens; read only if the request has penalties."""
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
     """The controller's bias, which is added to the logits after the request's ``logit_bias``."""
     inspect: bool = False
-    """Report the most likely tokens that the mask forbids."""
+    """Whether to report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
     """The controller's options; only the query is used here."""
 

@@ -28,7 +28,7 @@ NAN = "the model's logits contain NaN"
 INSPECTED = 5
 """Number of most likely tokens to examine for ``inspect`` if the request has no
 ``top_logprobs``."""
-NOTHING_ALLOWED = "no token is allowed here: bias and mask forbid all of them"
+NOTHING_ALLOWED = "bias and mask forbid all tokens at this position; allow at least one"
 
 
 @dataclass(slots=True)
@@ -177,8 +177,8 @@ def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
 
 @torch.inference_mode()
 def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
-    """The tokens of rows of which some do not take the ``best`` token. Updates ``numbers``, which
-    contains the numbers of the best tokens."""
+    """The chosen token of each row, if some rows do not take their ``best`` token. Updates
+    ``numbers``, which contains the results for the best tokens."""
     likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     chosen, allowed = _choose(own, rows, best)
     less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely

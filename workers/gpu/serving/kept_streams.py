@@ -10,7 +10,8 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""Seconds for which an ended stream is stored. A broker that is down for 30 s is back by then."""
+"""Seconds for which an ended stream is stored. A broker that is down for up to 30 s has restarted
+by then."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
 """Bound on the stored tokens of all streams. A longer stream is not stored."""
@@ -24,7 +25,8 @@ class _Kept(NamedTuple):
 class KeptStreams:
     """The streams that ended last, within bounds of time and memory, the oldest first.
 
-    After a broker has restarted, it receives their entries and sends them to clients that attach.
+    A broker that has restarted receives the entries of these streams and sends them to clients that
+    attach.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

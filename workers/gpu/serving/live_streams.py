@@ -1,7 +1,7 @@
 """The table of live streams, and everything that a GPU worker sends to their clients.
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
-ERROR. Every stream gets one of them, even if sending fails.
+ERROR. Every stream gets one of these messages, even if sending fails.
 """
 
 from __future__ import annotations

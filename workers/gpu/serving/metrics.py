@@ -1,7 +1,7 @@
 """The counters of a GPU worker's requests by model.
 
-No work is done for each token. The interval between two steps is counted once for all streams that
-have a token in both, and everything else once for each request.
+Tokens are not counted one by one. The interval between two steps is counted once for all streams
+that have a token in both steps, and everything else once for each request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .streams import Stream
 log = logging.getLogger(__name__)
 
 MAX_MODELS = 64
-"""Models with counters of their own. All further models share one set of counters."""
+"""Maximum number of models with separate counters. All further models share one set of counters."""
 
 
 class WorkerMetrics:
@@ -44,7 +44,8 @@ class WorkerMetrics:
         streams: Iterable[tuple[Stream, list[Token]]],
         recipients: Recipients | None = None,
     ) -> None:
-        """Counts a message before it is sent: these entries, and one token in each of these rows.
+        """Counts a message before it is sent: the entries of ``streams``, and one token for each
+        row of ``recipients``.
 
         While a batch does not change, its rows are not visited one by one.
         """

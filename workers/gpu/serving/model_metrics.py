@@ -19,7 +19,7 @@ from ..engine.sequence import PromptUsage
 
 
 class CountedStream(Protocol):
-    """The times and sizes of a stream that are counted (``streams.Stream``)."""
+    """The fields of a stream (``streams.Stream``) that are counted."""
 
     arrived: float
     first_at: float
@@ -44,9 +44,10 @@ class ModelMetrics:
         self._prompt_tokens = 0
         self._finished = Tally("request_success", "finished_reason")
         self.sent_at = -1.0
-        """When tokens of this model were last sent."""
+        """The time at which tokens of this model were last sent."""
         self.regular = 0
-        """Streams of the current message that also had a token in the previous one."""
+        """Number of streams of the current message that also had a token in the previous
+        message."""
 
     def irregular(self, stream: CountedStream, now: float) -> None:
         """Counts a stream's first token, or a token after a pause of the stream."""
@@ -64,8 +65,8 @@ class ModelMetrics:
                 self._prefill_s.observe(now - usage.admitted_at)
 
     def sent(self, now: float) -> None:
-        """Counts a message with tokens: the interval since the previous one, once for all streams
-        that have a token in both."""
+        """Counts a message with tokens: the interval since the previous message, once for all
+        streams that have a token in both messages."""
         if self.regular:
             self.between_tokens_s.observe(now - self.sent_at, self.regular)
             self.regular = 0

@@ -49,20 +49,20 @@ class Columns:
     positions: np.ndarray
     """u32."""
     texts: list[str | None] | None
-    """None if no row has text."""
+    """The text of each row; None if no row has text."""
 
 
 class Recipients:
     """The streams of a batch's rows. Row i of a step belongs to ``sequences[i]``. A row without a
     stream has no recipient.
 
-    Counters of each stream's tokens are kept here for all streams together. ``settle`` adds them to
-    the streams; call it before reading a stream's counters.
+    The tokens of all streams are counted together. ``settle`` adds them to the counters of each
+    stream; call it before reading these counters.
     """
 
     def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:
         self.sequences: list[Sequence] | None = sequences
-        """None: these recipients are for one step only."""
+        """The sequences of the rows; None if the recipients are used for one step only."""
         by_session: dict[tuple[int, int, Form], list[tuple[int, Stream]]] = {}
         counts: dict[Stream, int] = {}
         for row, stream in enumerate(streams):
@@ -111,10 +111,11 @@ class Recipients:
         }
         self._steps = 0
         self.sent_at = math.nan
-        """When these streams last received tokens, by ``time.monotonic``, in seconds."""
+        """The time at which the streams last received tokens, by ``time.monotonic``, in seconds."""
 
     def columns(self, rows: TokenColumns) -> Columns:
-        """The rows of a step that have recipients. They are copies, because they are stored."""
+        """The rows of a step that have recipients. The arrays are copied, because they are
+        stored."""
         tokens, logprobs, positions, texts = rows.tokens, rows.logprobs, rows.positions, rows.texts
         order = self._order
         if order is not None:
@@ -132,8 +133,8 @@ class Recipients:
     def frames(
         self, columns: Columns, entries: BySession, finished: list[int], link: int = 0
     ) -> Frames:
-        """The ``TOKEN`` of a step for one link: its rows, and the other entries of each session,
-        which are removed from ``entries``."""
+        """The ``TOKEN`` of a step for one link: the rows of its sessions, and their entries, which
+        are removed from ``entries``."""
         tokens, logprobs = columns.tokens.tobytes(), columns.logprobs.tobytes()
         positions = columns.positions.tobytes()
         bodies = []
@@ -191,7 +192,7 @@ class Recipients:
 
 def _in_entries(rows: list[tuple[int, Stream]], sequences: list[Sequence]) -> int:
     """Moves the rows of a session whose text the client accepts only in entries to the end. Returns
-    their number."""
+    the number of moved rows."""
 
     def in_entries(row: tuple[int, Stream]) -> bool:
         place, stream = row

@@ -53,7 +53,7 @@ class Resumed:
     alive: bool = True
     replay: Replay = field(init=False)
     """The replay of its controller up to the resume point."""
-    _behind: list[Token] = field(default_factory=list)
+    _later: list[Token] = field(default_factory=list)
     """The entries after the resume point."""
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Resumed:
     def num_sent(self) -> int:
         """Number of tokens after the prompt that the client has received."""
         tokens = list(self.tokens)
-        for entry in self._behind:
+        for entry in self._later:
             _apply(tokens, entry)
         return len(tokens)
 
@@ -72,7 +72,7 @@ class Resumed:
         sampled = entry.token is not None and entry.logprob is not None
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
-        self._behind.append(entry)
+        self._later.append(entry)
         if sampled:
             assert entry.token is not None
             if entry.distribution is not None:
@@ -87,13 +87,13 @@ class Resumed:
 
     def reach(self) -> None:
         """Moves the resume point to the end of the entries so far."""
-        for entry in self._behind:
+        for entry in self._later:
             _apply(self.tokens, entry)
-        self._behind.clear()
+        self._later.clear()
 
     def settle(self) -> None:
         """Counts the entries that the controller will repeat. Called after the last entry."""
-        self.given.entries = len(self._behind)
+        self.given.entries = len(self._later)
 
 
 @dataclass(slots=True)

@@ -246,8 +246,8 @@ class Steering:
         return StepOutputs(for_clients, columns)
 
     def expire(self) -> list[TokenOutput]:
-        """Ends the sequences whose decisions are overdue. Returns the stored last outputs among
-        them."""
+        """Ends the sequences whose decisions are overdue. Returns the last outputs that were stored
+        for these sequences."""
         now = self._clock()
         if now < self._next_check:
             return []

@@ -34,7 +34,7 @@ class Move(NamedTuple):
     """The previous worker."""
     why: str
     since: float
-    """When the stream lost its previous worker, by ``time.monotonic``."""
+    """The time at which the stream lost its previous worker, by ``time.monotonic``."""
 
     def notice(self, stream: Stream, worker: str) -> System:
         """The SYSTEM notice for the client. ``worker``: the stream's new worker."""
@@ -96,25 +96,25 @@ class Stream:
     """The rows that were sent in columns (``history.py``)."""
     trace: str = ""
     operation: str = "text_completion"
-    """``gen_ai.operation.name`` of its span, if it has a trace."""
+    """``gen_ai.operation.name`` of the request's span, if it has a trace."""
     received: float = field(default_factory=time.monotonic)
-    """When this worker received the request, by ``time.monotonic``."""
+    """The time at which this worker received the request, by ``time.monotonic``."""
     arrived: float = field(default_factory=time.monotonic)
-    """When the broker received the request, on this process's ``time.monotonic``."""
+    """The time at which the broker received the request, by this process's ``time.monotonic``."""
     first_at: float = 0.0
-    """When the first token was sent; 0 before."""
+    """The time at which the first token was sent; 0 before that."""
     sent_at: float = 0.0
-    """When the last token was sent."""
+    """The time at which the last token was sent."""
     metrics: ModelMetrics | None = None
-    """The metrics of its model, while an engine runs the request."""
+    """The metrics of the model, while an engine runs the request."""
     move: Move | None = None
     """The move of a moved stream, until the client is notified."""
     moves: int = 0
-    """Number of moves of the stream before it came here."""
+    """Number of moves of the stream before it came to this worker."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
-        """The stream of a request's header."""
+        """A new stream for the request with this header."""
         stream = cls(header.request, header.address, stream_id, "json", model, live, link=link)
         stream.take_form(header.flags)
         stream.arrived = stream.received - header.waited_s
@@ -208,14 +208,14 @@ def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
 
 
 def gone_frames(request: int) -> Frames:
-    """Reports to a broker that a stream it requested has ended and that its entries are not stored
-    here."""
+    """Reports to a broker that a stream has ended and that this worker does not store its entries.
+    The broker has asked for the stream."""
     body = Journal(type="GENERATE", gone=True)
     return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
 
 
 def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
-    """The buffer that a stream with ``save`` leaves: the prompt and the tokens of its first
+    """The buffer that a stream with ``save`` stores: the prompt and the tokens of its first
     sequence."""
     tokens = list(stream.prompt)
     for entry in entries:

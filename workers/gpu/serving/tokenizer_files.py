@@ -14,7 +14,7 @@ from ..model.loader import LoadedModel
 from .streams import Frames, Stream
 
 KEPT = 2
-"""Number of encoded tokenizers in memory; each takes up to about 20 MB."""
+"""Maximum number of encoded tokenizers in memory; each takes up to about 20 MB."""
 
 
 class _Answer(msgspec.Struct):

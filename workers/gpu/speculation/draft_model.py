@@ -32,7 +32,7 @@ from ..sampling.sampler import guess
 log = logging.getLogger(__name__)
 
 CATCH_UP = 1024
-"""Most tokens of sequences' texts that one step computes. A longer prompt takes several steps."""
+"""Maximum number of tokens of texts that one step computes. A longer prompt takes several steps."""
 OVERHEAD = 0.05
 """The cost of a draft model's forward in addition to its weights, relative to a forward of the
 large model."""
@@ -43,7 +43,8 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
     name = f"the draft model {draft.name!r}"
     if loaded.ranks is not None:
         raise ModelLoadError(
-            f"{name} cannot be used with a model over several devices (tp); leave one of both out"
+            f"{name} cannot be used with a model over several devices (tp); remove one of the two "
+            "settings"
         )
     if loaded.fingerprint != draft.fingerprint:
         raise ModelLoadError(
@@ -100,8 +101,8 @@ class DraftModel:
         self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
         """The assumed cost of a forward, relative to a forward of the large model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """The draft model's own sequence for each sequence: equal tokens, other blocks. Ordered by
-        last use, the least recent first."""
+        """By sequence: the draft model's own sequence, with equal tokens and other blocks. Ordered
+        by last use, the least recently used first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the
@@ -110,7 +111,7 @@ class DraftModel:
             return self._draft(sequences, count)
         except Exception:
             # Drafts are optional: the sequences continue without them.
-            log.exception("drafting failed; the step goes on without")
+            log.exception("drafting failed; the step continues without drafts")
             for sequence in list(self._texts):
                 self.forget(sequence)
             self._runner.forget_mirrors()
@@ -146,7 +147,7 @@ class DraftModel:
             owners = {self._texts[s]: s for s in sequences if s in self._texts}
             texts, drawn = self._write(batch, owners, count)
             for text, tokens in zip(texts, zip(*drawn, strict=True), strict=True):
-                # The last token was drawn but has not been computed.
+                # The last token was drawn, but its keys and values have not been computed.
                 text.tokens[len(owners[text].tokens) :] = tokens[:-1]
                 known = next((i for i, t in enumerate(tokens) if t >= self._vocab_size), count)
                 drafts[owners[text]] = list(tokens[:known])

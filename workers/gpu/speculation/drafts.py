@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .draft_model import DraftModel
 
 MIN_PROBABILITY = 0.2
-"""The least expected acceptance of a sequence at which the draft model writes drafts for it."""
+"""Minimum expected acceptance of a sequence for which the draft model writes drafts."""
 RETRY_STEPS = 32
 """After this number of steps without a draft from the draft model, a sequence gets one as a trial,
 as its text may have changed."""
@@ -45,7 +45,8 @@ class Speculation:
         self.accepted_tokens = 0
 
     def begin(self, sequence: Sequence, steered: bool = False) -> None:
-        """Enables drafts for a sequence. ``steered``: its controller gives masks along drafts."""
+        """Enables drafts for a sequence. ``steered``: its controller computes masks along
+        drafts."""
         if self._costs is not None and sequence.drafting is None:
             earlier = self._earlier.of(sequence.client)
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
@@ -57,7 +58,7 @@ class Speculation:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
-        # The text of sequence 0 has the prompt, so the other sequences leave it out.
+        # The text of sequence 0 contains the prompt, so the other texts do not.
         start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
         self._earlier.add(sequence.client, sequence.tokens[start:])
 
@@ -78,7 +79,7 @@ class Speculation:
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
         """Sets ``draft`` of sequences with controllers for the next step, before it is scheduled,
-        so that the controllers can give masks along the draft. ``rows``: number of rows of that
+        so that the controllers can compute masks along the draft. ``rows``: number of rows of that
         step."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
@@ -148,7 +149,7 @@ class Speculation:
         self, model: DraftModel, sequences: Iterable[Sequence], rows: int
     ) -> tuple[list[Sequence], int]:
         """The sequences for which the draft model writes drafts in a step of ``rows`` rows, and the
-        number of tokens of each draft; 0 if none."""
+        number of tokens of each draft; 0 if the draft model writes no drafts."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return [], 0
         foreseen: list[Sequence] = []

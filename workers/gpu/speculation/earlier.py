@@ -16,10 +16,10 @@ HALF = 2**14
 """When the newer index of a session has this number of tokens, it becomes the older index, and the
 previous older index is dropped."""
 MAX_TOKENS = 2**18
-"""Bound on the tokens of all sessions' texts. Beyond it, the least recently used sessions are
-dropped. The texts and their indexes take about 100 MB."""
+"""Bound on the tokens of all sessions' texts. Above this bound, the least recently used sessions
+are dropped. The texts and their indexes take about 100 MB."""
 ADVANCE = 4096
-"""Most tokens that one lookup adds to the index."""
+"""Maximum number of tokens that one lookup adds to the index."""
 
 
 class EarlierTexts:
@@ -38,7 +38,7 @@ class EarlierTexts:
         self._size = 0
         """Number of tokens in ``_newer``."""
         self._whole: Tokens[int] = ()
-        """The complete last text. In a conversation, the next text begins with it."""
+        """The complete last text. In a conversation, the next text begins with this text."""
         self.num_tokens = 0
         """Approximate number of stored tokens."""
 

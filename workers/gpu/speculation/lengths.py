@@ -1,11 +1,12 @@
 """Draft lengths: a draft grows while it saves more than it costs.
 
-While a forward is bound by the memory bandwidth of the weights, another row costs little. Beyond
-that it is bound by arithmetic, and each row costs as much as the row before (``Costs.of``). If any
-sequence of a step has a draft, the step costs ``draft_cost`` more for each sequence. If the tokens
-of a draft are accepted with conditional probabilities p, q, r, ..., the draft yields p + pq + pqr +
-... more tokens. Draft lengths maximize the number of tokens of a step divided by its cost. So a
-single sequence gets long drafts, and in a large batch only likely drafts are made.
+While a forward is bound by the memory bandwidth of the weights, another row costs little. With more
+rows, the forward is bound by arithmetic, and each row costs as much as the row before
+(``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
+sequence. If the tokens of a draft are accepted with conditional probabilities p, q, r, ..., the
+draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the number of tokens of a step
+divided by its cost. So a single sequence gets long drafts, and in a large batch only likely drafts
+are made.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-MOST = 31
-"""Most tokens of a draft: with the token before them they make a forward of 32 tokens."""
+MAX_DRAFT_TOKENS = 31
+"""Maximum number of tokens of a draft. With the token before them, they fill a forward of 32
+tokens."""
 FADE = 0.9
 """The factor by which each later observation of a kind reduces the weight of an observation."""
 PRIOR = 2.0
 """The weight of the initial probability, in observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
-"""The initial probability that a draft token is accepted. For matches of up to 2, 4, 8, 16 and more
+"""The initial probability that a draft token is accepted: for matches of up to 2, 4, 8, 16 and more
 tokens, and for tokens from a draft model."""
 WRITTEN = len(FIRST_GUESSES) - 1
 """The kind of drafts from a draft model."""
 MAX_WRITTEN = 8
-"""Most tokens of a draft from a draft model."""
+"""Maximum number of tokens of a draft from a draft model."""
 
 
 class Costs(NamedTuple):
@@ -41,10 +43,10 @@ class Costs(NamedTuple):
     row_cost: float
     """The cost of another row beyond ``few_rows``."""
     draft_cost: float
-    """The cost of attention over several rows and of verification: for each sequence of a step in
-    which any sequence has a draft."""
+    """The cost of attention over several rows and of verification. If any sequence of a step has a
+    draft, the step has this cost for each of its sequences."""
     max_sequences: int
-    """Most sequences of a step with drafts. Larger steps make no lookups."""
+    """Maximum number of sequences of a step with drafts. Larger steps do not look up drafts."""
 
     def of(self, rows: int) -> float:
         """The cost of a forward of this number of rows."""
@@ -88,8 +90,8 @@ class Acceptance:
 
 def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> list[int]:
     """The number of draft tokens for each sequence. ``probabilities``: for each sequence, the
-    acceptance probability of its draft tokens in order. At most ``MOST`` values are read, and none
-    after a token that cannot pay off.
+    acceptance probability of its draft tokens in order. At most ``MAX_DRAFT_TOKENS`` values are
+    read, and none after a token that cannot pay off.
 
     ``rows``: number of rows of the step without drafts, one for each sequence; at least 1.
     """
@@ -99,7 +101,7 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
     gains: list[tuple[float, int]] = []
     for i, each in enumerate(probabilities):
         gain = 1.0
-        for p in islice(each, MOST):
+        for p in islice(each, MAX_DRAFT_TOKENS):
             gain *= p
             if gain <= best * least:
                 break

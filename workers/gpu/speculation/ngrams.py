@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .earlier import ADVANCE, EarlierTexts
-from .lengths import MOST, PRIOR
+from .lengths import MAX_DRAFT_TOKENS, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
@@ -76,7 +76,8 @@ class PromptLookup:
         return best
 
     def draft(self, match: Match, count: int) -> list[int]:
-        """The ``count`` tokens that follow a match; fewer if another text ends before.
+        """The ``count`` tokens that follow a match; fewer if the match is in another text, which
+        ends.
 
         A match near the end of the sequence's own text means that the text is periodic. The draft
         then repeats the period.
@@ -93,7 +94,7 @@ class PromptLookup:
         before it were accepted. ``guess``: the expected acceptance for this kind of match, with a
         weight of ``PRIOR`` observations."""
         run = self._tokens[-SIZE:]
-        for token in self.draft(match, MOST):
+        for token in self.draft(match, MAX_DRAFT_TOKENS):
             alike, observed = self._followed_alike(tuple(run))
             yield (alike + PRIOR * guess) / (observed + PRIOR)
             run = [*run[1:], token]

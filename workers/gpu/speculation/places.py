@@ -8,7 +8,7 @@ from typing import NamedTuple
 SIZE = 3
 """Tokens of a run. Shorter runs are too frequent to predict the next token."""
 PLACES = 6
-"""Most places that are stored for each run, the latest ones."""
+"""Maximum number of places that are stored for each run: the latest ones."""
 LONGEST = 32
 """Matches are compared up to this length. A longer match does not predict better."""
 
@@ -29,8 +29,8 @@ class Match(NamedTuple):
 
 
 def add_runs(index: Index, text: list[int], start: int, end: int) -> None:
-    """Adds the runs of a text that end in ``[start, end)``. A run ends before the token at its
-    end."""
+    """Adds the runs of a text that end in ``[start, end)``. The end of a
+    run is the index after its last token."""
     for at in range(max(start, SIZE), end):
         run = tuple(text[at - SIZE : at])
         places = index.get(run)

@@ -3,7 +3,7 @@
 The forward computes the sequence's last token and its draft, with a row of logits for each. The
 first row gives the next token. If that equals the first draft token, the second row is the row that
 the next step would have computed, and gives the token after it, and so on. Sampling depends on the
-seed, the sequence, the position and the tokens before. All of these are the same as without a
+seed, the sequence, the position and the tokens before. All these inputs are the same as without a
 draft, so the sampled tokens are the same too.
 """
 
@@ -51,8 +51,9 @@ class Verifier:
 
     def sample(self, step: PendingStep) -> Verification | None:
         """Queues the sampling of a step's sequences with drafts, and removes them from the step;
-        None if there are none. A sequence that was steered since the forward stays in the step,
-        without its draft. A sequence with a controller is verified as far as it has masks."""
+        returns None if no sequence has a draft. A sequence that was steered since the forward stays
+        in the step, without its draft. For a sequence with a controller, only draft tokens with
+        masks are verified."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
@@ -75,7 +76,7 @@ class Verifier:
         work = verification.work
         work.wait()
         if work.error is not None:
-            log.warning("a step with drafts failed; it is repeated without: %s", work.error)
+            log.warning("a step with drafts failed; it is repeated without drafts: %s", work.error)
             for sequence in verification.sequences:
                 sequence.draft = ()
                 sequence.drafting = None
@@ -120,7 +121,8 @@ class Verifier:
         ``unusable``: the keys and values of the rejected tokens may contain NaN."""
         blocks, table = self._blocks, sequence.block_table
         if unusable:
-            # A masked position still meets 0 * value, and 0 * NaN is NaN: all is computed again.
+            # The value at a masked position is multiplied by 0, and 0 * NaN is NaN. So all tokens
+            # are computed again.
             self._runner.clear_blocks(blocks.discard(table))
             sequence.num_computed_tokens = 0
             sequence.drafting = None

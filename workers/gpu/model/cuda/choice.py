@@ -62,11 +62,14 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
-    """The fastest of several kernels, summed over all layer shapes: as stored, or by time."""
+    """The fastest of several kernels: the stored choice, or else the kernel whose times over all
+    layer shapes have the smallest sum."""
     key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
     found = stored_choices.load(key)
     if found is not None and found in kernels:
-        log.info("%s: %s is used, as measured before", loaded.name, KERNELS[found].TITLE)
+        log.info(
+            "%s: %s is used, as an earlier measurement showed", loaded.name, KERNELS[found].TITLE
+        )
         return found
     shapes = sorted(set(loaded.layers.values()))
     try:
@@ -77,12 +80,13 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
             for kernel in kernels
         }
     except RuntimeError as error:
-        # For example out of memory. Each of these kernels has given right results.
+        # The device may be out of memory, for example. Any of these kernels may be used, because
+        # all have given right results.
         log.warning("%s: its kernels cannot be timed: %s", loaded.name, error)
         return kernels[0]
     fastest = min(times, key=lambda kernel: times[kernel])
     log.info(
-        "%s: %s is used, by time on the %s: %s",
+        "%s: %s is used, the fastest on the %s: %s",
         loaded.name,
         KERNELS[fastest].TITLE,
         torch.cuda.get_device_name(loaded.device),

@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs: FlashAttention 3 reads the blocks in place, if it is installed.
 
 ``flash_attn_with_kvcache`` of the package ``flash_attn_3`` takes packed queries (``cu_seqlens_q``)
-and a page table, so one call computes decodes and prompts. ``num_splits=1``, so that the split of a
+and a page table, so one call computes decodes and prompts. With ``num_splits=1``, the split of a
 sequence's keys does not depend on the batch.
 """
 
@@ -21,7 +21,7 @@ from .varlen import MAX_HEAD_DIM, VarlenBatch
 TITLE = "FlashAttention 3"
 BLOCK_SIZE = FLASH3_BLOCK_SIZE
 MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-"""The names of its Python module, by version of the package."""
+"""The names of the package's Python module in different versions of the package."""
 _NEEDED = {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "num_splits"}
 
 
@@ -58,7 +58,8 @@ def attend_stored(
 
 @cache
 def function() -> Callable[..., torch.Tensor]:
-    """``flash_attn_with_kvcache``. Raises ImportError, with the reason, if there is none."""
+    """``flash_attn_with_kvcache``. Raises ImportError, with the reason, if it cannot be
+    imported."""
     reason = "it is not installed"
     for name in MODULES:
         try:

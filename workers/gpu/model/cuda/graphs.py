@@ -30,11 +30,11 @@ TOLERANCE = 5e-2
 """Greatest difference between the logits of a replay and of the step without a graph, relative to
 their standard deviation."""
 MAX_CAPTURE_S = 60.0
-"""No capture begins later than this after the first one, in seconds."""
+"""Seconds since the first capture after which further captures are not started."""
 WARM_UPS = 2
 """Forwards before a capture: the first runs of kernels do setup work that must not be captured."""
 MAX_ATTEMPTS = 2
-"""Captures of one size before steps run without graphs."""
+"""Maximum number of attempts to capture one size; after that, steps run without graphs."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch], torch.Tensor]
 
@@ -57,7 +57,7 @@ class _Buffers:
         """The block tables in ``block_table``, their width, and their number of rows."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        # One buffer, which one copy from the host fills.
+        # The inputs are views of one buffer, which one copy from the host fills.
         self._numbers = torch.zeros(3 * largest + 1, dtype=torch.int64, device=device)
         self._positions, self._slots = self._numbers[: 2 * largest].view(2, largest)
         narrow = self._numbers[2 * largest :].view(torch.int32)
@@ -121,7 +121,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         """``[largest, vocab]``: the output of all graphs."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """By size. A step replays the smallest graph that its batch fits."""
+        """The graphs by batch size. A step replays the smallest graph into which its batch fits."""
         self.why = "they have not been captured"
         """The reason why some steps run without a graph; empty if all sizes have one."""
 
@@ -157,7 +157,7 @@ class DecodeGraphs:
                 except Exception as error:
                     log.warning("capture %d of the graph of %d rows: %s", attempt, size, error)
                     self.why = f"capturing the graph of {size} rows failed: {error}"
-                    # After a failed capture, the state of both is undefined.
+                    # After a failed capture, the state of the stream and of the pool is undefined.
                     session = _Session(self._device)
             if size not in self._graphs:
                 self._graphs.clear()
@@ -166,7 +166,7 @@ class DecodeGraphs:
             self.why = ""
 
     def fit(self, packed: Packed) -> bool:
-        """Whether a graph can compute a step: it only decodes, and is not too large."""
+        """Whether a graph can compute a step: the step only decodes, and is not too large."""
         spans, count = packed.spans, len(packed.ids)
         if not self._graphs or spans is None or spans.queries.max() > 1:
             return False
@@ -196,7 +196,8 @@ class DecodeGraphs:
             if self._logits is None:
                 self._logits = torch.empty_like(wanted)
             graph = torch.cuda.CUDAGraph()
-            # Another thread may load a model meanwhile: only this thread's calls can break it.
+            # Another thread may load a model meanwhile. In this mode, its calls do not break the
+            # capture.
             with torch.cuda.graph(
                 graph,
                 pool=session.pool,
@@ -205,10 +206,11 @@ class DecodeGraphs:
             ):
                 self._logits[:size].copy_(forward(*inputs))
         graph.replay()
-        away = (self._logits[:size].float() - wanted.float()).abs().max().item()
-        if not away <= TOLERANCE * wanted.float().std().item() + 1e-6:
+        distance = (self._logits[:size].float() - wanted.float()).abs().max().item()
+        if not distance <= TOLERANCE * wanted.float().std().item() + 1e-6:
             raise ValueError(
-                f"the logits of a replayed step differ by {away:.3g} from those of the step itself"
+                f"the logits of a replayed step differ by {distance:.3g} from those of the step "
+                "itself"
             )
         return graph
 

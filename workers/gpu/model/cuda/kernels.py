@@ -34,7 +34,7 @@ class BlockAttention(Protocol):
         ...
 
     def why_not(self, loaded: LoadedModel) -> str:
-        """Why the kernel cannot attend for a model; empty if it can, before any trial."""
+        """Why the kernel cannot attend for a model; empty if it can. Called before any trial."""
         ...
 
 
@@ -59,7 +59,7 @@ def writing(attend_stored: Attend) -> Attend:
 
 
 def function_name(kernel: Kernel) -> str:
-    """The name under which transformers knows a kernel. Names with ``flash`` are its own."""
+    """The name of a kernel in transformers, which reserves names that contain ``flash``."""
     return f"tokenbus_{kernel}"
 
 

@@ -38,7 +38,8 @@ def path() -> Path:
 
 
 def key_of(loaded: LoadedModel, group: int, kernels: Sequence[Kernel]) -> str:
-    """All that the times of ``kernels`` depend on. ``group``: query heads for each key head."""
+    """A key with everything that the times of ``kernels`` depend on. ``group``: query heads for
+    each key head."""
     parts = {
         "card": torch.cuda.get_device_name(loaded.device),
         "driver": _driver(),
@@ -52,13 +53,13 @@ def key_of(loaded: LoadedModel, group: int, kernels: Sequence[Kernel]) -> str:
 
 
 def load(key: str) -> Kernel | None:
-    """The stored choice; None if there is none."""
+    """The stored choice; None if no choice is stored."""
     return _chosen.get(key) or _read().get(key)
 
 
 def store(key: str, kernel: Kernel) -> None:
-    """Stores a choice. The file is replaced at once, so that a reader sees the old or the new
-    one."""
+    """Stores a choice. The file is replaced at once, so that a reader sees either the
+    old file or the new one."""
     _chosen[key] = kernel
     choices = {k: v for k, v in _read().items() if k != key} | {key: kernel}
     kept = dict(list(choices.items())[-MAX_CHOICES:])

@@ -47,7 +47,7 @@ class Trial:
 
         kv_heads, dim, _ = shape
         heads = self._group * kv_heads
-        # One tensor, as after the product for queries, keys and values together.
+        # Queries, keys and values are views of one tensor, as after a joint product.
         rows = normal(sum(self._queries), heads + 2 * kv_heads, dim)
         self._query = rows[:, :heads]
         self._new = rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
@@ -78,9 +78,9 @@ class Trial:
         found, at = self.run(window, cap), 0
         for row, (count, length) in enumerate(zip(self._queries, self._lengths, strict=True)):
             wanted = self._plain(row, self._query[at : at + count], length, window, cap)
-            away = (found[at : at + count].float() - wanted).abs().max().item()
-            if not away <= TOLERANCES[found.dtype]:
-                raise ValueError(f"the result differs by {away:.3g} from plain attention")
+            distance = (found[at : at + count].float() - wanted).abs().max().item()
+            if not distance <= TOLERANCES[found.dtype]:
+                raise ValueError(f"the result differs by {distance:.3g} from plain attention")
             at += count
 
     def seconds(self) -> float:

@@ -1,8 +1,8 @@
 """Attention on CUDA: PyTorch's FlashAttention reads the blocks in place.
 
-``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a sequence's
-results independent of what else is in the batch. ``trial.py`` tests it on the device before it is
-used.
+The kernel is ``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a
+sequence's results independent of the rest of the batch. ``trial.py`` tests it on the device before
+it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..loader import LoadedModel
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    # torch 2.9 does not have it.
+    # torch 2.9 does not have this module.
     varlen_attn = None  # type: ignore[assignment]
 
 TITLE = "FlashAttention"
@@ -125,7 +125,7 @@ def attend_stored(
 
 
 def why_no_kernel() -> str:
-    """The reason why this torch has no attention over blocks; empty if it has."""
+    """The reason why this torch has no attention over blocks; empty if it has such attention."""
     if varlen_attn is None or "block_table" not in inspect.signature(varlen_attn).parameters:
         return f"torch {torch.__version__} has no attention over blocks; torch 2.13 has it"
     return ""

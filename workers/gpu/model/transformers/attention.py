@@ -2,7 +2,7 @@
 
 A step's tokens, of all sequences, are packed into one row. Transformers calls ``paged_attention``
 in each layer, registered under the name ``tokenbus``; the ``PackedBatch`` reaches it as an extra
-keyword argument of the model's call. It writes the new keys and values to the slots of
+keyword argument of the model's call. The function writes the new keys and values to the slots of
 ``slot_mapping``; each group of sequences then attends over its blocks (SDPA over gathered blocks).
 """
 

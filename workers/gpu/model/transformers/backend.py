@@ -21,9 +21,9 @@ from .attention import NAME, NAME_COMPILED
 log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
-"""Maximum number of compiled forms of one function; torch's default is 8. torch.compile makes a
-form for each combination of no, one or several rows, one or several tokens, and the classes that
-share a decorator."""
+"""Maximum number of compiled forms of one function; torch's default is 8. The number of
+rows (none, one or several), the number of tokens (one or several) and the classes that share a
+decorator need separate forms."""
 
 
 class TransformersBackend(ForwardBackend):

@@ -1,7 +1,7 @@
 """Attention over paged keys by the Triton kernels: the tiles of a step, and the launches.
 
 A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: its keys are split among
-several programs. The kernel of a chunk depends on nothing but the chunk.
+several programs. The kernel of a chunk depends only on the chunk.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TITLE = "Triton"
 BLOCK_SIZE = TRITON_BLOCK_SIZE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_SHORT = 32
-"""Tokens of a chunk whose keys are split: a draft and its last token fit."""
+"""Maximum number of tokens of a short chunk; a draft and the token before it fit."""
 TARGET_PROGRAMS = 528
-"""Programs that a launch should have: four for each multiprocessor of an H100."""
+"""Number of programs that a launch should have: four for each multiprocessor of an H100."""
 MAX_PARTIAL_BYTES = 256 * 2**20
 """A launch whose partial results exceed this size is divided."""
 MAX_DECODES = 4096
@@ -64,7 +64,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        """Programs that have finished a tile: 0 between launches."""
+        """Number of programs that have finished each tile; 0 between launches."""
         rows = torch.arange(MAX_DECODES, dtype=torch.int32, device=device)
         self.decodes = torch.stack((rows, torch.zeros_like(rows), rows), 1)
         """The tiles of chunks of one token each."""

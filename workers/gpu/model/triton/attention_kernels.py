@@ -5,8 +5,8 @@ query heads of one key head. Each key and value is therefore read once for all h
 loop iteration covers ``BLOCK_N`` keys. Rows of a tile do not mix, and the split of the keys follows
 from the tile's own positions, so a row's result does not depend on the rest of the batch.
 
-The online softmax is that of FlashAttention (Dao et al., 2022), the split that of Flash-Decoding.
-Exponents are of base 2.
+The online softmax is from FlashAttention (Dao et al., 2022), and the split from Flash-Decoding.
+Exponentials have base 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNTIME = (
     "scale",
     "cap",
 )
-"""Arguments for whose values and alignment no variant of a kernel is compiled."""
+"""Arguments whose values and alignment do not lead to separate variants of a kernel."""
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _attend_keys(
             seen = seen & (at[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen no key has -inf here, and -inf minus -inf is NaN.
+        # A row without any key so far has -inf here, and -inf minus -inf is NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(highest - base)
@@ -276,7 +276,7 @@ def split_kernel(
             tl.store(sums + 2 * part + 1, total, mask=kept)
 
     if splits > 1:
-        # All threads have stored their parts before one of them announces it.
+        # All threads must have stored their parts before one of them counts the program as done.
         tl.debug_barrier()
         before = tl.atomic_add(done + tile * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
         if before + 1 < programs:

@@ -35,8 +35,8 @@ class TritonBackend(ForwardBackend):
 def triton_backend(
     tensors: StepTensors, decoder: FusedDecoder, layout: Layout, dtype: torch.dtype
 ) -> TritonBackend | FusedBackend:
-    """The decoder in few kernels; with plain layers, and the reason, if these have no kernels or if
-    the logits would differ."""
+    """The decoder in few kernels. If a layer has no kernel or the logits would differ, the decoder
+    with plain layers, whose ``why_no_kernels`` has the reason."""
     probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
     device = tensors.device
     if device.type == "cuda" and (missing := ops.why_missing(device)):
@@ -47,9 +47,9 @@ def triton_backend(
         found = TritonBackend(tensors, decoder, layout)
         for packed in (probes.prompt(), probes.decode()):
             wanted = probes.logits(plain, packed).clone()
-            away = difference(probes.logits(found, packed), wanted)
-            if not away <= limit:
-                raise NotFusible(f"the logits would be off by {away:.3g} of their spread")
+            distance = difference(probes.logits(found, packed), wanted)
+            if not distance <= limit:
+                raise NotFusible(f"the logits would differ by {distance:.3g} standard deviations")
         return found
     except Exception as error:
         plain.why_no_kernels = str(error)

@@ -1,6 +1,6 @@
-"""The small operations of a decoder layer in Triton, each over one row or head of a program.
+"""The small operations of a decoder layer in Triton.
 
-They compute in float32 and round once, when they store.
+The kernels compute in float32 and round once, when they store.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ def norm_kernel(
     HAS_UPDATE: tl.constexpr,
     HAS_POST: tl.constexpr,
 ):
-    """``hidden += post_norm(update) * scale``, and its RMS norm to ``normed``, a row a program.
+    """Computes ``hidden += post_norm(update) * scale``, and writes the RMS norm of
+    ``hidden`` to ``normed``.
 
-    All rows are ``[WIDTH]`` and contiguous. Without HAS_UPDATE ``hidden`` stays as it is.
+    A program computes one row. All rows are ``[WIDTH]`` and contiguous. Without HAS_UPDATE
+    ``hidden`` stays as it is.
     """
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
@@ -55,7 +57,7 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """``silu(gate) * up``, or with the tanh form of GELU, for rows ``[2 * WIDTH]`` of gate and up.
+    """Computes ``silu(gate) * up``, or GELU's tanh form of it, for rows ``[2 * WIDTH]`` of both.
 
     ``out`` is ``[num_values / WIDTH, WIDTH]``; a program computes BLOCK of its values.
     """

@@ -1,4 +1,4 @@
-"""The Triton kernels as operations of torch, so that fake tensors and CUDA graphs take them.
+"""The Triton kernels as operations of torch, so that they support fake tensors and CUDA graphs.
 
 Triton is imported when an operation runs on real tensors. With ``TRITON_INTERPRET=1`` set before
 that import, the operations run on a CPU. Fake tensors need no Triton.
@@ -15,9 +15,9 @@ import torch
 MIN_CAPABILITY = (8, 0)
 """GPUs before Ampere have no bfloat16 products."""
 MAX_SPLITS = 16
-"""Most parts into which the keys of a tile are split."""
+"""Maximum number of parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
-"""Least number of keys of a part, except for the last one."""
+"""Minimum number of keys of a part, except for the last part."""
 SHORT_ROWS = 16
 """Rows of a tile of a short chunk, the minimum of ``tl.dot``."""
 LONG_ROWS = 128
@@ -63,7 +63,7 @@ def split_attention(
 
     ``out`` and ``query`` are ``[num_tokens, heads, dim]``, ``cache`` the keys and values of a
     layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table, ``partials`` the
-    memory for results of splits. ``window`` 0: none; ``cap`` 0: none.
+    memory for results of splits. ``window`` 0: no window; ``cap`` 0: no cap.
     """
     from .attention_kernels import split_kernel
 
@@ -131,8 +131,8 @@ def norm(
     post_gain: torch.Tensor | None,
     post_eps: float,
 ) -> None:
-    """Adds ``scale`` times ``update``, normalized with ``post_gain`` if there is one, to
-    ``hidden`` in place, and writes its RMS norm to ``normed``; all ``[num_tokens, width]``."""
+    """Adds ``scale`` times ``update``, normalized with ``post_gain`` if there is one, to ``hidden``
+    in place, and writes the RMS norm of ``hidden`` to ``normed``; all ``[num_tokens, width]``."""
     from .layer_kernels import norm_kernel
 
     rows, width = hidden.shape
@@ -235,7 +235,7 @@ def _attention(
         "GROUP": heads // kv_heads,
         "KV_HEADS": kv_heads,
         "DIM": dim,
-        # A product of tiles takes no fewer than 16.
+        # The dimensions of a product of tiles must be at least 16.
         "BLOCK_D": max(16, _power(dim)),
         "BLOCK_SIZE": block_size,
         "HAS_WINDOW": window > 0,
@@ -257,13 +257,13 @@ def _stages(device: torch.device) -> int:
 
 
 def _block_n(dim: int, dtype: torch.dtype) -> int:
-    """Keys of an iteration: as many as shared memory has room for, twice or three times."""
+    """Number of keys of an iteration. Shared memory has room for two or three iterations."""
     keys = 64 if dim <= 128 else 32
     return keys // 2 if dtype == torch.float32 else keys
 
 
 def _power(number: int) -> int:
-    """The smallest power of 2 that is not less."""
+    """The smallest power of 2 that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 
