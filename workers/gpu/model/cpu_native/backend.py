@@ -53,7 +53,7 @@ class CpuBackend(ForwardBackend):
             return self._base.compute(ids, positions, rows, context)
         finally:
             self._threads.observe(len(ids), time.perf_counter() - began)
-            torch.set_num_threads(self._threads.most)
+            torch.set_num_threads(self._threads.max_threads)
 
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of ``packed.rows``."""
