@@ -1,5 +1,5 @@
-"""The gateway: Tokenbus for clients that speak HTTP or WebSocket.
+"""The gateway: serves a Tokenbus over HTTP and WebSocket.
 
-The gateway is a client of the bus, without state on which other processes depend. So any gateway
+A gateway is a client of the bus. Other processes do not depend on its state, so that any gateway
 process can be restarted, and several can share one port.
 """

@@ -13,7 +13,7 @@ from ...protocol.settings import SettingError, load
 from .lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""The flag of a gateway that hands its place over to the next one on SIGUSR2 (``lingering.py``)."""
+"""The flag of a gateway that lets its successor take over after SIGUSR2 (``lingering.py``)."""
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def _serve(leaving: Leaving | None) -> int:
         from .server import BindError, GatewayServer, check_tls, listen
     except ImportError as error:
         print(
-            f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs what it needs",
+            f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs its packages",
             file=sys.stderr,
         )
         return 2
@@ -41,19 +41,19 @@ def _serve(leaving: Leaving | None) -> int:
 
             set_tracer_provider(exporter.provider)
         if settings.http == "none":
-            raise SettingError("http: it is 'none', so that there is nothing to serve")
+            raise SettingError("http: the setting is 'none'; a gateway needs HOST:PORT")
         fault = check_tls(settings)
         if fault is not None:
             raise SettingError(fault)
         keys = ApiKeys.read(Path(settings.api_keys)) if settings.api_keys else None
-        own_key(settings, "client")  # An unreadable file is reported here.
+        own_key(settings, "client")  # Reports a key file that cannot be read.
         listener = listen(settings)
     except (SettingError, KeyFileError, KeyFault, BindError) as error:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
-        # supervisord does not restart a process that exits with 2. Another code is returned here
-        # because the address may become free.
+        # supervisord does not restart a process that exits with 2. The exit code is not 2 if the
+        # address is in use, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
-    # One text is tokenized at a time, so the tokenizer's own threads would only cost time.
+    # The gateway tokenizes one text at a time, so the tokenizer's own threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")

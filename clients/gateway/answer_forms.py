@@ -1,7 +1,7 @@
-"""The forms in which models write thinking and tool calls, by their chat templates, as structures.
+"""Structures for the forms in which models write thinking and tool calls.
 
-Each family of models was trained on one form. Its structure constrains an answer, and shows where
-its parts are (``protocol.structure``).
+Each family of models was trained on one form, which its chat template shows. A structure
+constrains an answer and finds the parts of the answer (``protocol.structure``).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Family:
     quoted: bool = True
     """Whether names are JSON strings."""
     never: tuple[str, ...] = ()
-    """Texts that neither free text nor arguments may contain, because the family's parsers search
-    for them."""
+    """Texts that must not occur in free text or arguments, because the family's parsers search for
+    them."""
 
 
 HERMES = Family(
@@ -122,7 +122,7 @@ HARMONY = Family(
 
 
 def family_of(chat_template: str) -> Family:
-    """The family whose form a template uses; Hermes's if it is not clear."""
+    """The family whose form a template uses; Hermes's family if the template does not show it."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
@@ -141,7 +141,7 @@ Thinking = Literal["none", "first", "inside"]
 
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
-    """How the answer to a prompt of the template begins."""
+    """Whether the answer to a prompt may begin with thinking, or inside thinking."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -158,11 +158,10 @@ class Function(NamedTuple):
 
 @dataclass
 class Rest:
-    """The content of an answer outside thinking and calls: free text, or text under a
-    constraint."""
+    """The text of an answer outside thinking and calls, which may have a constraint."""
 
     controller: str = ""
-    """The built-in constraint; empty: free text."""
+    """The name of the built-in constraint; empty: the text is free."""
     arg: str | dict[str, Any] | list[Any] | None = None
 
 
@@ -172,7 +171,7 @@ class Wanted:
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
-    """The content outside thinking and calls; None: only calls."""
+    """The text outside thinking and calls; None: the answer has only calls."""
     parallel: bool = True
     """Whether several calls are allowed."""
     thinking: Thinking = "none"
@@ -185,7 +184,8 @@ def structure_of(family: Family, wanted: Wanted) -> Structure:
 
 
 class _Building:
-    """Phases: the beginning, after thinking, after a call, the end."""
+    """Builds the structure of most families. Its phases are the beginning, the text after thinking,
+    the text after a call, and the end."""
 
     BEGIN, ANSWER, CALLED, END, SPACED = range(5)
 
@@ -207,7 +207,7 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # Thinking ends with an empty line, which the free text contains.
+        # The empty line after thinking is a tag if a constraint does not allow it in the text.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None
@@ -247,8 +247,8 @@ class _Building:
         )
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
-        """A call of each function. ``whole``: a call begins only with the whole text before its
-        arguments, as another text may have the same beginning."""
+        """Adds a call of each function. ``whole``: a call is recognized only by the whole text
+        before its arguments, because other text may begin in the same way."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:
@@ -271,7 +271,7 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """Texts that parsers interpret as marks of thinking, wherever they occur."""
+        """Texts that parsers interpret as the marks of thinking anywhere in an answer."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:
@@ -283,7 +283,8 @@ class _Building:
 
 
 class _Harmony:
-    """Phases: the first message, a later one, the final text, the end after a call."""
+    """Builds the structure of gpt-oss. Its phases are the first message, a later message, the final
+    text, and the end after a call."""
 
     FIRST, LATER, FINAL, CALLED = range(4)
 
@@ -317,7 +318,7 @@ class _Harmony:
         )
 
     def _others(self, before: str) -> list[int]:
-        """Calls, and the final message."""
+        """Adds the calls and the final message."""
         found = []
         if self._wanted.rest is not None:
             begin = f"{before}<|channel|>final<|message|>"

@@ -1,6 +1,6 @@
-"""The parts of an answer as they arrive: text, thinking, and tool calls.
+"""Splits an answer into text, thinking and tool calls while it arrives.
 
-The text is parsed by the automaton that also computed its masks (``protocol.structure``).
+The automaton that computed the token masks also parses the text (``protocol.structure``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class AnswerForm:
     """The structure of the answers to one request of a model."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
-        """``special_tokens``: the names of the vocabulary's special tokens, which texts do not
-        contain."""
+        """``special_tokens``: the special tokens by id. The text of an entry does not contain
+        them."""
         self.automaton = Automaton(structure, special_tokens.values())
         self._marks = {
             number: special(name).decode("utf-8", "surrogateescape")
@@ -36,7 +36,8 @@ class AnswerForm:
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str | None = None) -> str:
-        """The text of an entry for ``PartReader.feed``; ``text``: the text, if it is known."""
+        """The text of an entry for ``PartReader.feed``. ``text``: the entry's own text, if the
+        caller has it."""
         if text is None:
             text = "" if entry.text is UNSET else entry.text
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
@@ -91,14 +92,14 @@ class PartReader:
         self._reader = Reader(form.automaton)
         self._number = -1
         self._space = ""
-        """White space at the end so far of a piece of text or thinking; white space at the ends of
-        a part is dropped."""
+        """White space at the current end of a text or thinking part. It is dropped if the part ends
+        there."""
         self._spoke = False
-        """Whether this part has text other than white space."""
+        """Whether the current part contains more than white space."""
         self._kind = "text"
         self._after_tag = self._structure.inside is not None
-        """Whether a part of another kind ended before: white space at the beginning of the text is
-        then dropped."""
+        """Whether a part of another kind precedes the text. If so, white space at the beginning of
+        the text is dropped."""
 
     @property
     def called(self) -> bool:
@@ -110,7 +111,7 @@ class PartReader:
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:
-        """The rest when the answer ends, which may be the beginning of a tag."""
+        """The remaining parts when the answer ends. An incomplete tag becomes text."""
         parts = self._parts(self._reader.end())
         if self._space and not self.called and self._kind == "text":
             parts.append(Text(self._space))
@@ -150,7 +151,7 @@ class PartReader:
 
 @dataclass
 class ReadAnswer:
-    """A whole answer."""
+    """The parts of a whole answer."""
 
     parts: list[Part]
 

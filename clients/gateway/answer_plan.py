@@ -1,4 +1,4 @@
-"""The parts of the answer to a prompt, which follow from the template that made the prompt."""
+"""Finds the form of the answer to a prompt from the template that made the prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import invalid_field
 from .models import ServedModel
 
 PROMPT_END = 8
-"""Tokens at the end of a prompt that are searched for the beginning of thinking."""
+"""Number of tokens at the end of a prompt that are searched for the beginning of thinking."""
 
 
 def answer_form(
@@ -20,11 +20,12 @@ def answer_form(
     separate_reasoning: bool = True,
     thinking_field: str = "max_thinking_tokens",
 ) -> AnswerForm | None:
-    """The parts of the answer to the prompt ``ids``, which ``template`` made; None: one text.
+    """The form of the answer to the prompt ``ids``, which ``template`` made; None if the answer is
+    one text.
 
-    ``separate_reasoning``: thinking is a part of its own, if the template supports thinking.
-    ``thinking_field``: the field that bounds it. Raises ApiError 400 if the answer has no thinking
-    that could be bounded.
+    ``separate_reasoning``: thinking is a separate part if the template supports thinking.
+    ``thinking_field``: name of the field that bounds thinking, for errors. Raises ApiError 400 if
+    the field is given and the template does not support thinking.
     """
     family = family_of(template)
     if separate_reasoning or family is HARMONY:
@@ -32,8 +33,8 @@ def answer_form(
     if wanted.max_thinking_tokens is not None and wanted.thinking == "none":
         raise invalid_field(
             thinking_field,
-            f"{thinking_field} is given, and the model's chat template has no thinking that could "
-            "be bounded; leave it out",
+            f"{thinking_field} is given, but the model's chat template does not support thinking; "
+            f"leave {thinking_field} out",
         )
     if wanted.thinking == "none" and not wanted.functions:
         return None

@@ -1,4 +1,4 @@
-"""The application: the routes of every interface, the checks before them, and uniform errors."""
+"""Builds the application: the routes of all interfaces, access checks, and error handlers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application within ``Traffic``, which also sees the answers to errors."""
+    """Starlette's application inside ``Traffic``, which also counts the answers to errors."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Called by Starlette, once."""
@@ -47,8 +47,8 @@ class Application(Starlette):
 
 
 def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
-    """The application of one gateway process; ``keys`` are the accepted keys, None: all requests
-    are accepted."""
+    """The application of one gateway process. ``keys``: the accepted API keys; None: a request
+    needs no key."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ async def _tokenbus_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Errors of Starlette itself: an unknown path, or a method that a path does not have."""
+    """Answers a request for an unknown path, or with a method that the path does not accept."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path
@@ -105,15 +105,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return ApiError(404, message, code="unknown_path", headers=headers).response(path)
     if error.status_code == 405:
         message = (
-            f"{path} does not take {request.method}; it takes {headers.get('Allow', 'others')}"
+            f"{path} does not accept {request.method}; use {headers.get('Allow', 'another method')}"
         )
         return ApiError(405, message, code="method_not_allowed", headers=headers).response(path)
     return ApiError(error.status_code, error.detail, headers=headers).response(path)
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:
-    """Answers a request whose client has disconnected: the status is the one that nginx logs in
-    this case."""
+    """Answers a request whose client has disconnected, with the status that nginx logs (499)."""
     return Response(status_code=499)
 
 

@@ -1,4 +1,4 @@
-"""The bodies of requests: bounded, of the right type, and without unknown fields."""
+"""Reads the bodies of requests, and checks their size, type and fields."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from .errors import ApiError, field_name, invalid_field
 from .idempotency import HEADER, LAST_EVENT, current_named
 
 SMALL_BODY_BYTES = 256 * 1024
-"""The values of a smaller body are not counted."""
+"""The values of a body that is smaller than this number of bytes are not counted."""
 MAX_STRINGS = 65_536
-"""Maximum strings of a body, including the names of fields: the event loop creates objects for
-them."""
+"""Maximum number of strings in a body, including field names. The bound limits the time in which
+the event loop creates their objects."""
 MAX_VALUES = 1_048_576
-"""Maximum values of a body, such as token ids."""
+"""Maximum number of values in a body, such as token ids."""
 _STRUCTURE = b",[{"
 """The characters that may precede a value, in addition to the colon after a name."""
 IGNORED_HEADER = "x-tokenbus-ignored"
-"""The header that lists the fields of the request without an effect."""
+"""The header that lists the request's fields that have no effect."""
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """The base of all bodies. A field that is not declared is refused, with its path."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Declared fields without an effect, which default to UNSET: accepted and reported."""
+    """Fields that are accepted but have no effect. They default to UNSET, and are reported if
+    given."""
 
     def ignored(self) -> list[str]:
-        """The given fields without an effect, by name: ``user``, ``messages[].name``."""
+        """Names of given fields that have no effect, such as ``user`` or ``messages[].name``."""
         found = dict.fromkeys(self._ignored(""))
         return list(found)
 
@@ -55,8 +56,8 @@ B = TypeVar("B")
 
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request; raises ApiError 413 if it is longer than ``limit`` bytes, and
-    UnavailableError if the gateway has no room for it."""
+    """The body of a request. Raises ApiError 413 if the body is longer than ``limit`` bytes, and
+    UnavailableError if the gateway's memory for bodies is used up."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -84,8 +85,8 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 async def read_body(request: Request, kind: type[B], limit: int = MAX_BODY_BYTES) -> B:
     """The JSON body of a request as a ``kind``.
 
-    Raises ApiError: 415 if it is not declared as JSON, 413 if it is too large, 400 if it is not
-    JSON or not a valid ``kind``, with the path of the field at fault.
+    Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400, with
+    the path of the faulty field, if the body is not a valid ``kind``.
     """
     check_json(request)
     return decode_body(await read_bytes(request, limit), kind)
@@ -105,8 +106,8 @@ def check_json(request: Request) -> None:
 
 
 def decode_body(body: bytes, kind: type[B]) -> B:
-    """``body`` as a ``kind``; raises ApiError 413 if it has too many values, and 400 with the path
-    of the field at fault."""
+    """Decodes ``body`` as a ``kind``. Raises ApiError 413 if the body has too many values, and 400
+    with the path of a faulty field."""
     if len(body) > SMALL_BODY_BYTES:
         _check_values(body)
     try:
@@ -119,7 +120,7 @@ def decode_body(body: bytes, kind: type[B]) -> B:
 
 
 def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
-    """The fault, in words, and the path of the field: ``$.messages[0].role``."""
+    """Splits msgspec's error into its message and the field's path, ``$.messages[0].role``."""
     what, _, path = str(error).partition(" - at ")
     path = path.strip("`") or "$"
     quoted = what.split("`")
@@ -135,20 +136,20 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that lists fields without an effect; empty if there are none."""
+    """The header that lists ``names``, the fields that have no effect; empty without names."""
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 def _check_values(body: bytes) -> None:
     """Raises ApiError 413 if a body has more values than the event loop can decode in time.
 
-    They are counted without a decoder, which would take as long as decoding itself.
+    The values are counted in the raw bytes, because decoding them would already take too long.
     """
-    # Without escaped quotes, every string is the text between two quotes.
+    # If no quote is escaped, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise _too_many(num_strings, "strings, names of fields included,", MAX_STRINGS)
+        raise _too_many(num_strings, "strings (with field names)", MAX_STRINGS)
     structure = b"".join(plain.split(b'"')[::2])
     num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
     if num_values > MAX_VALUES:
@@ -158,7 +159,7 @@ def _check_values(body: bytes) -> None:
 def _too_many(count: int, what: str, limit: int) -> ApiError:
     return ApiError(
         413,
-        f"the body has {count} {what} or more; the limit is {limit}; send fewer or longer texts",
+        f"the body has at least {count} {what}; at most {limit} are allowed",
         code="too_large",
     )
 
@@ -166,6 +167,6 @@ def _too_many(count: int, what: str, limit: int) -> ApiError:
 def _too_large(size: int, limit: int) -> ApiError:
     return ApiError(
         413,
-        f"the body has {size} bytes or more; the limit is {limit}",
+        f"the body has at least {size} bytes; at most {limit} are allowed",
         code="too_large",
     )

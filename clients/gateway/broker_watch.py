@@ -1,7 +1,7 @@
-"""Notices that the broker was restarted or does not answer, for connections that cannot notice it.
+"""Detects that the broker was restarted or does not answer, for connections without PINGs.
 
-ZeroMQ reconnects by itself. So a client that does not send PINGs would wait forever for the rest of
-streams that the broker does not know any more.
+ZeroMQ reconnects by itself. A client that does not send PINGs would therefore wait forever for
+streams that a restarted broker does not have.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...transport.dealer import Context
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-"""How often to send a PING before the broker has set the interval, in seconds."""
+"""Interval between PINGs before the broker has set the interval, in seconds."""
 
 
 class BrokerWatch:
-    """A session with the broker at ``front``. Calls ``lost``, with this object and the reason,
-    whenever the session ends.
+    """A session with the broker at ``front``. When the session ends, it calls ``lost`` with this
+    object and the reason.
 
-    The session ends if another broker answers, or if the broker was silent for the duration of a
-    session. It also ends if no broker has answered within ``patience_s`` seconds. ``key``: the key
-    with which it connects, if any.
+    The session ends if another broker answers, if the broker is silent for the duration of a
+    session, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
+    connection, or None.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class BrokerWatch:
         self._key = key
         self._task: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        """Set when the broker has answered in the present session, or when that session ends."""
+        """Set when the broker answers in the current session, or when the session ends."""
 
     def start(self) -> None:
-        """Begins, unless it has begun."""
+        """Starts the watch unless it has started."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     async def begun(self) -> None:
-        """Waits until the broker knows the watch, or until ``lost`` was called instead. Raises
-        TimeoutError if neither happens, as the watch cannot be opened or its HELLO is refused.
+        """Waits until the broker has answered the watch, or until ``lost`` was called. Raises
+        TimeoutError if neither happens, because the watch cannot connect or its HELLO is refused.
 
-        If a connection sent something to a broker before, and the broker was replaced at that
-        moment, the watch would begin with the next broker and report no restart.
+        A connection must not send a message before. If the broker were replaced after the message,
+        the watch would begin with the new broker and would not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()
 
     async def close(self) -> None:
-        """Ends the watch."""
+        """Stops the watch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -92,7 +92,7 @@ class BrokerWatch:
                 await asyncio.sleep(PING_S)
 
     async def _session(self, dealer: AsyncDealer) -> str:
-        """One session; returns how it ended."""
+        """Runs one session; returns the reason of its end."""
         hello = Hello(client="tokenbus gateway", capabilities=["ping"])
         await dealer.send([b"HELLO", encode_body(hello, "json")])
         ping_s, expiry_s = PING_S, self._patience_s

@@ -1,9 +1,9 @@
-"""The messages of users that a tunnel sends over the gateway's own connection to the broker.
+"""Checks and marks the users' messages that a tunnel sends with the gateway's rights.
 
-Such a connection may have more rights than its users: on the broker's machine, or with the key of
-that machine, a client is the operator. So operator messages are refused. Messages whose answer
-depends on the sender's rights are marked as a user's. Every such message has the mark, because a
-new connection has no record of earlier messages.
+The gateway's connection may have more rights than its users: on the broker's machine, or with the
+key of that machine, a client is the operator. Messages for the operator are therefore refused.
+Messages whose answer depends on the sender's rights are marked as a user's. Each of these messages
+is marked, because a new connection does not know earlier messages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from ...protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, Status
 
 
 def carried(frames: Frames) -> Frames:
-    """A user's message in the form for the broker; raises RequestError if the user may not send
-    it."""
+    """Marks a user's message if necessary; raises RequestError if the user may not send it."""
     kind = frames[0]
     if kind in OPERATOR_MESSAGES:
         raise RequestError(
             Code.NOT_ALLOWED,
-            f"{kind.decode()} is for the operator, and users of a gateway are not; send it from "
+            f"only the operator may send {kind.decode()}, not a user of a gateway; send it from "
             "the broker's machine without the gateway, or with an API key whose tenant is the "
             "operator's key",
         )

@@ -25,7 +25,7 @@ TYPES = {
     ".wasm": "application/wasm",
 }
 HEADERS = {
-    # Only the page's own files are allowed, and scripts may not build HTML from text.
+    # The page may load only its own files, and scripts may not build HTML from text.
     "content-security-policy": "; ".join(
         (
             "default-src 'none'",
@@ -43,7 +43,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    # File names have no version: a browser asks whether its copy is current.
+    # File names have no version, so a browser must check whether its copy is current.
     "cache-control": "no-cache",
 }
 
@@ -51,7 +51,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def routes() -> list[BaseRoute]:
-    """``/console``, ``/console/NAME`` for each file of the page, and ``/``, which leads there."""
+    """The routes ``/console``, ``/console/NAME`` for each file, and ``/``, which redirects to
+    ``/console``."""
     files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
     return [
         Route("/", _from_root),
@@ -62,7 +63,7 @@ def routes() -> list[BaseRoute]:
 
 
 def _file(path: Path) -> Endpoint:
-    """Serves one file, which is read once, or the answer that the browser's copy is current."""
+    """Serves one file, or status 304 if the browser's copy is current. The file is read once."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**HEADERS, "etag": etag}
@@ -77,11 +78,11 @@ def _file(path: Path) -> Endpoint:
 
 
 async def _from_root(request: Request) -> Response:
-    """Redirects a person who opens the address of the gateway to the page."""
+    """Redirects ``/`` to the page, for people who open the address of the gateway."""
     return RedirectResponse("console", headers=HEADERS)
 
 
 async def _to_page(request: Request) -> Response:
-    """Redirects to ``/console``, without a slash at its end, to which the page's links are
-    relative."""
+    """Redirects to ``/console`` without a final slash, because the page's links are relative to
+    that path."""
     return RedirectResponse("../console", headers=HEADERS)

@@ -24,24 +24,24 @@ class Gateway:
         self.shares = UserShares(settings.max_streams)
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
-        """By public key: the clients of API keys that have a key of the bus."""
+        """The clients of tenants, by the public key of the tenant's bus key."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own)
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
         self.tunnels = Tunnels(settings, self.shares)
-        """The WebSockets of LMTP, each with a connection of its own."""
+        """The WebSockets of LMTP, each with its own connection to the broker."""
         self.draining = False
-        """Whether the process was asked to end: running requests are finished."""
+        """Whether the process finishes its requests and then ends."""
         self.probed = False
-        """Whether a load balancer asks for readiness."""
+        """Whether a load balancer polls ``/ready``."""
         self.drain_seen = asyncio.Event()
-        """Set when such a probe was answered while draining."""
+        """Set when ``/ready`` has been answered with 503 during the drain."""
 
     @property
     def client(self) -> SharedClient:
-        """The connection to the broker that all HTTP requests of a tenant share. The tenant is that
-        of the current task's API key, or else the gateway itself."""
+        """The bus client that all HTTP requests of a tenant share. The tenant belongs to the API
+        key of the current task; without one, the gateway itself is the tenant."""
         key = current_tenant.get()
         if key is None:
             return self._own
@@ -53,7 +53,7 @@ class Gateway:
         return client
 
     async def close(self) -> None:
-        """Ends the session at the broker, and with it all running streams."""
+        """Ends the sessions at the broker, which ends all running streams."""
         await self.templates.close()
         await self.tunnels.close()
         for client in (self._own, *self._tenants.values()):

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the status, and the body in the form of each interface."""
+"""Converts errors to HTTP answers, with a status and a body in the form of the interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATUS: dict[str, int] = {
     Code.CONFLICT: 409,
     Code.MODEL_LOAD_FAILED: 502,
     Code.QUEUE_FULL: 503,
-    # The limit of the gateway's session at the broker; ``UserShares`` limits its users (429).
+    # The broker limits the gateway's session with this code. ``UserShares`` limits users (429).
     Code.CLIENT_LIMIT: 503,
     Code.STORE_FAILED: 503,
     Code.NO_WORKER: 503,
@@ -32,7 +32,7 @@ _STATUS: dict[str, int] = {
     Code.TIMEOUT: 504,
     Code.INTERNAL: 500,
 }
-"""The status of a code; 400 for all others, which the request itself has caused."""
+"""The status of a code. All other codes are the request's fault and have the status 400."""
 
 _TYPES = {
     401: "authentication_error",
@@ -43,24 +43,24 @@ _TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
-"""OpenAI's type of error for a status; ``invalid_request_error`` for all others."""
+"""OpenAI's error type for a status; ``invalid_request_error`` for all other statuses."""
 
 _CODES: dict[str, str] = {
     Code.UNKNOWN_MODEL: "model_not_found",
     Code.PROMPT_TOO_LONG: "context_length_exceeded",
 }
-"""Codes for which OpenAI has a name of its own."""
+"""OpenAI's name of a code, if it differs from the code's name on the bus."""
 
 
 class UserLimitError(UnavailableError):
-    """A user has too many open requests, and is refused with a 429; other users are not refused."""
+    """A user has too many open requests, and receives a 429. Other users are not affected."""
 
 
 class ApiError(Exception):
-    """A request that is answered by an error.
+    """The error with which a request is answered.
 
-    ``type``, ``code`` and ``param`` are OpenAI's: a class of errors, the exact reason, and the
-    field at fault, as ``messages[0].content``. ``retry_after_s`` becomes ``Retry-After``.
+    ``type``, ``code`` and ``param`` are OpenAI's fields: the class of the error, its reason, and
+    the faulty field, such as ``messages[0].content``. ``retry_after_s`` becomes ``Retry-After``.
     """
 
     def __init__(
@@ -85,20 +85,19 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError:
-        """The error in the form of the interface at ``path``; OpenAI's form if it has none of its
-        own."""
+        """The error in the form of the interface at ``path``. The default is OpenAI's form."""
         for form, doors in _FORMS:
             if any(path == door or path.startswith(f"{door}/") for door in doors):
                 return form.of(self)
         return ErrorAnswer(ErrorDetails(self.message, self.type, self.param, self.code))
 
     def response(self, path: str = "") -> Response:
-        """The answer to a request at ``path`` that failed."""
+        """The HTTP response for a failed request at ``path``."""
         return json_response(self.body(path), self.status, self.headers)
 
 
 def invalid_field(param: str | None, message: str) -> ApiError:
-    """A request whose field ``param`` is wrong."""
+    """The error 400 for a wrong field ``param``."""
     return ApiError(400, message, code="invalid_field", param=param)
 
 
@@ -108,7 +107,7 @@ class ErrorDetails(Struct):
     message: str
     type: str
     param: str | None
-    """The field at fault."""
+    """The faulty field."""
     code: str | None
 
 
@@ -119,7 +118,7 @@ class ErrorAnswer(Struct):
 
 
 class AiciError(Struct):
-    """An error in the form of vLLM at AICI's time; AICI's client reads ``message``."""
+    """An error in the form of the vLLM version that AICI used. AICI's client reads ``message``."""
 
     message: str
     type: str
@@ -144,7 +143,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Anthropic's type of error for a status; ``invalid_request_error`` for all others."""
+"""Anthropic's error type for a status; ``invalid_request_error`` for all other statuses."""
 
 
 class AnthropicDetails(Struct):
@@ -175,7 +174,7 @@ _FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (
 
 
 def from_tokenbus(error: TokenbusError) -> ApiError:
-    """The same error over HTTP."""
+    """The ApiError for an error of the bus."""
     status = 429 if isinstance(error, UserLimitError) else _STATUS.get(error.code, 400)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and status in (429, 503):
@@ -190,5 +189,5 @@ def from_tokenbus(error: TokenbusError) -> ApiError:
 
 
 def field_name(path: str | None) -> str | None:
-    """``$.messages[0].role`` as OpenAI writes it: ``messages[0].role``."""
+    """Converts a path such as ``$.messages[0].role`` to OpenAI's form ``messages[0].role``."""
     return path.removeprefix("$").removeprefix(".") or None if path else None

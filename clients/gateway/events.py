@@ -1,4 +1,4 @@
-"""Server-sent events. A client that disconnects ends the generation that feeds them."""
+"""Server-sent events. If the client disconnects, the generation behind the events is cancelled."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: object, name: str | None = None) -> bytes:
-    """An event with ``value`` as JSON; ``name`` is its type."""
+    """An event with ``value`` as JSON. ``name`` is the type of the event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + encode(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """An answer that sends what ``events`` yields: whole events, one or several at a time.
+    """An answer that sends the events from the generator ``events``, which yields one or several
+    whole events at a time.
 
-    When the client disconnects, the generator is cancelled at its ``await`` and closed, so that a
-    stream that it reads is cancelled. While the client does not read, the generator waits.
+    When the client disconnects, the generator is cancelled and closed, which cancels the stream
+    that it reads. While the client does not read, the generator waits.
     """
 
     media_type = "text/event-stream"
@@ -80,10 +81,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client disconnects before.
+    """The result of ``work``. Cancels ``work`` and raises ClientDisconnect if the client
+    disconnects.
 
-    It is for answers that are sent as a whole: nothing is generated for a disconnected client.
-    Raises ClientDisconnect in that case.
+    Answers that are sent as a whole use this function, so that no tokens are generated for a
+    disconnected client.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

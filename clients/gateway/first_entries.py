@@ -1,4 +1,4 @@
-"""The beginning of a stream, before its answer begins, so that a refusal can still set the
+"""Waits for the first entries of a stream before the HTTP answer begins, so that a refusal sets the
 status."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError if the stream failed before any token, unless the code of its error is one
-    of ``shown``, which the answer itself shows. Raises ClientDisconnect if the client has
-    disconnected. In both cases the stream is closed.
+    Raises TokenbusError if the stream fails before its first token, unless the error's code is in
+    ``shown``, whose errors the answer itself reports. Raises ClientDisconnect if the client
+    disconnects. Both errors close the stream.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

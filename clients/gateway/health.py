@@ -1,7 +1,7 @@
-"""``/live``, ``/ready`` and ``/health``: for load balancers and Kubernetes.
+"""``/live``, ``/ready`` and ``/health``, for load balancers and Kubernetes.
 
-``/live`` is 200 while the process lives. ``/ready`` and ``/health`` are 503 while the gateway
-drains, while the broker does not answer, and while no worker serves a model.
+``/live`` returns 200 while the process runs. ``/ready`` and ``/health`` return 503 while the
+gateway drains, while the broker does not answer, and while no worker serves a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .json import json_response
 from .openapi import Operation
 
 ASK_S = 2.0
-"""How long the broker may take to answer, in seconds."""
+"""Maximum time until the broker answers, in seconds."""
 
 
 def routes() -> list[BaseRoute]:
@@ -29,11 +29,11 @@ def routes() -> list[BaseRoute]:
 
 
 def operations() -> list[Operation]:
-    """These paths, as the OpenAPI document describes them."""
+    """The operations for the OpenAPI document."""
     return [
         Operation("get", path, summary, "health")
         for path, summary in (
-            ("/live", "200 while the process lives"),
+            ("/live", "200 while the process runs"),
             ("/ready", "200 if requests are served"),
             ("/health", "As /ready"),
         )
@@ -41,12 +41,12 @@ def operations() -> list[Operation]:
 
 
 async def live(request: Request) -> Response:
-    """200: the process answers."""
+    """Answers 200."""
     return json_response({"status": "live"})
 
 
 async def ready(request: Request) -> Response:
-    """200 if requests are served; 503, with the reason, if not."""
+    """Answers 200 if requests are served, otherwise 503 with the reason."""
     gateway = gateway_of(request)
     gateway.probed = True
     reason = await why_not_ready(gateway)
@@ -58,7 +58,7 @@ async def ready(request: Request) -> Response:
 
 
 async def why_not_ready(gateway: Gateway) -> str | None:
-    """Why requests are not served now; None if they are."""
+    """The reason why requests are not served; None if they are served."""
     if gateway.draining:
         return "the gateway is draining"
     try:

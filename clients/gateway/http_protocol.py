@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1, with bounds for a client's connections, messages and unread answers.
+"""uvicorn's HTTP/1.1 with bounds for connections, headers, request times and unread answers.
 
-uvicorn itself accepts any number of connections, stores headers of any size, and waits forever for
-the rest of a request and for a client that does not read. All this happens before the API key is
+uvicorn accepts any number of connections, stores headers of any size, and waits forever for the
+rest of a request and for a client that does not read. These bounds apply before the API key is
 checked.
 """
 
@@ -16,41 +16,41 @@ from .errors import ApiError
 from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum bytes of a request's headers and trailers together, and approximately of its first
-line."""
+"""Maximum number of bytes in a request's headers and trailers. The first line has approximately the
+same bound."""
 HEAD_S = 30.0
-"""How long the headers of a request may take from their first byte to the last, in seconds. It also
-bounds the wait for the first byte of a connection."""
+"""Maximum time from the first byte of a request's headers to the last, in seconds. It also bounds
+the time until the first byte of a connection."""
 BODY_S = 30.0
-"""How long a body may take, in seconds, in addition to the time that ``BODY_BYTES_S`` allows."""
+"""Maximum time of a body, in seconds, in addition to the time that ``BODY_BYTES_S`` allows."""
 BODY_BYTES_S = 1024
-"""A body gets one more second for this number of bytes: the minimum rate of a long body."""
+"""Minimum rate of a long body, in bytes per second."""
 UNREAD_S = 300.0
-"""How long a client may read nothing of a waiting answer, in seconds."""
+"""Time after which a client that does not read a waiting answer is disconnected, in seconds."""
 RESERVE = 64
-"""Connections above the maximum that are still accepted, so that probes are answered."""
+"""Number of connections above the maximum that are accepted for probes."""
 
 _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Above a bound it is closed, if possible after a 431, 408 or 503."""
+    """One connection. If it exceeds a bound, it is closed, if possible after a 431, 408 or 503."""
 
     max_connections = 10_000
-    """Connections of one process, including WebSockets."""
+    """Maximum number of connections of one process, including WebSockets."""
 
     _head_bytes = 0
-    """Bytes of the headers and trailers of the current request."""
+    """Number of bytes in the headers and trailers of the current request."""
     _unfinished_bytes = 0
-    """Bytes since then of an incomplete first line or header."""
+    """Number of received bytes of an incomplete first line or header."""
     _finished = False
     _late: asyncio.TimerHandle | None = None
-    """The timer for the headers."""
+    """The timer that refuses late headers."""
     _body_late: asyncio.TimerHandle | None = None
     _body_due = 0.0
-    """When the rest of the body has to have arrived, by the clock of the event loop."""
+    """The time by which the rest of the body must have arrived, by the event loop's clock."""
     _in_body = False
-    """Whether the headers of the current request are complete, and its body is not."""
+    """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None
 
     # --- the connection -------------------------------------------------------------------------
@@ -73,8 +73,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """Handles the upgrade to a WebSocket; this object receives no further events of the
-        connection."""
+        """Handles the upgrade to a WebSocket. Afterwards, this object does not receive events of
+        the connection."""
         self._in_body = False
         self._in_time()
         self._body_in_time()
@@ -84,7 +84,7 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             super().handle_websocket_upgrade()
 
-    # --- what the client sends ------------------------------------------------------------------
+    # --- received data --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Handles data from the client."""
@@ -98,8 +98,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._body_late = self.loop.call_later(BODY_S, self._check_body)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers a request that is not valid; a header that ``on_header`` has refused is one
-        reason."""
+        """Answers an invalid request, for example one whose header ``on_header`` has refused."""
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
         else:
@@ -153,7 +152,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _check_body(self) -> None:
         left_s = self._body_due - self.loop.time()
         if self.flow.read_paused:
-            # The connection waits for the application, and not for the client.
+            # The connection waits for the application, not for the client.
             left_s = BODY_S
             self._body_due = self.loop.time() + left_s
         if left_s > 0:
@@ -161,10 +160,10 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             self._refuse(b"408 Request Timeout")
 
-    # --- what the client reads ------------------------------------------------------------------
+    # --- sent data ------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Called when the client does not read as fast as it is written to."""
+        """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._read_again()
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
@@ -182,14 +181,14 @@ class BoundedHttp(HttpToolsProtocol):
     # --- refusals -------------------------------------------------------------------------------
 
     async def _probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application for connections above the maximum."""
+        """Answers the requests of a connection above the maximum; only probes are served."""
         if scope["path"] in PROBES:
             await self.config.loaded_app(scope, receive, send)
             return
         refusal = ApiError(
             503,
-            f"this gateway has {self.max_connections} open connections, which is the most; close "
-            "some, or try again later",
+            f"this gateway has its maximum of {self.max_connections} open connections; close some, "
+            "or try again later",
             code="too_many_connections",
             retry_after_s=1.0,
             headers={"connection": "close"},

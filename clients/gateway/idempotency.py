@@ -1,16 +1,16 @@
-"""Requests with an idempotency key: a client that repeats a request receives the same stream from
-its beginning.
+"""Requests with an idempotency key. A client that repeats such a request receives the same stream
+from its beginning.
 
-``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). Such a
-request has a session of its own at the broker, whose token follows from the key, the user and a
-secret of the gateways. Its stream ids follow from the path and the body.
+``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). A named
+request has its own session at the broker. The session's token is computed from the key, the user
+and a secret of the gateways, and its stream ids from the path and the body.
 
-So the gateway that serves the repetition needs no state of the one that served the request first:
-it takes the session over and attaches to the stream. A client that guesses the key of another user
-has a different token.
+A gateway that serves the repetition takes the session over and attaches to the stream. It does not
+need state from the first gateway. A client that guesses another user's key computes a different
+token.
 
-If the broker does not have such a stream any more, the request runs again. If it has no seed, the
-seed follows from the token too, so that the tokens are the same.
+If the broker no longer has the stream, the request runs again. A request without a seed receives a
+seed that is computed from the token, so that the tokens are the same.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 
 HEADER, LAST_EVENT = "idempotency-key", "last-event-id"
 KEY = re.compile(r'"?[!#-~]{1,256}"?')
-"""A valid key: visible characters. In the draft, it is a string of structured fields, in quotes."""
+"""A valid key: visible characters. The draft requires a structured-field string, in quotes."""
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
-"""Maximum named requests of one gateway that have sessions of their own, each with a thread.
-Further ones use the shared session, and run again if they are repeated."""
+"""Maximum number of named requests of a gateway that have their own session and thread. Further
+named requests use the shared session, and run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""The low bits of a stream id, after 32 bits of the body's digest: the number of the stream within
-the request, and the number of the attempt."""
+"""Numbers of low bits in a stream id: the stream's number within the request, and the attempt's
+number. The 32 bits above them are a digest of the path and the body."""
 
 
 class NamedRequest:
@@ -59,8 +59,7 @@ class NamedRequest:
 
     def __init__(self, key: str, last_event: int, rooms: NamedRequests) -> None:
         self.last_event = last_event
-        """The number of the last event that the client has received; it receives those after
-        that."""
+        """The number of the last event that the client has received. Later events are sent."""
         self._key = key
         self._rooms = rooms
         self._user = ""
@@ -76,16 +75,16 @@ class NamedRequest:
 
     @property
     def base(self) -> int:
-        """The first of its stream ids."""
+        """The first stream id of the request."""
         return int.from_bytes(self._digest[:4], "big") << (STREAM_BITS + TRY_BITS)
 
     def read(self, path: str, body: bytes) -> None:
-        """Handles the arrival of the request's body, from the user of the current task."""
+        """Handles the arrival of the request's body. The current task's user sent the request."""
         self._user = current_user.get()
         self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
 
     def new_id(self, prefix: str) -> str:
-        """An id for its answer or a part of it; a repetition has the same id."""
+        """An id for the answer or for a part of it. A repeated request has the same ids."""
         self._ids += 1
         return prefix + self._derived(f"id {self._ids}").hex()[:24]
 
@@ -99,8 +98,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
-        """The connection of its session, created by ``make`` with the token at the first call; None
-        if this gateway has no room for another one.
+        """The bus client of the request's session, which ``make`` creates from the token at the
+        first call. None if this gateway has the maximum number of such clients.
 
         Raises ApiError 409 if this gateway serves a request with the same key and another body.
         """
@@ -108,14 +107,14 @@ class NamedRequest:
             try:
                 self._client = make(self.token)
             except Exception:
-                # The process may have no descriptor left.
+                # The process may have reached its limit of open files.
                 self._rooms.leave(self.token, self._user)
                 raise
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Called when its answer was sent or its client has disconnected. ``leave``: the streams
-        continue at the broker for a while, as the next gateway may need them."""
+        """Called when the answer was sent or the client has disconnected. ``leave``: the broker
+        keeps the streams for some time, because the next gateway may need them."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -136,9 +135,9 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """By token: the first stream id of the requests that are served, and their number."""
+        """The first stream id and the number of the served requests of a token."""
         self._users = Counter[str]()
-        """Number of these requests by user."""
+        """Number of named requests of each user."""
 
     @cached_property
     def secret(self) -> bytes:
@@ -146,23 +145,25 @@ class NamedRequests:
         try:
             return _secret(self._settings)
         except OSError as error:
-            log.warning("idempotency keys are of this gateway only, without a secret: %s", error)
+            log.warning(
+                "idempotency keys work only within this gateway: no shared secret: %s", error
+            )
             return secrets.token_bytes(32)
 
     def of(self, key: str | None, last_event: str | None) -> NamedRequest | None:
         """The request with these headers; None without a key. Raises ApiError 400."""
         if key is None:
             if last_event is not None:
-                raise _fault(f"{LAST_EVENT} is given without {HEADER}, which names the request")
+                raise _fault(f"{LAST_EVENT} is given without {HEADER}; send both")
             return None
         if not KEY.fullmatch(key):
-            raise _fault(f"{HEADER} must have 1 to 256 visible characters of ASCII")
+            raise _fault(f"{HEADER} must have 1 to 256 visible ASCII characters")
         if last_event is not None and not EVENT_ID.fullmatch(last_event):
             raise _fault(f"{LAST_EVENT} is {last_event[:40]!r}; it must be the id of an event")
         return NamedRequest(key.strip('"'), int(last_event or 0), self)
 
     def enter(self, token: str, base: int, user: str) -> bool:
-        """Whether a request of ``user`` may have a session of its own; raises ApiError 409."""
+        """Whether a request of ``user`` may have its own session; raises ApiError 409."""
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()
@@ -173,7 +174,7 @@ class NamedRequests:
         return True
 
     def leave(self, token: str, user: str) -> None:
-        """Releases the place of a request that has entered and has ended."""
+        """Removes an ended request that has entered."""
         base, count = self._open.pop(token)
         if count > 1:
             self._open[token] = base, count - 1
@@ -193,7 +194,7 @@ class NamedClient(AsyncClient):
         session: str,
         leaves: Callable[[], bool],
     ) -> None:
-        """``leaves``: whether closed streams continue at the broker."""
+        """``leaves`` returns whether closed streams continue at the broker."""
         super().__init__(
             front, max_unread=max_unread, wait_for_room=False, key=key, session=session
         )
@@ -201,11 +202,11 @@ class NamedClient(AsyncClient):
         self.leaves = leaves
 
     def end(self, leave: bool) -> None:
-        """Ends the session, or with ``leave`` its connection only. Blocks."""
+        """Ends the session; with ``leave``, only the connection. Blocks."""
         self._connection.close(keep=leave)
 
     def begin(self, call: Call) -> AsyncStream:
-        """Sends a call with the ids of its request, or attaches to the stream with these ids."""
+        """Sends a call with the stream ids of the request, or attaches to an existing stream."""
         return self._stream(call, None)
 
     def _stream(
@@ -217,8 +218,8 @@ class NamedClient(AsyncClient):
 
 
 class NamedStream(AsyncStream):
-    """A stream whose entries are read one by one. So its answer has the same events each time,
-    however many entries have arrived together."""
+    """A stream that is read entry by entry, so that the events of a repeated answer are the same
+    even if entries arrive together."""
 
     async def arrived(self) -> list[Token]:
         """The next entry; ``[]`` after the last one."""
@@ -228,7 +229,7 @@ class NamedStream(AsyncStream):
             return []
 
     def close(self) -> None:
-        """Cancels the request, or leaves it to the next gateway."""
+        """Cancels the request, or leaves the stream to the next gateway."""
         client = self._client
         if isinstance(client, NamedClient) and client.leaves() and not self._finished:
             self._finished = self._closed = True
@@ -238,9 +239,9 @@ class NamedStream(AsyncStream):
 
 
 class NumberedEvents:
-    """Adds ``id:`` to the events of a stream, and omits those that the client has received.
+    """Adds ``id:`` to the events of a stream, and omits events that the client has received.
 
-    Pings and the error that ends a stream have no number, because they differ each time.
+    Pings, and the error that ends a stream, have no number, because a repetition differs in them.
     """
 
     def __init__(self, last_event: int) -> None:
@@ -249,12 +250,13 @@ class NumberedEvents:
 
     @classmethod
     def of_task(cls) -> Self | None:
-        """The events of the named request of the current task; None without one."""
+        """The numbering for the current task's named request; None if the task has no such
+        request."""
         named = current_named.get()
         return cls(named.last_event) if named is not None else None
 
     def write(self, part: bytes) -> bytes:
-        """Numbers complete events, as they are sent."""
+        """Adds numbers to complete events."""
         return b"".join(map(self._event, part.split(b"\n\n")[:-1]))
 
     def _event(self, event: bytes) -> bytes:
@@ -270,8 +272,8 @@ def reused() -> ApiError:
     """The error for a key that was used for another body."""
     return ApiError(
         409,
-        f"this {HEADER} was used for another request, whose path or body is not the same; give "
-        "each request a key of its own, and repeat it unchanged",
+        f"this {HEADER} was already used for a request with another path or body; use a new key "
+        "for each request, and repeat a request unchanged",
         code="idempotency_key_reused",
         headers={"x-should-retry": "false"},
     )
@@ -282,8 +284,8 @@ def _fault(what: str) -> ApiError:
 
 
 def _secret(settings: Settings) -> bytes:
-    """The secret that the gateways of a system share: the key with which they connect, or else a
-    file in the run directory."""
+    """The secret that the gateways of a system share: their key for the bus; without a key, a file
+    in the run directory."""
     own = own_key(settings, "client")
     if own is not None:
         return hashlib.sha256(b"gateway " + bytes.fromhex(own.secret)).digest()
@@ -293,7 +295,7 @@ def _secret(settings: Settings) -> bytes:
     descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
-    # The first process that links its file decides, and that file is complete.
+    # The first process that links its complete file sets the secret for all gateways.
     with suppress(FileExistsError):
         path.hardlink_to(made)
     made.unlink()

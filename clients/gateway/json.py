@@ -12,7 +12,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """``value``, of structs, dicts, lists, texts and numbers, as JSON."""
+    """Encodes structs, dicts, lists, texts and numbers as JSON."""
     return _encoder.encode(value)
 
 

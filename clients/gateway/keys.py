@@ -1,4 +1,4 @@
-"""API keys: a file of their hashes. This module needs no package of the gateway."""
+"""Reads the file of API keys' hashes. This module imports no package of the gateway's extra."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class KeyFileError(ValueError):
 
 
 class ApiKeys:
-    """The API keys of a file. Each line has a name and the SHA-256 of a key, hexadecimal. If its
-    holder is a tenant of the bus, the path of that tenant's key file follows, relative to this
-    file.
+    """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of a key.
+    If the holder is a tenant of the bus, the path of the tenant's key file follows, relative to
+    this file.
 
-    The keys themselves, 256 random bits each, are not in the file. Empty lines and those that begin
-    with ``#`` are skipped.
+    The keys, 256 random bits each, are not in the file. Empty lines and lines that begin with ``#``
+    are skipped.
     """
 
     def __init__(self, names: dict[str, str], tenants: dict[str, OwnKey] | None = None) -> None:
         self._names = names
         self._tenants = tenants or {}
-        """The keys of the bus, by the names of holders."""
+        """The tenants' keys of the bus, by the holder's name."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """The keys of a file; raises KeyFileError, with the line at fault."""
+        """Reads the keys of a file; raises KeyFileError with the faulty line."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +64,7 @@ class ApiKeys:
         return self._names.get(hash_of(key))
 
     def tenant_of(self, name: str) -> OwnKey | None:
-        """The key of the bus for the requests of a holder; None: the gateway's own."""
+        """The key of the bus for the requests of a holder; None: the gateway's own key."""
         return self._tenants.get(name)
 
 
@@ -74,5 +74,5 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """The entry of a key in the file. A key is random, so that a plain hash is enough."""
+    """The hash of a key for the file. A plain hash is enough, because the key is random."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,9 +1,9 @@
-"""A gateway that hands its place over to the next one before its last stream has ended.
+"""Lets the successor of a gateway start before the gateway's last stream has ended.
 
-supervisord restarts a process when it has exited. So the process that it starts only waits for a
-child process, which serves. On SIGUSR2 the child stops listening, finishes its streams within
-``linger_s``, and continues independently: the parent exits, and its successor listens on the same
-port. On SIGTERM both end, within ``drain_s``.
+supervisord starts the successor when the gateway's process has exited. That process therefore only
+waits for a child process, which serves. On SIGUSR2 the child stops listening and the parent exits;
+the successor then listens on the same port, and the child finishes its streams within ``linger_s``.
+On SIGTERM both processes end within ``drain_s``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""Signals for the process that serves."""
+"""Signals that the parent passes on to the serving process."""
 _PR_SET_PDEATHSIG = 1
 _LEFT = b"l"
 
@@ -24,12 +24,12 @@ class Leaving:
     """Makes the parent of the serving process exit."""
 
     def __init__(self, pipe: int) -> None:
-        """``pipe``: the parent reads its other end."""
+        """``pipe``: the write end of a pipe that the parent reads."""
         self._pipe = pipe
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """Makes the parent exit now; this process then does not depend on it any more."""
+        """Makes the parent exit. Afterwards, this process no longer depends on the parent."""
         self._end_with_parent(0)
         # Signals to the process group of the successor must not reach this process.
         os.setsid()
@@ -38,7 +38,8 @@ class Leaving:
 
     @staticmethod
     def _end_with_parent(number: int) -> None:
-        """Sets the signal that this process receives when its parent dies; 0: none. Linux only."""
+        """Sets the signal that this process receives when its parent ends; 0: no signal. Linux
+        only."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         except (OSError, AttributeError):
@@ -46,16 +47,16 @@ class Leaving:
 
 
 def run(serve: Callable[[Leaving], int]) -> int:
-    """Runs ``serve`` in a child process, and returns its result there. In the parent, waits until
-    the child has ended or has left; returns its exit code, or 0. It must be called before any
-    thread exists."""
+    """Runs ``serve`` in a child process and returns its result there. The parent waits until the
+    child ends or calls ``leave``, and returns the child's exit code or 0. Must be called before the
+    first thread starts."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()
     if not serving:
         os.close(reader)
         leaving = Leaving(writer)
-        # The parent may have died before that call.
+        # The parent may have ended before the call.
         return serve(leaving) if os.getppid() == parent else 1
     os.close(writer)
 

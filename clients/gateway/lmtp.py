@@ -10,7 +10,7 @@ from .security import SUBPROTOCOL
 
 
 def routes() -> list[BaseRoute]:
-    """The route of LMQL's only path."""
+    """The route of the only path that LMQL uses."""
     return [WebSocketRoute("/", lmtp)]
 
 

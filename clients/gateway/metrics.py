@@ -1,8 +1,8 @@
-"""``/metrics`` for Prometheus: the counters of the broker, of its workers, and of this gateway.
+"""``/metrics`` for Prometheus: the metrics of the broker, its workers and this gateway.
 
-The broker is asked at each scrape, so that every gateway reports the same values. Metrics that vLLM
-has too have the names of its dashboards, with ``tokenbus:`` for ``vllm:``; docs/observability.md
-lists both.
+The gateway asks the broker at each scrape, so that all gateways report the same values. A metric of
+vLLM has vLLM's name with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists
+all metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .openapi import Operation
 
 PREFIX = "tokenbus:"
 ASK_S = 5.0
-"""How long the broker may take to answer, in seconds."""
+"""Maximum time until the broker answers, in seconds."""
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -47,93 +47,101 @@ class Family(NamedTuple):
 FAMILIES = {
     # Metrics of vLLM.
     "num_requests_running": Family("gauge", "Sequences in the batch."),
-    "num_requests_waiting": Family("gauge", "Sequences that wait for the batch of their worker."),
+    "num_requests_waiting": Family("gauge", "Sequences that wait for their worker's batch."),
     "kv_cache_usage_perc": Family("gauge", "The part of the KV cache's blocks in use, 0 to 1."),
-    "num_preemptions": Family("counter", "Sequences that lost their blocks and waited again."),
+    "num_preemptions": Family("counter", "Preemptions: sequences that lost their blocks."),
     "prefix_cache_queries": Family("counter", "Tokens that were looked up in the prefix cache."),
-    "prefix_cache_hits": Family("counter", "Tokens of these that were found."),
-    "prompt_tokens": Family("counter", "Tokens of prompts, cached ones included."),
-    "generation_tokens": Family("counter", "Tokens of answers, appended ones included."),
-    "request_success": Family("counter", "Requests that have ended, by their finish reason."),
+    "prefix_cache_hits": Family("counter", "Tokens that were found in the prefix cache."),
+    "prompt_tokens": Family("counter", "Tokens of prompts, including cached tokens."),
+    "generation_tokens": Family("counter", "Tokens of answers, including appended tokens."),
+    "request_success": Family("counter", "Ended requests, by finish reason."),
     "time_to_first_token_seconds": Family(
-        "histogram", "From the arrival at the broker to the first token."
+        "histogram", "Time from the arrival at the broker to the first token."
     ),
     "inter_token_latency_seconds": Family(
-        "histogram", "Between messages with tokens of one request."
+        "histogram", "Time between two TOKEN messages of a request."
     ),
     "e2e_request_latency_seconds": Family(
-        "histogram", "From the arrival at the broker to the last token."
+        "histogram", "Time from the arrival at the broker to the last token."
     ),
     "request_queue_time_seconds": Family(
-        "histogram", "From the arrival at the broker to the admission to the batch."
+        "histogram", "Time from the arrival at the broker to the admission to the batch."
     ),
-    "request_prefill_time_seconds": Family("histogram", "From the admission to the first token."),
-    "request_decode_time_seconds": Family("histogram", "From the first token to the last."),
-    "request_prompt_tokens": Family("histogram", "Tokens of a request's prompt."),
-    "request_generation_tokens": Family("histogram", "Tokens of a request's answer."),
-    "iteration_tokens_total": Family("histogram", "Tokens of a step, of prompts and decodes."),
-    "spec_decode_num_drafts": Family("counter", "Drafts of sequences that were verified."),
-    "spec_decode_num_draft_tokens": Family("counter", "Tokens of these drafts."),
-    "spec_decode_num_accepted_tokens": Family("counter", "Tokens of drafts that were sampled."),
-    # Metrics that exist only in a steered system.
+    "request_prefill_time_seconds": Family("histogram", "Time from admission to first token."),
+    "request_decode_time_seconds": Family("histogram", "Time from the first token to the last."),
+    "request_prompt_tokens": Family("histogram", "Number of tokens in a prompt."),
+    "request_generation_tokens": Family("histogram", "Number of tokens in an answer."),
+    "iteration_tokens_total": Family("histogram", "Number of prefill and decode tokens in a step."),
+    "spec_decode_num_drafts": Family("counter", "Verified drafts."),
+    "spec_decode_num_draft_tokens": Family("counter", "Tokens of verified drafts."),
+    "spec_decode_num_accepted_tokens": Family("counter", "Accepted tokens of drafts."),
+    # Metrics of controllers.
     "mask_wait_seconds": Family(
-        "histogram", "How long a step waited for masks when its logits were ready."
+        "histogram", "Time that a step waited for masks after its logits were ready."
     ),
-    "num_requests_deferred": Family("gauge", "Sequences whose decision has not arrived."),
-    "num_requests_suspended": Family("gauge", "Sequences that their controller has suspended."),
-    "deferrals": Family("counter", "How often a step went on without a sequence's decision."),
-    "forks": Family("counter", "Sequences that were forked from others."),
-    "splices": Family("counter", "Changes of a sequence's end by its controller."),
+    "num_requests_deferred": Family("gauge", "Sequences whose controller has not decided yet."),
+    "num_requests_suspended": Family("gauge", "Sequences that a controller has suspended."),
+    "deferrals": Family("counter", "Steps without a sequence, as its decision was not ready."),
+    "forks": Family("counter", "Forked sequences."),
+    "splices": Family("counter", "Splices: replaced or appended ends of sequences."),
     "fast_forward_tokens": Family("counter", "Tokens that controllers have appended."),
-    "backtracked_tokens": Family("counter", "Tokens that controllers have taken back."),
-    "controller_rounds": Family("counter", "Rounds of controllers, by what requests name."),
+    "backtracked_tokens": Family("counter", "Tokens that controllers have removed."),
+    "controller_rounds": Family(
+        "counter", "Rounds of controllers, by the requests' name of the controller."
+    ),
     "controller_cpu_seconds": Family("counter", "CPU time of controllers' rounds."),
     "grammar_compile_seconds": Family(
-        "histogram", "From a request for a grammar to its compiled form, by constraint and outcome."
+        "histogram", "Time to compile a grammar, by constraint and outcome."
     ),
-    "grammar_cache_hits": Family("counter", "Requests whose grammar was compiled already."),
-    "num_controllers": Family("gauge", "Requests whose controllers a worker runs."),
+    "grammar_cache_hits": Family("counter", "Requests whose grammar was already compiled."),
+    "num_controllers": Family("gauge", "Requests whose controller runs at a worker."),
     "num_controllers_waiting": Family("gauge", "Rounds that wait for a variable."),
     # Metrics of the bus.
-    "up": Family("gauge", "Whether the broker has answered."),
-    "errors": Family("counter", "Errors that clients were sent, by code and where they arose."),
-    "num_requests_queued": Family("gauge", "Requests that wait at the broker, by model."),
-    "sessions": Family("gauge", "Clients of the broker."),
+    "up": Family("gauge", "1 if the broker has answered, otherwise 0."),
+    "errors": Family("counter", "Errors that were sent to clients, by code and origin."),
+    "num_requests_queued": Family("gauge", "Requests in the broker's queue, by model."),
+    "sessions": Family("gauge", "Sessions of clients at the broker."),
     "streams": Family("gauge", "Live requests of all clients."),
     "workers": Family("gauge", "Workers, by role and state."),
-    "attention": Family("gauge", "1 for the attention with which a worker computes a model."),
-    "cuda_graphs": Family("gauge", "Batch sizes of a model that have a CUDA graph."),
-    "fallbacks": Family("gauge", "Fast paths that the device could have and the worker lacks."),
+    "attention": Family("gauge", "1 for the attention backend of a worker's model."),
+    "cuda_graphs": Family("gauge", "Number of CUDA graphs of a model."),
+    "fallbacks": Family("gauge", "Fast paths of the device that a worker does not use."),
     "worker_requests": Family("gauge", "Requests assigned to a worker."),
-    "worker_capacity": Family("gauge", "Most of them."),
-    "worker_heartbeat_age_seconds": Family("gauge", "Since the last message of a worker."),
-    "worker_step_age_seconds": Family("gauge", "How long its step has been running; 0 between."),
+    "worker_capacity": Family("gauge", "Maximum number of requests assigned to a worker."),
+    "worker_heartbeat_age_seconds": Family("gauge", "Time since a worker's last message."),
+    "worker_step_age_seconds": Family(
+        "gauge", "Time since a worker's step began; 0 without a step."
+    ),
     "requests": Family("counter", "Requests that the broker has accepted."),
     "refused": Family("counter", "Messages that the broker has refused."),
-    "token_bodies": Family("counter", "Bodies of TOKEN messages that the broker has passed on."),
-    "slow_clients": Family("counter", "Clients whose streams ended as they did not read."),
-    "workers_lost": Family("counter", "Workers that were lost with requests on them."),
-    "requests_moved": Family("counter", "Requests that left a worker for another."),
-    "requests_quarantined": Family("counter", "Requests that ended as they killed workers."),
-    "bad_worker_messages": Family("counter", "Messages of workers that were malformed."),
-    "internal_errors": Family("counter", "Defects of the broker; its log has them."),
-    "uptime_seconds": Family("gauge", "Since the broker started."),
+    "token_bodies": Family("counter", "Bodies of TOKEN messages that the broker has sent."),
+    "slow_clients": Family("counter", "Clients whose streams ended because they did not read."),
+    "workers_lost": Family("counter", "Workers that were lost while they had requests."),
+    "requests_moved": Family("counter", "Requests that were moved to another worker."),
+    "requests_quarantined": Family(
+        "counter", "Requests that were ended because they killed workers."
+    ),
+    "bad_worker_messages": Family("counter", "Malformed messages of workers."),
+    "internal_errors": Family("counter", "Internal errors of the broker, which its log shows."),
+    "uptime_seconds": Family("gauge", "Time since the broker started."),
     # Metrics of this gateway.
-    "http_requests": Family("counter", "HTTP requests that were answered, by path and status."),
-    "http_request_duration_seconds": Family("histogram", "Until the end of the answer, by path."),
+    "http_requests": Family("counter", "Answered HTTP requests, by path and status."),
+    "http_request_duration_seconds": Family(
+        "histogram", "Time until the end of the answer, by path."
+    ),
     "http_requests_in_progress": Family("gauge", "HTTP requests that are being answered."),
     "websockets": Family("gauge", "Open WebSockets."),
 }
-"""Every metric, by its name without the prefix; a counter's gets ``_total`` behind it."""
+"""Every metric, by its name without the prefix. A counter's name gets the suffix ``_total``."""
 
 
 def routes() -> list[BaseRoute]:
-    """The one path."""
+    """The route ``/metrics``."""
     return [Route("/metrics", metrics, methods=["GET"])]
 
 
 def operations() -> list[Operation]:
-    """This path, as the OpenAPI document describes it."""
+    """The operation for the OpenAPI document."""
     return [Operation("get", "/metrics", "Metrics for Prometheus", "metrics", answer=str)]
 
 
@@ -157,7 +165,7 @@ class Snapshot(Collector):
         self._series = series
 
     def collect(self) -> Iterator[Metric]:
-        """The families that have a series, in the order of ``FAMILIES``."""
+        """The families that have at least one series, in the order of ``FAMILIES``."""
         by_name: dict[str, list[Series]] = {}
         for one in self._series:
             by_name.setdefault(one.name, []).append(one)
@@ -197,7 +205,7 @@ def of_status(status: Status | None) -> Iterator[Series]:
 
 
 def _labelled(series: Iterable[Series], worker: str) -> Iterator[Series]:
-    """Series with the label of the process that counted."""
+    """Adds to series the label of the worker that counted them."""
     for one in series:
         yield Series(one.name, {**one.labels, "worker": worker}, one.value, one.histogram)
 
@@ -220,7 +228,7 @@ def _metric(name: str, family: Family, series: list[Series]) -> Metric:
 
 
 def _buckets(one: Series) -> list[tuple[str, float]]:
-    """The counts in Prometheus's form: each bucket includes the smaller ones."""
+    """The counts in Prometheus's form, in which each bucket includes all smaller buckets."""
     assert one.histogram is not None
     bounds = [*map(floatToGoString, one.histogram.bounds), "+Inf"]
     total, buckets = 0, []

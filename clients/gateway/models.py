@@ -1,4 +1,4 @@
-"""The models that are served, with their tokenizers, as the bus describes them."""
+"""Requests the descriptions and tokenizers of the served models from the bus."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .token_bytes import bytes_of, decoders
 from .tokenization import Tokenization
 
 FRESH_S = 10.0
-"""How long a description is used without asking again, in seconds."""
+"""Time after which a model's description is requested again, in seconds."""
 SHORT_TEXT = 4096
-"""Maximum characters of a text that is tokenized in the event loop, and maximum tokens that are
-decoded there."""
+"""Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
+loop."""
 MAX_REASON = 500
 """Maximum characters of the reason why a tokenizer cannot be read."""
 LOAD_S = 600.0
-"""How long a model may take to load on demand, in seconds."""
+"""Maximum time to load a model on demand, in seconds."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ServedModel:
     files: TokenizerFiles
     tokenizer: Tokenizer
     tokenization: Tokenization = field(default_factory=Tokenization)
-    """Shared by all models of the gateway."""
+    """The tokenization lanes that all models of the gateway share."""
     token_size: TokenSize = TokenSize(1_000_000)  # noqa: RUF009
     """The amount of text that a token can represent."""
     _texts: dict[int, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name under which it is served."""
+        """The name under which the model is served."""
         return self.info.name
 
     @cached_property
@@ -60,12 +60,12 @@ class ServedModel:
         return {number: token.content for number, token in added.items() if token.special}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``; ``special``: including those that the tokenizer adds (as BOS)."""
+        """Token ids of ``text``. ``special``: the tokenizer adds special tokens, such as BOS."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Like ``encode``, but a long text does not delay other requests. Raises RequestError if it
-        is too long for the model."""
+        """Encodes ``text``; a long text does not delay other requests. Raises RequestError if the
+        text is too long for the model."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, special=special)
         bound = TextBound(self.name, self.info.context_length, self.token_size)
@@ -76,7 +76,8 @@ class ServedModel:
 
     def _encode_long(self, text: str, special: bool, bound: TextBound) -> list[int]:
         bound.check_count(text, self._count)
-        # ``encode`` keeps the interpreter's lock, and so blocks the event loop; a batch does not.
+        # ``encode`` holds the interpreter's lock and blocks the event loop; ``encode_batch`` does
+        # not.
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return batch[0].ids
 
@@ -84,20 +85,20 @@ class ServedModel:
         return len(self.tokenizer.encode_batch_fast([segment], add_special_tokens=False)[0])
 
     def check_tokens(self, ids: list[int], path: str = "$.tokens") -> None:
-        """Raises RequestError if there are more tokens than the model accepts."""
+        """Raises RequestError if ``ids`` has more tokens than the model accepts."""
         most = self.info.context_length
         if len(ids) > most:
             raise RequestError(
                 Code.PROMPT_TOO_LONG,
-                f"the list has {len(ids)} tokens; {self.name} takes at most {most}",
+                f"the list has {len(ids)} tokens; {self.name} accepts at most {most}",
                 path=path,
             )
 
     async def detokenize(self, ids: list[int]) -> str:
-        """Like ``decode``, but many tokens do not delay other requests."""
+        """Decodes token ids; a long list does not delay other requests."""
         if len(ids) <= SHORT_TEXT:
             return self.decode(ids)
-        # As in ``_encode_long``.
+        # A batch does not hold the interpreter's lock.
         texts = await self.tokenization.run(
             len(ids), lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False)
         )
@@ -108,7 +109,7 @@ class ServedModel:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def text_of(self, token: int) -> str:
-        """The text of one token alone; an incomplete character is shown as U+FFFD."""
+        """The text of a single token. An incomplete character becomes U+FFFD."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._text(token)
@@ -128,8 +129,8 @@ class ServedModel:
     def _text(self, token: int) -> str:
         if token in self.special_ids:
             return self.tokenizer.id_to_token(token) or ""
-        # Some decoders drop a leading space at the beginning, so the token is decoded after another
-        # one.
+        # Some decoders drop a space at the beginning of a text, so the token is decoded after
+        # another token.
         return self._after_anchor(token)
 
     def _after_anchor(self, token: int) -> str:
@@ -147,8 +148,7 @@ class ServedModel:
 
 
 class ModelTable:
-    """Requests models from the bus and caches the answers; tokenizers are cached by their
-    fingerprints."""
+    """Requests models from the bus and caches the answers. Tokenizers are cached by fingerprint."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -158,7 +158,7 @@ class ModelTable:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def info(self, name: str) -> ModelInfo:
-        """The description of the model of this name; its tokenizer may be unreadable.
+        """The description of a model, even if the gateway cannot read its tokenizer.
 
         Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
@@ -168,7 +168,7 @@ class ModelTable:
         return await self._client.model_info(name, timeout_s=LOAD_S)
 
     async def get(self, name: str = "") -> ServedModel:
-        """The model of this name, which is loaded if it is served on demand; empty: the default.
+        """The model of this name; empty: the default model. A model on demand is loaded.
 
         Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
@@ -202,7 +202,7 @@ class ModelTable:
         kept = self._tokenizers.get(fingerprint)
         if kept is None:
             files = await self._client.tokenizer(name)
-            # A vocabulary of 130,000 tokens takes a second to read.
+            # Reading a vocabulary of 130,000 tokens takes a second.
             try:
                 tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
                 size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))

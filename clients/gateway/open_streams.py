@@ -1,4 +1,5 @@
-"""The unanswered requests of a WebSocket: while there are any, an ending gateway keeps it open."""
+"""Tracks the unanswered requests of a WebSocket. A draining gateway closes the WebSocket when all
+of them are answered."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"BUFFER", b"PING", b"BYE"}
-"""Messages of a client that are answered with their ``stream_id``."""
+"""Client messages whose answers have their ``stream_id``."""
 
 
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
-"""A finish reason that is a text, in JSON or msgpack."""
+"""Matches a finish reason that is not null, in JSON or msgpack."""
 
 
 class _Named(Struct):
-    """The stream id of a client's message. Its other fields may have other types there."""
+    """The stream id of a client's message. The other fields are not checked."""
 
     stream_id: StreamId | None = None
 
@@ -32,12 +33,12 @@ class _About(Struct):
     attached: Any = UNSET
     code: str = ""
     type: str | None = None
-    """In an ERROR that refuses a message: the type of that message."""
+    """The type of the message that an ERROR refuses."""
 
     @property
     def is_end(self) -> bool:
-        """Whether a MSG or an ERROR is the last message about its stream. An ERROR may refuse
-        another message that names a live stream."""
+        """Whether a MSG or an ERROR ends its stream. An ERROR does not end a live stream if it
+        refuses another message with the stream's id."""
         if self.type is None:
             return self.attached is UNSET
         if self.type == "ATTACH":
@@ -59,8 +60,8 @@ class OpenStreams:
 
     @staticmethod
     def named(body: bytes) -> int | None:
-        """The stream that the body of a client's message names; None if it names none, or is not
-        valid."""
+        """The stream id in the body of a client's message; None if the body has no stream id or is
+        not valid."""
         try:
             named: _Named = decode_as(_Named, body)
         except RequestError:
@@ -68,12 +69,12 @@ class OpenStreams:
         return named.stream_id
 
     def sent(self, kind: bytes, stream: int | None) -> None:
-        """Handles a message of the type ``kind`` to the broker, which names ``stream``."""
+        """Handles a message to the broker, of the type ``kind`` and for the stream ``stream``."""
         if kind in ANSWERED and stream is not None:
             self._open.add(stream)
 
     def received(self, frames: Sequence[bytes]) -> None:
-        """Handles a message of the broker that goes to the client. Tokens are decoded only if one
+        """Handles a message from the broker to the client. A TOKEN message is decoded only if it
         ends a sequence."""
         match frames[0]:
             case b"TOKEN":
@@ -87,7 +88,7 @@ class OpenStreams:
 
     def _ended(self, body: bytes) -> None:
         tokens: TokenBody = decode_as(TokenBody, body)
-        # A row of columns does not end a stream.
+        # Columns contain only entries that do not end a stream.
         entries = tokens.entries if isinstance(tokens, TokenColumns) else tokens
         ended = (e for e in entries if e.finish_reason is not None and e.live == 0)
         self._open.difference_update(entry.stream_id for entry in ended)

@@ -1,4 +1,4 @@
-"""``GET /openapi.json``: the gateway's paths, bodies and answers, as the structs define them."""
+"""``GET /openapi.json``: describes the gateway's paths, bodies and answers, from their structs."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .json import encode
 
 REFUSALS = {
     400: "The request is not valid, or the model cannot serve it.",
-    401: "An API key is needed.",
-    404: "There is no such model or controller.",
+    401: "A valid API key is missing.",
+    404: "The model or the controller does not exist.",
     413: "The body is too large.",
-    415: "The body is not of the right type.",
-    429: "The queue is full; Retry-After says when to try again.",
-    503: "No worker is available; Retry-After says when to try again.",
+    415: "The content type of the body is wrong.",
+    429: "The queue is full; Retry-After has the seconds until another attempt.",
+    503: "No worker is available; Retry-After has the seconds until another attempt.",
     504: "The request took too long.",
 }
-"""The errors that any operation may return. A 500 would be a defect of the gateway."""
+"""The error statuses of all operations. A 500 would be a defect of the gateway."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A path with a method, as the document describes it."""
+    """An operation of the document: a path and a method."""
 
     method: Literal["get", "post", "delete"]
     path: str
     summary: str
     tag: str
-    """The interface to which it belongs."""
+    """The interface to which the operation belongs."""
     body: Any = None
-    """The type of its JSON body; ``bytes``: raw data; None: no body."""
+    """The type of the JSON body; ``bytes``: raw data; None: no body."""
     answer: Any = None
-    """The type of its JSON answer; ``str``: plain text; None: any JSON."""
+    """The type of the JSON answer; ``str``: plain text; None: any JSON."""
     stream: bool = False
-    """Whether it can also answer with server-sent events."""
+    """Whether the operation can also answer with server-sent events."""
     error: Any = ErrorAnswer
-    """The type of its errors; None: they have no form of their own."""
+    """The type of the errors; None: the errors do not have a JSON body."""
     statuses: dict[int, str] = field(default_factory=dict)
     """Further statuses with their meanings."""
     query: dict[str, Any] = field(default_factory=dict)
-    """The types of optional parameters in the query."""
+    """The types of the optional query parameters."""
 
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def routes(operations: Sequence[Operation]) -> list[BaseRoute]:
-    """The route of the document, which is created when it is first requested."""
+    """The route of the document. The document is created at the first request."""
     made: list[bytes] = []
 
     async def openapi(request: Request) -> Response:

@@ -1,7 +1,7 @@
 """LMQL's form of LMTP, for a WebSocket whose client has not sent ``HELLO``.
 
-LMQL's client (``lmql.models.lmtp.lmtp_client``, 0.7.3) knows two messages. ``TOKEN`` is a list of
-entries; an entry with ``error`` ends its stream. ``MSG`` is a list of answers.
+LMQL's client (``lmql.models.lmtp.lmtp_client``, 0.7.3) accepts two messages. ``TOKEN`` is a list of
+entries, and an entry with ``error`` ends its stream. ``MSG`` is a list of answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...protocol.messages import Error, StreamId, Token
 ASKED = frozenset(
     {b"MODEL_INFO", b"STATUS", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS", b"DELETE", b"ATTACH"}
 )
-"""Requests that are answered by ``MSG``."""
+"""Requests whose answer is a ``MSG``."""
 
 
 class _Named(Struct):
@@ -35,23 +35,23 @@ class _FailedAnswer(Struct):
 
 
 class PlainLmtp:
-    """Converts the broker's messages to that form."""
+    """Converts the broker's messages to LMQL's form."""
 
     def __init__(self) -> None:
         self._awaited: set[int] = set()
-        """The stream ids of requests that ``MSG`` will answer."""
+        """The stream ids of unanswered requests whose answer is a ``MSG``."""
 
     def sent(self, frames: Frames) -> None:
-        """Handles a message of the client that goes to the broker."""
+        """Handles a message from the client to the broker."""
         if frames[0] in ASKED:
             stream_id = _stream_id(frames[1])
             if stream_id is not None:
                 self._awaited.add(stream_id)
 
     def line(self, frames: Sequence[bytes]) -> str | None:
-        """The line of a message from the broker; None if the client does not use it.
+        """Converts a message from the broker to a line; None if the client does not use it.
 
-        An ERROR without a stream is passed on: LMQL's client shows it in a warning.
+        An ERROR without a stream is sent, because LMQL's client shows it in a warning.
         """
         match frames[0]:
             case b"MSG":
@@ -82,7 +82,7 @@ class PlainLmtp:
 
 
 def _stream_id(body: bytes) -> int | None:
-    """The stream that a body names; None if it names none, or is invalid."""
+    """The stream id in a body; None if the body has no stream id or is not valid."""
     try:
         named: _Named = decode_as(_Named, body, "json")
     except RequestError:

@@ -1,7 +1,7 @@
-"""The chat template of models without one of their own.
+"""The chat template for models that do not have one.
 
-It writes ``User: …``, ``Assistant: …`` and so on, one message after another. If there are tools,
-the text begins with them and with the form of calls.
+The template writes one message after another, as ``User: …`` and ``Assistant: …``. If the request
+has tools, the text begins with the tools and the form of a call.
 """
 
 PLAIN_TEMPLATE = """\

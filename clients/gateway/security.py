@@ -1,4 +1,4 @@
-"""Access to the gateway: API keys, and the origins of pages that browsers may use it from."""
+"""Checks API keys, and the origins of pages from which browsers send requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .keys import ApiKeys
 from .turns import current_tenant, current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
-"""Paths that need no key, because the probes of a cluster have none."""
+"""Paths that need no API key, because the probes of a cluster do not have a key."""
 SUBPROTOCOL = "tokenbus"
 """The WebSocket subprotocol that a browser sends together with its key, as ``key.<KEY>``."""
 
 
 class RequireKey:
-    """Refuses requests and WebSockets without a valid API key, except ``OPEN_PATHS``.
+    """Refuses requests and WebSockets without a valid API key, except for ``OPEN_PATHS``.
 
-    A key comes as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic), ``api-key``
-    (AICI) or as the password of Basic authentication (a browser prompts for it). For a WebSocket of
-    a browser, it may also be the subprotocol ``key.<KEY>``.
+    A client sends the key as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic),
+    ``api-key`` (AICI), or the password of Basic authentication, for which browsers prompt. A
+    browser's WebSocket may send the subprotocol ``key.<KEY>``.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -33,7 +33,7 @@ class RequireKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the key, and passes the request on."""
+        """Checks the API key, then calls the next application."""
         if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -44,7 +44,7 @@ class RequireKey:
             current_user.set(f"key {name}")
             current_tenant.set(self._keys.tenant_of(name))
             return await self._app(scope, receive, send)
-        what = "the API key is not valid" if given else "an API key is needed"
+        what = "the API key is not valid" if given else "the API key is missing"
         page = scope["type"] == "http" and "text/html" in headers.get("accept", "")
         scheme = 'Basic realm="tokenbus", charset="UTF-8"' if page else "Bearer"
         error = ApiError(
@@ -80,9 +80,9 @@ def _password(value: str) -> str:
 class OriginCheck:
     """Refuses requests that pages of other sites make a browser send.
 
-    A browser sends the page's origin in ``Origin``. Pages of this gateway are allowed, and those of
-    ``allowed`` origins (``*``: all). Without API keys (``any_host`` false) the ``Host`` must be a
-    loopback name too, so that another site cannot impersonate this gateway through its DNS entry.
+    A browser sends the page's origin in ``Origin``. Pages of this gateway and of the ``allowed``
+    origins (``*``: all) may send requests. Without API keys (``any_host`` is False), ``Host`` must
+    be a loopback name, so that a site cannot reach this gateway through the site's own DNS entry.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], any_host: bool) -> None:
@@ -91,7 +91,7 @@ class OriginCheck:
         self._any_host = any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks origin and host, and passes the request on."""
+        """Checks origin and host, then calls the next application."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         error = self._fault(Headers(scope=scope))
@@ -115,13 +115,13 @@ class OriginCheck:
             return None
         return ApiError(
             403,
-            f"pages of {origin!r} may not use this gateway; --cors {origin} allows it",
+            f"pages of {origin!r} may not use this gateway; allow them with --cors {origin}",
             code="origin_not_allowed",
         )
 
 
 def _site(origin: str) -> str:
-    """The name and port of the site in an ``Origin`` header; empty if it has none."""
+    """The host and port in an ``Origin`` header; empty if the header has no host."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

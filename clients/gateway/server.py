@@ -1,4 +1,4 @@
-"""The HTTP server of a gateway process: its socket, TLS, and how it ends."""
+"""The HTTP server of a gateway process: its socket, its TLS files, and its shutdown."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
-"""Bytes of one WebSocket message: a controller module of 16 MiB in base64 fits."""
+"""Maximum size of a WebSocket message. A controller module of 16 MiB fits in base64."""
 IDLE_MARGIN_S = 0.5
-"""How much longer than uvicorn's limit an ending gateway waits for idle connections, in seconds."""
+"""Seconds after uvicorn's keep-alive limit that a draining gateway waits for idle connections."""
 CHECK_S = 0.05
-"""How often it checks for them, in seconds."""
+"""Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
-"""How long an ending gateway waits for a load balancer to notice it, in seconds."""
+"""Maximum time until a load balancer receives the 503 of a draining gateway, in seconds."""
 
 
 class BindError(Exception):
-    """The gateway cannot listen on the address; ``in_use``: another process listens there."""
+    """The gateway cannot listen on its address. ``in_use``: another process listens there."""
 
     def __init__(self, message: str, in_use: bool) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class BindError(Exception):
 def listen(settings: Settings) -> socket.socket:
     """The listening socket of the setting ``http``; raises BindError.
 
-    Several gateways share the port by SO_REUSEPORT: clients use one address, and the kernel
-    distributes connections over the processes that listen.
+    Several gateways share the port with SO_REUSEPORT. Clients use one address, and the kernel
+    distributes the connections over the listening processes.
     """
     try:
         host, port = host_and_port(settings.http)
@@ -54,8 +54,8 @@ def listen(settings: Settings) -> socket.socket:
         raise BindError(f"http: {error}, or none", in_use=False) from None
     if not is_loopback(host) and not settings.api_keys:
         raise BindError(
-            f"http: {settings.http} is not a loopback address, and there are no API keys; give "
-            "--api-keys FILE ('tokenbus api-key NAME' makes a key), or listen on 127.0.0.1",
+            f"http: {settings.http} is not a loopback address, so the gateway needs API keys; make "
+            "one with 'tokenbus api-key NAME' and add --api-keys FILE, or listen on 127.0.0.1",
             in_use=False,
         )
     try:
@@ -77,12 +77,12 @@ def listen(settings: Settings) -> socket.socket:
 
 
 class GatewayServer(uvicorn.Server):
-    """Serves ``app`` until SIGTERM or SIGINT, and lets running requests end.
+    """Serves ``app`` until SIGTERM or SIGINT, then finishes the running requests.
 
-    On the first signal ``/ready`` answers 503. If a load balancer polls it, connections are
-    accepted until the balancer has received the 503, so that no request meets a closed port.
-    SIGUSR2 has the same effect, but another process takes over and this one may take longer
-    (``lingering.py``).
+    After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready``, connections
+    are accepted until the load balancer has received the 503, so that it does not send requests to
+    a closed port. SIGUSR2 has the same effect, but a successor takes over and this process may take
+    longer (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
@@ -93,10 +93,10 @@ class GatewayServer(uvicorn.Server):
             http=http_protocol(settings.max_connections),
             ws="websockets-sansio",
             ws_max_size=MAX_WEBSOCKET_BYTES,
-            # A compressor for each connection takes about 300 KiB, and tokens are short.
+            # Compression needs about 300 KiB per connection, and messages with tokens are short.
             ws_per_message_deflate=False,
             lifespan="on",
-            # With X-Forwarded-For, a caller could choose the user for whom it is counted.
+            # With X-Forwarded-For, a client could choose the user to whom its requests count.
             proxy_headers=False,
             log_config=None,
             access_log=False,
@@ -117,7 +117,7 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first one drains, a further one ends at once."""
+        """Handles a signal: the first signal drains, and a further signal ends immediately."""
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True
@@ -136,22 +136,24 @@ class GatewayServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends without failing a request. Connections that the kernel has accepted are served, and
-        open ones get an answer to their next request, which announces that they are closed."""
+        """Shuts down without failing a request. Connections that the kernel has accepted are
+        served. An open connection is closed after the answer to its next request, which announces
+        the close."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway
         gateway.draining = gateway.shares.leaving = True
         gateway.tunnels.drain()
         if self._leaves and self._leaving is not None:
-            log.info("its place is free; finishing what runs")
+            log.info("the successor may start; finishing the running requests")
             self._leaving.leave()
             self._drain_s = self._linger_s
-        # Until then uvicorn closes each idle connection.
+        # uvicorn has closed each idle connection by this time.
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # This comes first, because uvloop reports a connection shortly after it was accepted.
+            # The pause comes first, because uvloop reports a connection shortly after its
+            # acceptance.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:
@@ -163,7 +165,8 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Closes the listening sockets; the kernel would reset the connections in their queues."""
+        """Closes the listening sockets, after it has accepted the connections in their queues. The
+        kernel would otherwise reset these connections."""
         waiting = [connection for listener in sockets for connection in _accepted(listener)]
         for server in self.servers:
             server.close()
@@ -189,7 +192,7 @@ class GatewayServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._until_seen(gateway))
 
     async def _until_seen(self, gateway: Gateway) -> None:
-        log.info("draining: waiting until the readiness probe has seen it")
+        log.info("draining: waiting until the readiness probe has received the 503")
         try:
             await asyncio.wait_for(gateway.drain_seen.wait(), READY_SEEN_S)
         except TimeoutError:
@@ -210,11 +213,11 @@ def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def check_tls(settings: Settings) -> str | None:
-    """The fault of the TLS files; None if they are valid, or if none are set."""
+    """The error in the TLS files; None if they are valid or not set."""
     if not settings.tls_cert and not settings.tls_key:
         return None
     if not settings.tls_cert or not settings.tls_key:
-        return "tls_cert and tls_key belong together; one of them is missing"
+        return "one of tls_cert and tls_key is missing; set both"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(settings.tls_cert, settings.tls_key)

@@ -1,8 +1,8 @@
 """Renders chat templates: ``python -m tokenbus.clients.gateway.template_process``.
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
-process, in Jinja's sandbox, with bounded memory and CPU time. Requests come on stdin and answers go
-to stdout, each as JSON after its length. The environment of a template (filters, globals,
+process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin and answers
+are written to stdout, as JSON after its length. The environment of a template (filters, globals,
 extensions, namespace attributes) is that of transformers' ``apply_chat_template``.
 """
 
@@ -27,31 +27,31 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
 CPU_S = 2
-"""Maximum CPU time of a rendering, in seconds; the kernel may allow up to one second more."""
+"""Maximum CPU time of a rendering, in seconds. The kernel may allow up to one second more."""
 MEMORY_BYTES = 1024**3
 """Maximum address space of the process."""
 MAX_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a rendered text."""
 MAX_FAULT = 2000
-"""Maximum characters of the error of a template, which the template may choose itself."""
+"""Maximum number of characters in an error message, which a template can choose."""
 KEPT = 32
-"""Maximum compiled templates that are cached."""
+"""Maximum number of cached compiled templates."""
 LENGTH = struct.Struct("<I")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue; its space shows whether the template strips white
+"""Marks the end of the message to continue. The final space is missing if the template strips white
 space."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of a message's reasoning in templates of various models."""
+"""Field names of a message's reasoning in the templates of different models."""
 
 
 class TemplateFault(Exception):
-    """A template that cannot be rendered with these messages; the text is for the client."""
+    """A template cannot be rendered with these messages. The client receives the text."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks text that an assistant has written, for training; the text is
-    kept."""
+    """The tag ``{% generation %}``, which marks an assistant's text for training. The text is
+    rendered unchanged."""
 
     tags = {"generation"}
 
@@ -65,7 +65,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` for templates: only the constructor."""
+    """``dict`` for templates, which have access only to the constructor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -116,7 +116,7 @@ def _tojson(
 
 @lru_cache(KEPT)
 def compile_template(text: str) -> jinja2.Template:
-    """A template in the environment that transformers gives it; raises TemplateError."""
+    """Compiles a template in the environment that transformers uses; raises TemplateError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -134,10 +134,10 @@ def render(
     variables: dict[str, Any],
     continue_final_message: bool = False,
 ) -> str:
-    """The text of a conversation.
+    """Renders the text of a conversation.
 
-    ``variables`` are all other variables of the template. ``continue_final_message``: the text ends
-    with the last message's content, which the model continues. Raises TemplateFault.
+    ``variables`` are the template's variables other than the messages. ``continue_final_message``:
+    the text ends with the last message's content, which the model continues. Raises TemplateFault.
     """
     messages = [_with_reasoning(message) for message in messages]
     if continue_final_message:
@@ -145,7 +145,7 @@ def render(
     try:
         text = compile_template(template).render(messages=messages, **variables)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateFault(f"its line {error.lineno} is not valid: {error.message}") from None
+        raise TemplateFault(f"line {error.lineno} is not valid: {error.message}") from None
     except jinja2.TemplateError as error:
         raise TemplateFault(str(error.message)) from None
     except MemoryError:
@@ -160,10 +160,10 @@ def render(
         size = len(text.encode())
     except UnicodeEncodeError:
         raise TemplateFault(
-            "its text has half of a surrogate pair, which is no character"
+            "the rendered text has half of a surrogate pair, which is not a character"
         ) from None
     if size > MAX_BYTES:
-        raise TemplateFault(f"its text has {size} bytes; at most {MAX_BYTES} are allowed")
+        raise TemplateFault(f"the rendered text has {size} bytes; at most {MAX_BYTES} are allowed")
     return text
 
 
@@ -178,14 +178,14 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _tag_last(messages: list[dict[str, Any]]) -> None:
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str):
-        raise TemplateFault("the last message has no text that could be continued")
+        raise TemplateFault("the last message has no text to continue")
     messages[-1] = {**messages[-1], "content": content + _TAG}
 
 
 def _cut_at_tag(text: str) -> str:
     place = text.rfind(_TAG.strip())
     if place < 0:
-        raise TemplateFault("it leaves out the last message, which should be continued")
+        raise TemplateFault("the template leaves out the last message, which should be continued")
     kept = text[:place]
     return kept if text.startswith(_TAG, place) else kept.rstrip()
 

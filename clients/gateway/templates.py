@@ -1,6 +1,6 @@
-"""Chat templates: messages become the text of a prompt, in a process of its own.
+"""Renders messages to the text of a prompt with chat templates, in a separate process.
 
-Source: transformers' chat templates; the options are those of vLLM.
+The templates are those of transformers, and the options those of vLLM.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .template_process import CPU_S, LENGTH
 from .turns import Turns, current_user
 
 WALL_S = 120.0
-"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds what a template can spend; an
-overloaded machine may need much longer for that, and for the start of the process."""
+"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds the CPU time of a template, but
+an overloaded machine may need much longer for it and for the start of the process."""
 MAX_WAITING = 256
-"""Maximum renderings that wait for one process."""
+"""Maximum number of renderings that wait for one process."""
 MAX_OF_ONE = 32
-"""Maximum of these for one user."""
+"""Maximum number of waiting renderings of one user."""
 MAX_TEMPLATE = 256 * 1024
-"""Maximum characters of a template in a request."""
+"""Maximum number of characters of a template in a request."""
 
 
 class Templates:
     """Renders the conversations of all requests of a gateway.
 
-    One process renders templates of models, another one the templates in requests. So a client's
-    template delays only those of other clients, each by one turn. Both processes are started when
-    first needed.
+    One process renders the models' templates, and another process the templates in requests. A
+    client's template therefore delays only other clients' templates, by one turn each. Each process
+    starts when it is first needed.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
-        """``trust_requests``: whether requests may contain templates of their own."""
+        """``trust_requests``: whether requests may contain templates."""
         self._trust_requests = trust_requests
         self._of_models = _Renderer()
         self._of_requests = _Renderer()
@@ -61,14 +61,14 @@ class Templates:
     ) -> str:
         """The text of ``messages`` under the model's template, or under ``chat_template``.
 
-        Raises ApiError 400 if the template is not valid, refuses the messages, or takes too long,
-        or if it is the request's own and this gateway does not trust requests.
+        Raises ApiError 400 if the template is not valid, refuses the messages or takes too long, or
+        if ``chat_template`` is given and this gateway does not trust requests.
         """
         if chat_template is not None and not self._trust_requests:
             raise ApiError(
                 400,
-                "this gateway renders no chat template of a request; leave chat_template out, or "
-                "start the gateway with --trust-request-chat-template",
+                "this gateway does not render chat templates from requests; leave chat_template "
+                "out, or start the gateway with --trust-request-chat-template",
                 code="chat_template_not_trusted",
                 param="chat_template",
             )
@@ -129,13 +129,12 @@ class _Renderer:
         if full or self._users[user] >= MAX_OF_ONE:
             raise ApiError(
                 503 if full else 429,
-                f"{len(self._asked)} conversations wait to be rendered, {self._users[user]} of "
-                f"them yours; at most {MAX_WAITING} are allowed, and {MAX_OF_ONE} of one user; try "
-                "again",
+                f"{len(self._asked)} conversations wait for rendering (at most {MAX_WAITING}), "
+                f"{self._users[user]} of them are yours (at most {MAX_OF_ONE}); try again later",
                 code=Code.QUEUE_FULL if full else Code.CLIENT_LIMIT,
                 retry_after_s=CPU_S,
             )
-        # A client that disconnects ends neither the process nor a running rendering.
+        # If the client disconnects, the process and a running rendering continue.
         asked = asyncio.ensure_future(self._in_turn(user, request))
         self._asked.add(asked)
         self._users[user] += 1
@@ -148,7 +147,7 @@ class _Renderer:
         if not self._users[user]:
             del self._users[user]
         if not asked.cancelled():
-            asked.exception()  # The client may have disconnected.
+            asked.exception()  # Retrieves the error, because the client may have disconnected.
 
     async def _in_turn(self, user: str, request: bytes) -> dict[str, str]:
         async with self._turns.of(user):
@@ -174,19 +173,19 @@ class _Renderer:
             ended = await process.wait()
             await self.end()
             raise _fault(
-                f"it takes more than {CPU_S} s of CPU time"
+                f"the template takes more than {CPU_S} s of CPU time"
                 if ended == -signal.SIGXCPU
-                else f"its process ended with {ended}"
+                else f"the rendering process ended with {ended}"
             ) from None
         except BaseException:
-            # The answer would be mistaken for that of the next request.
+            # The next request would otherwise receive the answer to this request.
             await self.end()
             raise
         found: dict[str, str] = json.loads(answer)
         return found
 
     async def end(self) -> None:
-        """Ends the process; the next request starts another one."""
+        """Ends the process. The next request starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -195,7 +194,7 @@ class _Renderer:
 
 
 async def _start() -> Process:
-    # The process has its own session, so that Ctrl-C in the terminal only reaches the gateway.
+    # The process has its own session, so that Ctrl-C in the terminal reaches only the gateway.
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

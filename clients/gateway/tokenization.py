@@ -1,6 +1,6 @@
-"""Tokenizes long texts outside the event loop, one at a time, with users in turn.
+"""Tokenizes long texts on threads, one text at a time. Users take turns.
 
-Two lanes ensure that a text of a few kilobytes does not wait for one of several megabytes.
+Two lanes ensure that a text of a few kilobytes does not wait for a text of several megabytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Tokenization:
         self._lanes = (Turns(), Turns())
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` on a thread when the current user has its turn; returns its result.
-        ``size``: of the text, in characters, or of the tokens to decode.
+        """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the
+        number of characters to encode or tokens to decode.
 
-        Work whose client disconnects is dropped if it has not begun. Otherwise it occupies its lane
-        to its end, so that a client that reconnects has only one text in work.
+        If the client disconnects, work that has not begun is dropped. Begun work occupies its lane
+        until its end, so that a client that reconnects cannot run two texts at once.
         """
         turns = self._lanes[size > SEGMENT_CHARS]
         user = current_user.get()
@@ -49,6 +49,6 @@ class Tokenization:
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """Retrieves the error of a task, whose client may have disconnected."""
+    """Retrieves the error of a task, because its client may have disconnected."""
     if not asked.cancelled():
         asked.exception()

@@ -1,5 +1,5 @@
-"""The outermost layer of the gateway: each request receives an id, is counted, traced and
-logged."""
+"""The outermost layer of the gateway. It gives each request an id, and counts, traces and logs the
+request."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""The accepted part of a client's ``x-request-id``."""
+"""Matches the part of a client's ``x-request-id`` that is accepted."""
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
-"""Paths whose requests are logged at the level ``debug``, and not traced."""
+"""Paths whose requests are logged at the level ``debug`` and are not traced."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -69,13 +69,13 @@ class Counts:
 
 
 class Traffic:
-    """ASGI middleware around everything else, including error handlers."""
+    """ASGI middleware around the whole application, including error handlers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request, WebSocket, or the lifespan."""
+        """Handles one request, one WebSocket, or the lifespan."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -97,7 +97,7 @@ class Traffic:
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", request.id)
                 if gateway.draining:
-                    # The next request on this connection goes to another process.
+                    # The client opens a new connection, to another process, for its next request.
                     headers["connection"] = "close"
             await send(message)
 
@@ -133,7 +133,8 @@ class Traffic:
 
 
 class _Request:
-    """One HTTP request or WebSocket: its id and its span. A context for the client's calls."""
+    """The id and the span of one HTTP request or WebSocket. Its ``with`` block sets the origin of
+    the bus client's calls."""
 
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -186,7 +187,7 @@ class _Request:
             context.detach(self._attached)
 
     def end(self, path: str, status: int | None, duration_s: float | None) -> None:
-        """Handles the end of the request: logs it, and ends its span."""
+        """Logs the end of the request and ends its span."""
         extra = dict(zip(("request_id", "trace_id"), self._ids, strict=True))
         if status is None or duration_s is None:
             log.info("WebSocket at %s closed", path, extra=extra)
@@ -210,8 +211,8 @@ class _Request:
 
 
 def route_path(scope: Scope) -> str:
-    """The path of the route of a request, as ``/v1/models/{model}``; the number of routes is
-    small."""
+    """The path of a request's route, such as ``/v1/models/{model}``. The number of different values
+    is small, as metrics require."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

@@ -1,8 +1,8 @@
-"""The requests of one WebSocket, which count towards the share of its user.
+"""Counts the requests of one WebSocket towards the share of its user.
 
 The broker serves users in turn by the fields ``group`` and ``by`` of requests. A client could name
-any user in them. So the gateway writes its own values at the end of each body, as every reader uses
-the last value of a repeated field.
+any user in these fields. The gateway therefore writes its own values at the end of each body,
+because every reader uses the last value of a repeated field.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .open_streams import ANSWERED, OpenStreams
 from .user_shares import MAX_NAME, UserShares, check_priority
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER"})
-"""Requests that wait in a queue with turns between users."""
+"""Requests that wait in a queue in which users take turns."""
 STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
-"""Requests about modules, whose ``by`` names the user who made the change."""
+"""Requests that change modules. Their ``by`` names the user who makes the change."""
 _SPACE = b" \t\r\n"
 
 
@@ -31,8 +31,8 @@ class _Ranked(Struct):
 class TunnelRequests:
     """The open requests of one WebSocket.
 
-    ``user``: the user for whom its requests are counted; ``name``: of its API key, empty without
-    one. ``ranks``: whether the broker decides, by the key of the bus, who may raise priorities.
+    ``user``: the user to whom the requests count. ``name``: the name of the API key; empty without
+    a key. ``ranks``: whether the broker checks priorities, by the user's key of the bus.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
@@ -44,7 +44,7 @@ class TunnelRequests:
         self._taken = 0
 
     def sent(self, frames: Frames) -> Frames:
-        """A message of the client in the form for the broker; raises TokenbusError."""
+        """Converts a client's message to the form for the broker; raises TokenbusError."""
         kind = frames[0]
         if kind not in ANSWERED:
             return frames
@@ -63,7 +63,7 @@ class TunnelRequests:
         return frames
 
     def received(self, frames: Frames) -> None:
-        """Handles a message of the broker that goes to the client."""
+        """Handles a message from the broker to the client."""
         if self.open:
             self.open.received(frames)
             self._settle(len(self.open))
@@ -84,7 +84,7 @@ class TunnelRequests:
         try:
             ranked: _Ranked = decode_as(_Ranked, body)
         except RequestError:
-            # The broker's answer reports the error.
+            # The body is not valid; the broker's answer reports the error.
             return frames
         if not self._ranks:
             check_priority(ranked.priority)

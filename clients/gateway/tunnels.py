@@ -1,13 +1,12 @@
-"""Tunnels from WebSockets to the broker: LMTP passes through, undecoded.
+"""Tunnels from WebSockets to the broker, which send LMTP messages without decoding them.
 
-A WebSocket has its own connection to the broker, from its first message on. So all of LMTP works as
-on ZeroMQ, and the session is the client's own. A client without ``HELLO`` receives the form of
-LMQL's client (``plain_lmtp.py``). The client's messages are text. It receives binary messages if it
-has requested tokens in columns, which are msgpack.
+A WebSocket has its own connection to the broker from its first message on. All of LMTP therefore
+works as on ZeroMQ, and each client has its own session. A client that has not sent ``HELLO``
+receives LMQL's form (``plain_lmtp.py``). A client sends text. It receives binary messages if it has
+requested tokens in columns, which are msgpack.
 
-Flow control: while a client does not read, its tunnel does not read from the broker, and the
-broker's bound for slow clients applies. While the broker does not read, the tunnel does not read
-from the client.
+While a client does not read, its tunnel does not read from the broker, and the broker's bound for
+slow clients applies. While the broker does not read, the tunnel does not read from the client.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from .user_shares import UserShares
 log = logging.getLogger(__name__)
 
 MAX_SOCKETS = 16_384
-"""Maximum tunnels of one gateway process. A broker allows 10,000 sessions by default."""
+"""Maximum number of tunnels of one gateway process. A broker allows 10,000 sessions by default."""
 LAST_MESSAGE_S = 5.0
-"""How long the notice of a closed WebSocket may take to reach the broker, in seconds."""
+"""Maximum time to send the notice of a closed WebSocket to the broker, in seconds."""
 
 INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1011, 1012, 1013
-"""Close codes with which the gateway closes a WebSocket (IANA's registry)."""
+"""Close codes of the gateway's WebSockets (IANA's registry)."""
 
 
 class Tunnels:
@@ -74,23 +73,23 @@ class Tunnels:
 
     @property
     def busy(self) -> bool:
-        """Whether any WebSocket waits for answers."""
+        """Whether at least one WebSocket waits for an answer."""
         return any(tunnel.requests.open for tunnel in self._open)
 
     def drain(self) -> None:
-        """Handles the end of the gateway: closes each WebSocket as soon as all of its requests are
-        answered."""
+        """Starts the drain: each WebSocket is closed when all of its requests are answered."""
         self._draining = True
         for tunnel in self._open:
             self._rested(tunnel)
 
     def _rested(self, tunnel: Tunnel) -> None:
-        """Called when a WebSocket may have no request left."""
+        """Closes a WebSocket without open requests if the gateway drains. Called after an answer
+        that may be the last."""
         if self._draining and not tunnel.requests.open:
             self._later(close(tunnel.websocket, SERVICE_RESTART, "the gateway is restarted"))
 
     async def serve(self, websocket: WebSocket) -> None:
-        """Carries an accepted WebSocket to its end."""
+        """Serves an accepted WebSocket until its end."""
         tunnel: Tunnel | None = None
         try:
             while (message := await websocket.receive())["type"] == "websocket.receive":
@@ -105,10 +104,10 @@ class Tunnels:
         except UserLimitError as error:
             await close(websocket, TRY_AGAIN_LATER, error.message)
         except zmq.ZMQError as error:
-            log.warning("a WebSocket cannot be carried to the broker: %s", error)
-            await close(websocket, TRY_AGAIN_LATER, "the gateway has no connection left")
+            log.warning("cannot connect a WebSocket to the broker: %s", error)
+            await close(websocket, TRY_AGAIN_LATER, "the gateway cannot open a connection")
         except TimeoutError:
-            log.warning("a WebSocket was closed, as its broker cannot be watched")
+            log.warning("closed a WebSocket, because its broker cannot be watched")
             await close(websocket, TRY_AGAIN_LATER, "the gateway cannot reach the broker")
         except WebSocketDisconnect:
             pass
@@ -118,7 +117,7 @@ class Tunnels:
                 await tunnel.close()
 
     async def close(self) -> None:
-        """Frees the resources that the tunnels share; called after the last one has ended."""
+        """Frees the resources that the tunnels share. Called after the last tunnel has ended."""
         for watch in self._watches:
             await watch.close()
         await asyncio.to_thread(self._context.destroy, linger=0)
@@ -129,11 +128,12 @@ class Tunnels:
         if not fits_share(own, len(self._open), self._most):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
-                f"you have {own} WebSockets of the {self._most} that this gateway has; close some",
+                f"you have {own} open WebSockets, and this gateway has {self._most} for all users; "
+                "close some",
             )
         for watch in self._watches:
             watch.start()
-        # One of several brokers that has not been silent.
+        # Chooses a broker that answers, if there is one.
         answering = [watch.front for watch in self._watches if watch.answers]
         front = random.choice(answering or [watch.front for watch in self._watches])
         tenant = current_tenant.get()
@@ -152,7 +152,7 @@ class Tunnels:
         return next(watch for watch in self._watches if watch.front == tunnel.front)
 
     def _lost(self, front: str, what: str) -> None:
-        """Ends all tunnels of a broker that has lost their connections."""
+        """Ends all tunnels of a broker that was restarted or does not answer."""
         lost = [tunnel for tunnel in self._open if tunnel.front == front]
         log.warning("%s; %d WebSockets are closed", what, len(lost))
         for tunnel in lost:
@@ -168,9 +168,9 @@ class Tunnel:
     """One WebSocket's connection to the broker."""
 
     user = ""
-    """The user; set by the creator, as is ``front``."""
+    """The user of the WebSocket. The creator sets ``user`` and ``front``."""
     front = ""
-    """The address of its broker."""
+    """The address of the tunnel's broker."""
 
     def __init__(
         self,
@@ -180,23 +180,23 @@ class Tunnel:
         requests: TunnelRequests,
         several: bool,
     ) -> None:
-        """``rested`` is called when an answer may have been the last one. ``several``: whether
-        there are several brokers."""
+        """``rested`` is called after an answer that may be the last. ``several``: whether the
+        system has several brokers."""
         self._several = several
         self.marks_users = True
-        """Whether its connection has rights of the gateway that its user does not have."""
+        """Whether the connection has the gateway's rights, which the user does not have."""
         self.websocket = self._websocket = websocket
         self.requests = requests
         self._rested = rested
         self._dealer = dealer
         self._plain: PlainLmtp | None = PlainLmtp()
-        """The converter to LMQL's form; None once the broker has answered a HELLO."""
+        """The converter to LMQL's form; None after the broker has answered a HELLO."""
         self._encoding: Encoding = "json"
         """The encoding of the broker's answers."""
         self._delivery = asyncio.create_task(self._deliver())
 
     async def send(self, line: str) -> None:
-        """Passes a client's message on, or answers it with an error."""
+        """Sends a client's message to the broker, or answers the message with an error."""
         try:
             frames = line_frames(line, binary=True)
         except RequestError as error:
@@ -217,7 +217,7 @@ class Tunnel:
         await self._dealer.send(frames)
 
     async def _refuse(self, error: TokenbusError, frames: Frames) -> None:
-        """Answers a request that is not sent, in the same way as the broker."""
+        """Answers a refused request in the broker's form."""
         is_decoded = len(frames[1]) <= max_body_bytes(frames[0])
         stream = OpenStreams.named(frames[1]) if is_decoded else None
         body = error_body(error, stream, frames[0])
@@ -234,20 +234,20 @@ class Tunnel:
         await close(self._websocket, SERVICE_RESTART, what)
 
     async def close(self) -> None:
-        """Handles the end of the WebSocket. An anonymous session ends now, with its streams; a
-        session that began with HELLO can be taken over."""
+        """Handles the end of the WebSocket. An anonymous session ends with its streams. A session
+        that began with HELLO can be resumed."""
         self._delivery.cancel()
         self.requests.close()
         try:
             async with asyncio.timeout(LAST_MESSAGE_S):
                 await self._dealer.send([b"BYE", b'{"keep":true}'])
         except TimeoutError:
-            log.warning("the broker did not take the notice of a closed WebSocket")
+            log.warning("cannot send the notice of a closed WebSocket to the broker")
         finally:
             self._dealer.close(linger_ms=int(1000 * LAST_MESSAGE_S))
 
     async def _deliver(self) -> None:
-        """Passes on the broker's messages, at the pace of the client."""
+        """Sends the broker's messages to the client, as fast as the client reads."""
         try:
             while True:
                 for frames in await self._dealer.receive():
@@ -262,11 +262,11 @@ class Tunnel:
         except WebSocketDisconnect:
             pass
         except Exception:
-            log.exception("a WebSocket was closed, as a message for it failed")
+            log.exception("closed a WebSocket, because a message to it failed")
             await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
 
     async def _pass_on(self, frames: Frames) -> None:
-        """Passes a message of the broker on, in the client's form."""
+        """Sends a message of the broker to the client, in the client's form."""
         plain = self._plain
         if plain is None and encoding_of(frames[1]) == "msgpack":
             await self._websocket.send_bytes(frames_binary(frames))
@@ -277,13 +277,13 @@ class Tunnel:
 
 
 async def close(websocket: WebSocket, code: int, reason: str) -> None:
-    """Closes a WebSocket, unless it is closed already."""
+    """Closes a WebSocket unless it is already closed."""
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):
         await websocket.close(code, reason[:120])
 
 
 def _from_elsewhere(frames: Frames) -> Frames:
-    """A HELLO whose session may have been at another broker without the client's knowledge."""
+    """Marks a HELLO, because the session may have been at another broker before."""
     try:
         hello: Hello = decode_as(Hello, frames[1])
     except RequestError:
@@ -293,5 +293,5 @@ def _from_elsewhere(frames: Frames) -> Frames:
 
 
 def _refuse_binary() -> str:
-    what = "the message is binary; what a client sends must be text, '<TYPE> <JSON>'"
+    what = "the message is binary; a client must send text: '<TYPE> <JSON>'"
     return error_line(RequestError(Code.BAD_MESSAGE, what), "")

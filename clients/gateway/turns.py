@@ -1,5 +1,4 @@
-"""A lock with turns between users, so that a user with many requests delays others by one turn
-only."""
+"""A lock with turns between users. A user with many requests delays another user by one turn."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ current_tenant: ContextVar[OwnKey | None] = ContextVar("tokenbus_tenant", defaul
 
 
 class Turns:
-    """A lock for one event loop. Users take turns, and the requests of a user are served by
+    """A lock for one event loop. Users take turns; the requests of one user are served in order of
     arrival."""
 
     def __init__(self) -> None:
         self._taken = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By user, the next one first."""
+        """The waiting requests of each user. The next user is first."""
 
     @asynccontextmanager
     async def of(self, user: str) -> AsyncIterator[None]:
-        """Waits for a turn of ``user``, and keeps it for the block."""
+        """Waits for the turn of ``user``, which lasts until the end of the block."""
         await self._acquire(user)
         try:
             yield

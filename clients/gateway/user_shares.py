@@ -1,9 +1,9 @@
-"""The open requests of each user of a gateway, and their bounds.
+"""Counts and bounds the open requests of each user of a gateway.
 
-All requests over HTTP share one session at the broker, and each WebSocket has a session of its own.
-Users, who are identified by API key or else by address, share the streams of both and the memory
-for bodies. A user with too many open requests is refused with a 429 while others are served. If
-nothing is left for any user, requests get a 503.
+All requests over HTTP share one session at the broker, and each WebSocket has its own session.
+Users are identified by their API key, otherwise by their address. They share the streams and the
+memory for bodies. A user with too many open requests receives a 429, while other users are served.
+If all streams or all memory is used, requests receive a 503.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .idempotency import NamedClient, current_named
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Bytes of the bodies of all requests that one gateway process stores."""
+"""Maximum number of bytes that the bodies of all requests occupy in one gateway process."""
 
 MAX_NAME = 256
-"""Maximum characters of a user's name at the broker."""
+"""Maximum number of characters of a user's name at the broker."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _User:
     streams: int = 0
     body_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
-    """Rate at which the user's streams end."""
+    """The rate at which the user's streams end."""
 
 
 class UserShares:
@@ -53,11 +53,11 @@ class UserShares:
 
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
         self.group = secrets.token_hex(16)
-        """Joins the sessions of this process into a group at the broker, which takes turns as one
-        session."""
+        """The name of the group of this process's sessions. The broker gives the whole group one
+        turn."""
         self.leaving = False
-        """Whether the process ends and leaves its streams to the next one; ``server.py`` sets
-        it."""
+        """Whether the process ends and leaves its streams to its successor. ``server.py`` sets this
+        flag."""
         self._most = max_streams
         self._max_bytes = max_body_bytes
         self._streams = 0
@@ -66,11 +66,11 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """The share of the current task's request: user, streams and bytes."""
+        """The shares that the current task's request has taken: user, streams and bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Wraps a request: its share is released at its end."""
+        """Wraps a request, and gives back its shares at its end."""
         held: list[tuple[str, int, int]] = []
         token = self._held.set(held)
         try:
@@ -97,21 +97,20 @@ class UserShares:
             self._give_back(name, count, 0)
 
     def _fitting(self, name: str) -> _User:
-        """The user ``name``, who may begin one more stream; raises UnavailableError."""
+        """The user ``name``. Raises UnavailableError if the user may not begin another stream."""
         user = self._users.get(name) or _User()
         if self._streams >= self._most:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"this gateway has {self._streams} streams open, which is the most; try again "
-                "later",
+                f"this gateway has its maximum of {self._streams} open streams; try again later",
                 retry_after_s=self._pace.retry_after_s(time.monotonic()),
             )
         if not fits_share(user.streams, self._streams, self._most):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
-                f"you have {user.streams} streams open, and others have "
-                f"{self._streams - user.streams} of the {self._most} that this gateway has; wait "
-                "until one of yours ends",
+                f"you have {user.streams} open streams, and other users have "
+                f"{self._streams - user.streams} of the maximum of {self._most}; wait until one of "
+                "your streams ends",
                 retry_after_s=user.pace.retry_after_s(time.monotonic()),
             )
         return user
@@ -119,7 +118,7 @@ class UserShares:
     def take_bytes(self, size: int) -> None:
         """Counts a part of a request's body that has arrived; raises UnavailableError."""
         if not size:
-            # The end of a body may be an empty part.
+            # The last part of a body may be empty.
             return
         name = current_user.get()
         user = self._users.get(name) or _User()
@@ -129,9 +128,9 @@ class UserShares:
         kind = UserLimitError if user.body_bytes else UnavailableError
         raise kind(
             Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
-            f"the bodies of your open requests would have {user.body_bytes + size} bytes, those of "
-            f"all {self._body_bytes + size}, of {self._max_bytes} for which this gateway has "
-            "room; try again later",
+            f"the bodies of your open requests would have {user.body_bytes + size} bytes, and the "
+            f"bodies of all users {self._body_bytes + size} of at most {self._max_bytes}; try "
+            "again later",
             retry_after_s=self._pace.retry_after_s(time.monotonic()),
         )
 
@@ -164,8 +163,8 @@ class UserShares:
 
 
 class SharedClient(AsyncClient):
-    """The client of the bus that all requests over HTTP share. Its calls count towards the shares
-    of their users, and take turns with those of other users at the broker."""
+    """The bus client that all requests over HTTP share. Each call counts towards the share of its
+    user, and users take turns at the broker."""
 
     def __init__(
         self, front: str, shares: UserShares, max_unread: int, key: OwnKey | None = None
@@ -175,7 +174,7 @@ class SharedClient(AsyncClient):
         self._shares = shares
         self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
-        """Whether the broker decides, by the key of the bus, who may raise priorities."""
+        """Whether the broker checks priorities, by the client's key of the bus."""
 
     def generate(
         self,
@@ -184,8 +183,8 @@ class SharedClient(AsyncClient):
         record: str | Path | Recorder | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """As ``AsyncClient.generate``; raises UnavailableError if the share is used up, and
-        RequestError if a user without a key of the bus raises the priority."""
+        """Begins a stream, as ``AsyncClient.generate``. Raises UnavailableError if the user's share
+        is used up, and RequestError if a user without a key of the bus raises the priority."""
         if not self._ranks:
             check_priority(options.get("priority", 0))
         self._shares.take_stream()
@@ -209,7 +208,8 @@ class SharedClient(AsyncClient):
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
     ) -> Scores:
-        """As ``AsyncClient.score``; raises UnavailableError if the share is used up."""
+        """Scores a text, as ``AsyncClient.score``. Raises UnavailableError if the user's share is
+        used up."""
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
         return await super().score(prompt, scored, **options)
@@ -223,11 +223,11 @@ class SharedClient(AsyncClient):
 
 
 def check_priority(priority: int) -> None:
-    """Raises RequestError if a user requests a priority above all others."""
+    """Raises RequestError if the priority is above the default."""
     if priority > 0:
         raise RequestError(
             Code.NOT_ALLOWED,
-            "this request asks to be served before those of all other users; leave priority out, "
-            "or lower it: only an API key with a key of the bus may raise it",
+            "the priority is above that of all other users, which needs an API key with a key of "
+            "the bus; lower the priority or leave it out",
             path="$.priority",
         )

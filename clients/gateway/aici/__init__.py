@@ -1,8 +1,8 @@
-"""AICI's REST interface, in both of its published forms, with one implementation.
+"""AICI's REST interface, in both published forms.
 
-The later form has controllers (``/v1/controllers``, ``/v1/run``), the earlier one modules
-(``/v1/aici_modules``, and ``/v1/completions`` with ``aici_module``). Source: ``docs/REST.md`` and
-``pyaici`` of microsoft/aici.
+The later form uses ``/v1/controllers`` and ``/v1/run``. The earlier form uses ``/v1/aici_modules``,
+and ``/v1/completions`` with ``aici_module``. Source: ``docs/REST.md`` and ``pyaici`` of
+microsoft/aici.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .runs import RunRequest, run
 
 
 def routes() -> list[BaseRoute]:
-    """The paths of both forms except ``/v1/completions``, which is OpenAI's too."""
+    """The paths of both forms, except ``/v1/completions``, which OpenAI's routes contain."""
     found: list[BaseRoute] = [Route("/v1/run", run, methods=["POST"])]
     for modules in ("/v1/controllers", "/v1/aici_modules"):
         found += [
@@ -30,7 +30,7 @@ def routes() -> list[BaseRoute]:
 
 
 def operations() -> list[Operation]:
-    """These paths, as the OpenAPI document describes them."""
+    """The operations for the OpenAPI document."""
     found = [Operation("post", "/v1/run", "Runs a controller", "AICI", RunRequest, stream=True)]
     for modules in ("/v1/controllers", "/v1/aici_modules"):
         tags = f"{modules}/tags"

@@ -1,6 +1,6 @@
 """``POST /v1/completions`` with ``aici_module``: the earlier form of a run.
 
-The path is OpenAI's; its handler passes on the bodies that ``handles`` recognizes.
+The path is OpenAI's. OpenAI's handler calls ``complete`` for bodies that ``handles`` recognizes.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
 PATH = "/v1/aici_modules"
-"""Errors have the form of this path."""
+"""The path whose form of errors is used."""
 
 
 class Marked(Struct):
-    """The field that distinguishes such a body from OpenAI's, even if it is null."""
+    """The field that only AICI's bodies have. It may be null."""
 
     aici_module: Any = UNSET
 
 
 class AiciCompletion(Body):
-    """The body; None of an optional field is its default."""
+    """The body of a request. An optional field that is None has its default."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
 
     prompt: str | list[TokenId | str | list[TokenId]]
-    """One text, or one list of token ids; also as the only element of a list."""
+    """One text or one list of token ids, or a list with one of them as its only element."""
     aici_module: Name | None
-    """The controller; None: no controller."""
+    """The name of the controller; None: the request has no controller."""
     aici_arg: Any = None
     model: str | None = ""
     """Empty or ``*``: the default model."""
@@ -77,13 +77,13 @@ class AiciCompletion(Body):
 
 
 class Choice(Fork):
-    """The new part of a sequence; all of it if the answer is not streamed."""
+    """The new part of a sequence; the whole sequence if the answer is not streamed."""
 
     logprobs: None = None
 
 
 class CompletionUsage(Struct):
-    """The costs so far, with OpenAI's names and AICI's meaning."""
+    """The cost so far. The fields have OpenAI's names and AICI's meaning."""
 
     completion_tokens: int
     prompt_tokens: int
@@ -98,7 +98,7 @@ class CompletionUsage(Struct):
 
 
 class Completion(Struct):
-    """The answer, or a part of it."""
+    """The answer, or a part of a streamed answer."""
 
     id: str
     object: Literal["text_completion"]
@@ -183,7 +183,7 @@ def _options(body: AiciCompletion) -> GenerateOptions:
 
 
 def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list[int]:
-    """The prompt of a body; raises ApiError 400 unless it has exactly one."""
+    """The prompt of a body; raises ApiError 400 unless the body has exactly one prompt."""
     if isinstance(prompt, str):
         return prompt
     ids = [token for token in prompt if isinstance(token, int)]
@@ -194,8 +194,7 @@ def _one_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | list
             return only
     raise invalid_field(
         "prompt",
-        f"prompt: it is a list of {len(prompt)} elements; it must be a text, a list of token ids, "
-        "or a list of one of these",
+        f"prompt is a list of {len(prompt)} elements; it must be one text or one list of token ids",
     )
 
 

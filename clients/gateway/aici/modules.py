@@ -1,4 +1,4 @@
-"""Controller modules: uploads and tags, the same in both forms."""
+"""Uploads and tags of controller modules, which are the same in both of AICI's forms."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ class Uploaded(Struct):
     module_id: str
     wasm_size: int
     compiled_size: int
-    """Bytes, as is ``size``."""
+    """Size of the compiled module, in bytes; ``wasm_size`` is in bytes too."""
     time: int
     """The time to compile it, in milliseconds."""
 
 
 class TagInfo(Struct):
-    """A tag, as both forms describe it."""
+    """A tag of a module."""
 
     tag: str
     module_id: str
     updated_at: int
-    """When it was last assigned, in seconds since 1970."""
+    """The time of the last assignment, in seconds since 1970."""
     updated_by: str
     wasm_size: int
     compiled_size: int
 
 
 class TagList(Struct):
-    """The answer to both requests for tags."""
+    """The answer to a GET and to a POST of tags."""
 
     tags: list[TagInfo]
 
 
 async def upload(request: Request) -> Response:
-    """Stores the module that is the body, whatever its content type."""
+    """Stores the module in the body. The content type is not checked."""
     wasm = await read_bytes(request, MAX_MODULE_BYTES)
     stored = await gateway_of(request).client.upload_controller(wasm, by=user_of(request))
     time = round(stored.compile_ms)
@@ -64,7 +64,7 @@ async def upload(request: Request) -> Response:
 
 
 async def set_tags(request: Request) -> Response:
-    """Assigns tags to a module, named by its id or by another tag of it."""
+    """Assigns tags to a module, which is named by its id or by another tag."""
     body = await read_body(request, SetTags)
     tags = [body.tags] if isinstance(body.tags, str) else body.tags
     client = gateway_of(request).client
@@ -94,6 +94,6 @@ def described(stored: StoredModule, tag: str) -> TagInfo:
 
 
 def user_of(request: Request) -> str:
-    """The name of the API key of a request; empty if keys are not required."""
+    """The name of a request's API key; empty if the gateway does not require keys."""
     name: str = request.scope.get("api_key_name", "")
     return name

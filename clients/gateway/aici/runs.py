@@ -23,7 +23,7 @@ from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 
 
 class RunRequest(Body):
-    """The body of a run; None of an optional field is its default."""
+    """The body of a run. An optional field that is None has its default."""
 
     controller: Name
     controller_arg: Any = ""
@@ -32,7 +32,7 @@ class RunRequest(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    """0 and -1 keep all."""
+    """0 and -1 keep all tokens."""
     max_tokens: MaxTokens | None = None
     """Default: up to the context length."""
     seed: Seed | None = None
@@ -49,7 +49,7 @@ class InitialRun(Struct):
 
 
 class RunUsage(Struct):
-    """The costs of a run so far, with the names of this form."""
+    """The cost of a run so far, with the names of AICI's later form."""
 
     sampled_tokens: int
     ff_tokens: int
@@ -58,7 +58,7 @@ class RunUsage(Struct):
 
 
 class RunPart(Struct):
-    """Each further object: the new parts."""
+    """Each further object of a run: the new parts of the sequences."""
 
     object: Literal["run"]
     forks: list[Fork]

@@ -21,7 +21,7 @@ from ..models import ServedModel
 BACKTRACK = " ↩ "
 """The text that marks a backtrack of the controller, as in AICI's server."""
 NO_CONTROLLER = "none"
-"""The name with which a client requests no controller."""
+"""The controller name of a request without a controller."""
 
 FINISH = {
     "stop": "eos",
@@ -31,13 +31,13 @@ FINISH = {
     "timeout": "abort",
     "error": "fail",
 }
-"""AICI's names for the reasons why a sequence ended."""
+"""AICI's names of finish reasons."""
 CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Code.DEADLOCK})
 """Codes of errors that a running controller has caused."""
 
 
 class Fork(Struct):
-    """The new part of a sequence; all fields are always present."""
+    """The new part of a sequence. All fields are always present."""
 
     index: int
     text: str
@@ -50,15 +50,15 @@ class Fork(Struct):
 class Usage:
     """Counts the cost of a request so far.
 
-    ``processed`` is the number of tokens that the model computed: the prompt, and each token before
-    a sampled one, whether it was sampled or appended.
+    ``processed`` is the number of tokens that the model computed: the tokens of the prompt, and
+    each sampled or appended token that precedes a sampled token.
     """
 
     def __init__(self) -> None:
         self.sampled = 0
         self.processed = 0
         self._computed: dict[int, int] = {}
-        """By sequence: how many of its tokens after the prompt the model has computed."""
+        """Number of tokens after the prompt that the model has computed, by sequence."""
 
     def add(self, entry: Token) -> None:
         """Counts one entry."""
@@ -81,7 +81,7 @@ class Usage:
 
 
 class Run:
-    """A request that generates, from its first entries to its last."""
+    """A running request for tokens."""
 
     def __init__(self, stream: AsyncStream, first: list[Token]) -> None:
         self._stream = stream
@@ -91,26 +91,26 @@ class Run:
         self._indexes = {0: 0}
 
     def index_of(self, seq: int) -> int:
-        """The index of a sequence. AICI's indices are 0, 1, 2, … in the order in which sequences
-        begin, and its clients keep lists of them."""
+        """The index of a sequence. Indices are 0, 1, 2, … in the order in which sequences begin,
+        because AICI's clients store sequences in lists."""
         return self._indexes.setdefault(seq, len(self._indexes))
 
     @classmethod
     async def begin(
         cls, request: Request, gateway: Gateway, prompt: str | list[int], options: GenerateOptions
     ) -> Run:
-        """Sends the request, and waits until it has begun, so that a refusal has its own status.
+        """Sends the request and waits for its first entries, so that a refusal sets the status.
 
-        Raises TokenbusError if it is refused, ClientDisconnect if its client has disconnected. An
-        error of a controller is an error of its sequence, even at its start.
+        Raises TokenbusError if the request is refused, and ClientDisconnect if the client has
+        disconnected. An error of a controller is reported as an error of its sequence.
         """
         with_text: GenerateOptions = {**options, "text": True}
         stream = gateway.client.generate(prompt, **with_text)
         return cls(stream, await first_entries(request, stream, CONTROLLERS_OWN))
 
     async def forks(self) -> AsyncGenerator[Fork, None]:
-        """The new parts, entry by entry; an error of the whole request is reported for one of its
-        sequences."""
+        """The new parts, entry by entry. An error of the whole request is reported as an error of
+        its sequences."""
         try:
             entries = self._first
             while entries:
@@ -136,7 +136,7 @@ class Run:
         self._sequences.add(entry)
         self.usage.add(entry)
         if entry.parent is not None:
-            # Clients join the texts of an index, so a fork begins with the text of its parent.
+            # Clients join the texts of an index, so a fork must begin with its parent's text.
             text = self._sequences.by_seq[entry.seq].text
         else:
             new = "" if entry.text is UNSET else entry.text
@@ -151,7 +151,7 @@ class Run:
         )
 
     def _failed(self, error: TokenbusError) -> Iterable[Fork]:
-        """The sequences that an error ended without an entry of their own."""
+        """The last parts of the sequences that an error of the request has ended."""
         listed = self._sequences.listed()
         for sequence in listed:
             if sequence.finish_reason is None:
@@ -168,14 +168,14 @@ class Run:
 
 
 def finish_reason(ended: Token | GeneratedSequence) -> str | None:
-    """AICI's name for the reason why a sequence ended; None while it runs."""
+    """AICI's name of the finish reason; None while the sequence runs."""
     if ended.code == Code.DEADLOCK:
         return "deadlock"
     return FINISH[ended.finish_reason] if ended.finish_reason is not None else None
 
 
 def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
-    """The options that name a controller and its argument: a text unchanged, any other value as
+    """The options for a controller and its argument, which is text unchanged, or any other value as
     JSON."""
     if controller is None or controller == NO_CONTROLLER:
         return {}
@@ -185,7 +185,7 @@ def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
 
 
 def prompt_for(model: ServedModel, prompt: str | list[int]) -> str | list[int]:
-    """The prompt; a space if it is empty and the model has no token that begins a text."""
+    """The prompt; a space if the prompt is empty and the model does not have a BOS token."""
     if not prompt and not model.encode(""):
         return " "
     return prompt

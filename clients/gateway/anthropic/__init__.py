@@ -12,7 +12,7 @@ from .messages import count_tokens, create
 
 
 def routes() -> list[BaseRoute]:
-    """The paths of this door."""
+    """The routes of this interface."""
     return [
         Route("/v1/messages", create, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
@@ -20,7 +20,7 @@ def routes() -> list[BaseRoute]:
 
 
 def operations() -> list[Operation]:
-    """These paths, as the OpenAPI document describes them."""
+    """The operations for the OpenAPI document."""
     return [
         Operation(
             "post",

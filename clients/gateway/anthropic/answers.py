@@ -1,4 +1,4 @@
-"""An answer while it grows: its blocks, the reason of its end, and both as response objects."""
+"""Collects the blocks of an answer while it grows, and makes the response objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TextAnswer(Struct, tag="text", tag_field="type"):
 
 
 class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
-    """The model's thinking, if its template has a place for it."""
+    """A block of thinking, if the model's template supports thinking."""
 
     thinking: str
     signature: str = ""
@@ -50,14 +50,14 @@ class Usage(Struct):
 
 
 class Ended(Struct):
-    """Why a message ended; both fields are null before."""
+    """The reason why a message ended. Both fields are null until its end."""
 
     stop_reason: str | None
     stop_sequence: str | None
 
 
 class Receipt(Struct):
-    """The constraint of a message, and how its text ended."""
+    """The constraint of a message, and the state of its text at its end."""
 
     constraint: str
     """``tools`` or ``json_schema``."""
@@ -82,25 +82,26 @@ class Answer:
     """The blocks of a message, from the entries of its stream."""
 
     def __init__(self, form: AnswerForm | None, constraint: str | None, max_tokens: int) -> None:
-        """``form``: its parts, None if it is one text; ``constraint``: its name in receipts."""
+        """``form``: the form of the answer; None if it is one text. ``constraint``: the name of the
+        constraint in the receipt."""
         self._form = form
         self._reader = PartReader(form) if form is not None else None
         self._constraint = constraint
         self._max_tokens = max_tokens
         self.blocks: list[AnswerBlock] = []
         self._arguments = ""
-        """The input of the last call, as JSON text, as far as it was generated."""
+        """The generated part of the last call's input, as JSON text."""
         self._space = ""
-        """White space at the end so far; dropped if a call follows it."""
+        """White space at the current end of the text. It is dropped if a call follows."""
         self._prompt: Token | None = None
-        """The first entry, which has the cost of the prompt."""
+        """The first entry of the stream, which has the number of prompt tokens."""
         self._output = 0
         self._end: Token | None = None
 
     def add(self, entries: Iterable[Token]) -> list[tuple[int, str]]:
-        """Adds entries; returns the changed blocks: the number of a block and its new text.
+        """Adds entries; returns the number and the new text of each changed block.
 
-        A block is new if its number appears for the first time; a call begins with an empty text.
+        A number that appears for the first time begins a block. A call begins with an empty text.
         """
         changes: list[tuple[int, str]] = []
         for entry in entries:
@@ -128,14 +129,14 @@ class Answer:
         self._end_call()
 
     def _end_call(self) -> None:
-        """Reads the arguments of the call that is the last block, if it is one."""
+        """Decodes the arguments of the last block if that is a call."""
         block = self.blocks[-1] if self.blocks else None
         if isinstance(block, CallAnswer):
             with suppress(msgspec.DecodeError):
                 block.input = msgspec.json.decode(self._arguments, type=dict[str, Any])
 
     def _take(self, part: Part, changes: list[tuple[int, str]]) -> None:
-        """Adds one part of an answer that may call tools."""
+        """Adds one part of an answer that has a form."""
         match part:
             case Text(text):
                 text = self._space + text
@@ -168,7 +169,7 @@ class Answer:
         block.text += text
         changes.append((len(self.blocks) - 1, text))
 
-    # --- what has come of it --------------------------------------------------------------------
+    # --- response objects -----------------------------------------------------------------------
 
     @property
     def called(self) -> bool:
@@ -196,7 +197,7 @@ class Answer:
 
     @property
     def receipt(self) -> Receipt | None:
-        """The constraint and how its text ended; None without one."""
+        """The receipt; None without a constraint."""
         if self._constraint is None or self._end is None or self._end.constraint is None:
             return None
         return Receipt(self._constraint, self._end.constraint)
@@ -206,7 +207,7 @@ class Answer:
         return self._message(model, [], _usage(first, 0))
 
     def message(self, model: str) -> MessageAnswer:
-        """The message as it is now."""
+        """The message so far."""
         return self._message(model, self.blocks, self.usage)
 
     def _message(self, model: str, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:

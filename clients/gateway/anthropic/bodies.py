@@ -21,7 +21,7 @@ class Block(Body, kw_only=True):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
 
     cache_control: Ignored = UNSET
-    """Prefixes of prompts are always cached."""
+    """This field has no effect, because prefixes of prompts are always cached."""
     citations: Ignored = UNSET
 
 
@@ -44,7 +44,7 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use", tag_field="type"):
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking", tag_field="type"):
-    """The assistant's thinking; templates that have a place for it show it."""
+    """The assistant's thinking. Templates that support thinking show it to the model."""
 
     IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"signature"}
 
@@ -60,7 +60,7 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    """The model sees ``Error: `` before the content."""
+    """Whether the call failed. If so, the model sees ``Error: `` before the content."""
     toolset_name: Ignored = UNSET
 
 
@@ -71,7 +71,7 @@ class UserMessage(Body, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """The assistant's text; in the last message, the beginning of the answer."""
+    """The assistant's text. In the last message, the text is the beginning of the answer."""
 
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
 
@@ -86,7 +86,7 @@ Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Tool(Body):
-    """A tool of the client; tools that run at Anthropic's servers are refused by their type."""
+    """A tool of the client. Tools that run on Anthropic's servers are refused, by their type."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
@@ -103,7 +103,7 @@ class Tool(Body):
     eager_input_streaming: Ignored = UNSET
     input_examples: Ignored = UNSET
     strict: Ignored = UNSET
-    """The schema is always enforced."""
+    """This field has no effect, because the schema is always enforced."""
 
 
 class ToolChoice(Body):
@@ -111,7 +111,7 @@ class ToolChoice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """With ``tool``: the tool's name."""
+    """The name of the tool, if the type is ``tool``."""
     disable_parallel_tool_use: bool | None = None
     """Whether at most one call is allowed."""
 
@@ -133,18 +133,19 @@ class OutputConfig(Body):
 
 
 class Thinking(Body):
-    """Thinking depends on the model's template: a request can bound it, but cannot turn it on."""
+    """Settings of thinking. A request can bound thinking, but only the model's template can enable
+    it."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"display"})
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum tokens of thinking, which is then closed."""
+    """Maximum number of thinking tokens, after which thinking is closed."""
     display: Ignored = UNSET
 
 
 class Conversation(Body):
-    """The fields of both requests: the conversation that is to be continued."""
+    """The conversation to continue: the common fields of both requests."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "speed", "user_profile_id", "workspace_id"}
@@ -202,7 +203,7 @@ class TokenCount(Struct):
 
 
 def _ignored(value: Any, path: str) -> Iterator[str]:
-    """The fields without an effect in ``value``; ``[]`` stands for any element of a list."""
+    """The fields in ``value`` that have no effect. ``[]`` in a name stands for any list element."""
     if isinstance(value, list):
         for element in value:
             yield from _ignored(element, f"{path}[]")

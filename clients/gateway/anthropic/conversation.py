@@ -33,7 +33,7 @@ class Answering:
     """The constraint of the answer."""
 
     form: AnswerForm | None = None
-    """The parts of the answer; None: it is one text."""
+    """The form of the answer; None: the answer is one text."""
     constraint: str | None = None
     """The name of the constraint in the receipt; None: unconstrained."""
     controller: str = ""
@@ -46,7 +46,7 @@ async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -
     if continues and any(isinstance(b, ToolUseBlock) for b in body.messages[-1].content):
         raise _refused(
             f"messages[{len(body.messages) - 1}].content",
-            "the last message calls a tool; a message of the user with its tool_result must follow",
+            "the last message calls a tool; add a user message with its tool_result",
         )
     text = await gateway.templates.render(
         model,
@@ -60,7 +60,7 @@ async def prompt_ids(gateway: Gateway, model: ServedModel, body: Conversation) -
 
 
 def answering(model: ServedModel, body: Conversation, ids: list[int]) -> Answering:
-    """The constraint and the parts of the answer to a conversation, whose prompt is ``ids``; raises
+    """The constraint and the form of the answer to a conversation whose prompt is ``ids``; raises
     ApiError 400."""
     schema = None
     if body.output_config is not None and body.output_config.format is not None:
@@ -69,7 +69,7 @@ def answering(model: ServedModel, body: Conversation, ids: list[int]) -> Answeri
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"
     if kind in ("any", "tool") and not tools:
-        raise _refused("tool_choice", f"tool_choice is {kind!r} without tools; give some")
+        raise _refused("tool_choice", f"tool_choice is {kind!r} without tools; add tools")
     if kind == "tool":
         tools = [tool for tool in tools if choice is not None and tool.name == choice.name]
         if not tools:
@@ -99,7 +99,7 @@ def answering(model: ServedModel, body: Conversation, ids: list[int]) -> Answeri
 
 
 def _offered(body: Conversation) -> list[Tool]:
-    """The tools that the answer may call; raises ApiError 400 if two have one name."""
+    """The tools that the answer may call; raises ApiError 400 if two tools have the same name."""
     names: set[str] = set()
     for place, tool in enumerate(body.tools or []):
         if tool.name in names:
@@ -146,7 +146,7 @@ def _messages(body: Conversation) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(message: AssistantMessage, called: dict[str, str]) -> dict[str, Any]:
-    """An assistant's message; ``called`` receives the names of its calls, by their ids."""
+    """An assistant's message. Adds the name of each call to ``called``, by the call's id."""
     found: dict[str, Any] = {"role": "assistant", "content": _text(message.content)}
     if isinstance(message.content, str):
         return found
@@ -168,7 +168,7 @@ def _assistant(message: AssistantMessage, called: dict[str, str]) -> dict[str, A
 
 
 def _user(message: UserMessage, called: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """A user's message: one of the role ``tool`` for each result, and one for all texts."""
+    """A user's message: a ``tool`` message for each result, and a user message for all texts."""
     if isinstance(message.content, str):
         yield {"role": "user", "content": message.content}
         return
@@ -187,7 +187,7 @@ def _user(message: UserMessage, called: dict[str, str]) -> Iterator[dict[str, An
 
 
 def _text(content: str | Sequence[Any] | None) -> str:
-    """The text of a content; its text blocks are joined by line ends."""
+    """The text of a content. Text blocks are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))

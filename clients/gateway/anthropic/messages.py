@@ -26,7 +26,8 @@ from .conversation import Answering, answering, prompt_ids
 
 PATH = "/v1/messages"
 PING_S = 10.0
-"""An answer without new text for this long sends a ``ping``, so that proxies do not close it."""
+"""Seconds without new text after which a ``ping`` is sent, so that proxies do not close the
+answer."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Prepared:
 
     model: ServedModel
     ids: list[int]
-    """The token ids of its prompt."""
+    """The token ids of the prompt."""
     how: Answering
 
 
@@ -56,7 +57,7 @@ async def create(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has as a prompt."""
+    """Answers with the number of tokens of a conversation's prompt."""
     body = await read_body(request, CountTokens)
     found = await unless_disconnected(request.receive, _prepared(gateway_of(request), body))
     return json_response(TokenCount(len(found.ids)), headers=ignored_header(body.ignored()))
@@ -120,7 +121,7 @@ async def _events(
 
 
 async def _arrived(stream: AsyncStream) -> list[Token] | None:
-    """The next entries; None if there are none for a while."""
+    """The next entries; None if no entry arrives for some seconds."""
     try:
         async with asyncio.timeout(PING_S):
             return await stream.arrived()
@@ -129,14 +130,14 @@ async def _arrived(stream: AsyncStream) -> list[Token] | None:
 
 
 class _Blocks:
-    """The events of an answer's blocks, of which one is open at a time."""
+    """The events of an answer's blocks. At most one block is open at a time."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._open = -1
 
     def events(self, entries: list[Token]) -> bytes:
-        """The events of some entries; empty if they complete nothing."""
+        """The events of some entries; empty if the entries do not change a block."""
         parts = []
         for number, text in self._answer.add(entries):
             block = self._answer.blocks[number]
@@ -148,7 +149,7 @@ class _Blocks:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The event that ends the open block, if there is one."""
+        """The event that ends the open block; empty without an open block."""
         if self._open < 0:
             return b""
         return _event({"type": "content_block_stop", "index": self._open})

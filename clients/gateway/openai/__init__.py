@@ -1,6 +1,6 @@
 """The OpenAI-compatible interface: ``/v1/…``, ``/tokenize`` and ``/detokenize``.
 
-Fields that vLLM adds to OpenAI's interface have vLLM's names here too.
+Fields that vLLM adds to OpenAI's interface have vLLM's names.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def routes() -> list[BaseRoute]:
 
 
 def operations() -> list[Operation]:
-    """These paths, as the OpenAPI document describes them."""
+    """The operations for the OpenAPI document."""
 
     def post(path: str, summary: str, body: Any, answer: Any, stream: bool = False) -> Operation:
         return Operation("post", path, summary, "OpenAI", body, answer, stream)
 
     return [
-        Operation("get", "/v1/models", "The models that are served", "OpenAI", None, ModelList),
-        Operation("get", "/v1/models/{model}", "One of them", "OpenAI", None, Model),
+        Operation("get", "/v1/models", "The loaded models", "OpenAI", None, ModelList),
+        Operation("get", "/v1/models/{model}", "A loaded model", "OpenAI", None, Model),
         post("/v1/completions", "Continues prompts", CompletionRequest, Completion, True),
         post(
             "/v1/chat/completions",

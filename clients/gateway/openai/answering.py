@@ -1,4 +1,4 @@
-"""How the answer to a conversation is constrained and read: thinking, text, tool calls."""
+"""Constrains and reads the answer to a conversation: its thinking, text and tool calls."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .tools import Calling
 WITH_PARTS = frozenset(
     ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
 )
-"""Constraints that apply to the text of an answer after its thinking."""
+"""Names of constraints that apply to the text of an answer after its thinking."""
 
 
 @dataclass(frozen=True)
 class Answering:
-    """How one answer is constrained and read."""
+    """The constraint and the form of one answer."""
 
     form: AnswerForm | None
-    """The parts of the answer; None: it is one text."""
+    """The form of the answer; None: the answer is one text."""
     constraint: Constraint | None
 
 
@@ -38,10 +38,10 @@ def answering(
     max_thinking_tokens: int | None = None,
     separate_reasoning: bool = True,
 ) -> Answering:
-    """The parts of the answer to a prompt, and their constraint.
+    """The form of the answer to a prompt, and its constraint.
 
-    ``template`` made the prompt ``ids``; ``own`` is the constraint of the text of the answer. If
-    nothing is constrained, the parts are only read. Raises ApiError.
+    ``template`` made the prompt ``ids``. ``own`` is the constraint of the answer's text. An answer
+    without a constraint is only split into its parts. Raises ApiError.
     """
     if calling is None and own is not None and own.controller not in WITH_PARTS:
         return Answering(None, own)

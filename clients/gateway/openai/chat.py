@@ -47,7 +47,7 @@ class ChatJob:
     model: ServedModel
     constraint: Constraint | None
     form: AnswerForm | None
-    """The parts of the answer; None: it is one text."""
+    """The form of the answer; None: the answer is one text."""
     generations: Generations
     counter: Counter
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
@@ -98,9 +98,9 @@ def chat_generations(
     counter: Counter,
     fields: dict[str, str],
 ) -> Generations:
-    """Begins the answer to a conversation, by default up to the length of the context.
+    """Begins the answer to a conversation. The default maximum is the rest of the context.
 
-    ``fields`` are the names that the fields of the bus have in the request's body.
+    ``fields`` maps the bus's field names to the names in the request's body.
     """
     options.setdefault("max_tokens", max(1, model.info.context_length - len(ids)))
     return Generations(gateway.client, [ids], fields, constraint, counter, **options)

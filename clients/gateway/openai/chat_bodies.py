@@ -29,32 +29,33 @@ class ChatRequest(SampledRequest, kw_only=True):
     """Default: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    """Alternatives to report with each token; needs ``logprobs``."""
+    """Number of alternatives that are reported with each token. Requires ``logprobs``."""
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     """Default: ``auto``."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may have several calls; default: true."""
+    """Whether an answer may have several calls. Default: true."""
     modalities: list[Literal["text"]] | None = None
 
     # Fields that vLLM adds.
     chat_template: str | None = None
-    """A Jinja template instead of the model's."""
+    """A Jinja template that replaces the model's template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the template."""
     documents: list[dict[str, Any]] | None = None
     """Documents for templates that support them."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends at the beginning of an assistant's message; default: true."""
+    """Whether the prompt ends at the beginning of an assistant's message. Default: true."""
     continue_final_message: bool | None = None
-    """Whether the prompt ends inside the last message, which the answer continues. Needs
+    """Whether the answer continues the last message, so that the prompt ends inside it. Requires
     ``add_generation_prompt: false``."""
 
     # Fields that only Tokenbus has.
     max_thinking_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum tokens of thinking, if the model's template supports it; then it is closed."""
+    """Maximum number of thinking tokens, after which thinking is closed. Requires a model whose
+    template supports thinking."""
     separate_reasoning: bool | None = None
-    """Whether thinking goes to ``reasoning_content``; default: true."""
+    """Whether thinking is reported in ``reasoning_content``. Default: true."""
 
     reasoning_effort: str | UnsetType | None = UNSET
     verbosity: str | UnsetType | None = UNSET
@@ -82,14 +83,15 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def calling(self) -> Calling | None:
-        """Which functions the answer may call; None if it cannot. Raises ApiError 400."""
+        """The functions that the answer may call; None without such functions. Raises ApiError
+        400."""
         functions = [tool.function for tool in self.tools or []]
         choice = self.tool_choice
         named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
         return self.may_call(functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields; without ``max_tokens`` if it was not
+        """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
         given."""
         options = super().options(constraint)
         options["n"] = self.n or 1
@@ -106,7 +108,7 @@ class AnsweredFunction(Struct):
 
     name: str
     arguments: str
-    """JSON that its schema allows, unless ``finish_reason`` is ``length``."""
+    """JSON that the function's schema allows, unless ``finish_reason`` is ``length``."""
 
 
 class AnsweredCall(Struct):
@@ -159,7 +161,7 @@ class FunctionDelta(Struct):
 
 
 class CallDelta(Struct):
-    """A piece of a call; the first one has its id and name."""
+    """A piece of a call. The first piece has the call's id and name."""
 
     index: int
     function: FunctionDelta

@@ -1,4 +1,4 @@
-"""The chunks of a streamed chat. Most have one token's text, and are assembled from bytes."""
+"""Encodes the chunks of a streamed chat. A chunk with only text is assembled from bytes."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class ChatChunks:
         self._choices = GrowingChoices()
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = constraint is None and self._tops is None
-        """Whether every entry but the last has only text."""
+        """Whether all entries before the last have only text."""
         self._heads: dict[int, bytes] = {}
-        """By sequence: the bytes before the text of a chunk."""
+        """The bytes of a chunk before its text, by sequence."""
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
         )
 
     def write(self, entries: Sequence[Token]) -> bytes:
-        """The events of some entries; empty if they complete nothing."""
+        """The events of some entries; empty if the entries do not complete a part."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -76,7 +76,7 @@ class ChatChunks:
         return b"".join(parts)
 
     def end(self, counter: Counter) -> bytes:
-        """The usage, if it was requested, and the end of the stream."""
+        """The usage, if requested, and the end of the stream."""
         if self._usage is UNSET:
             return DONE
         chunk = ChatChunk(
@@ -90,7 +90,7 @@ class ChatChunks:
         return event(chunk) + DONE
 
     def _text_of(self, entry: Token, text: str) -> str:
-        """The text for the reader of the choice."""
+        """The entry's text for the choice's reader."""
         return self._form.text_of(entry, text) if self._form is not None else text
 
     def _begin(self, seq: int) -> bytes:
@@ -104,7 +104,7 @@ class ChatChunks:
         return self._heads[seq] + encode(text) + self._tail
 
     def _deltas(self, seq: int, text: str) -> list[bytes]:
-        """The chunks of a text that continues."""
+        """The chunks of further text of a choice."""
         if self._form is None:
             return [self._text(seq, text)] if text else []
         return [self._chunk(seq, _delta(part)) for part in self._reader(seq).feed(text)]
@@ -133,7 +133,7 @@ class ChatChunks:
             receipt.backtrack = removed
         if not deltas and (logprobs or reason or receipt):
             deltas = [Delta()]
-        # The first piece has the log-probabilities, the last one the end.
+        # The first piece has the log-probabilities, and the last piece the finish reason.
         last = len(deltas) - 1
         return b"".join(
             self._chunk(

@@ -1,4 +1,4 @@
-"""The choices of an answer while they grow: their texts, ends and receipts."""
+"""Tracks the choices of an answer while they grow: their texts, ends and receipts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ApiError
 from .constraints import Constraint, Receipt
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
-"""OpenAI's names for finish reasons of the bus."""
+"""OpenAI's names of the bus's finish reasons."""
 
 
 class GrowingChoice:
@@ -24,7 +24,7 @@ class GrowingChoice:
         self.storage: list[object] = []
 
     def take(self, entry: Token) -> tuple[int, str]:
-        """Adds an entry; returns how many characters it removes, and its text."""
+        """Adds an entry; returns the number of characters that it removes, and its text."""
         removed = 0
         if entry.backtrack:
             cut = max(0, len(self.pieces) - entry.backtrack)
@@ -60,13 +60,13 @@ class GrowingChoices:
             inherited = "".join(before)
         removed, text = choice.take(entry)
         if inherited:
-            # No part of this choice was sent before.
+            # The client has not received a part of this choice.
             return 0, inherited[: len(inherited) - removed] + text, choice
         return removed, text, choice
 
 
 class Indexes:
-    """The numbers of choices: ``n`` for each prompt in turn, and further ones for forks."""
+    """The numbers of choices: ``n`` numbers for each prompt in order, then numbers for forks."""
 
     def __init__(self, prompts: int, n: int) -> None:
         self._n = n
@@ -85,7 +85,7 @@ class Indexes:
 
 
 def finish_reason(reason: str | None, called: bool = False) -> str:
-    """OpenAI's name for the reason why a sequence ended; ``called``: it has called a tool."""
+    """OpenAI's name of a finish reason. ``called``: the sequence has called a tool."""
     word = FINISH_REASONS.get(reason or "", "stop")
     return "tool_calls" if called and word == "stop" else word
 
@@ -93,9 +93,9 @@ def finish_reason(reason: str | None, called: bool = False) -> str:
 def receipt_of(
     constraint: Constraint | None, sequence: GeneratedSequence | GrowingChoice, end: Token | None
 ) -> Receipt | None:
-    """The receipt of a choice that has ended; None if it would be empty.
+    """The receipt of an ended choice; None if the receipt would be empty.
 
-    ``end`` is its last entry; None: ``sequence`` has its end.
+    ``end`` is the last entry; None: ``sequence`` has the fields of the end.
     """
     if end is not None:
         ended, error, code = end.constraint, end.error, end.code

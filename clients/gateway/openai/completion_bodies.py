@@ -19,7 +19,7 @@ from .usage import Usage
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 MAX_PROMPTS = 256
-"""Maximum prompts of a request."""
+"""Maximum number of prompts in a request."""
 
 PromptList = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -30,15 +30,15 @@ class CompletionRequest(SampledRequest, kw_only=True):
     prompt: str | PromptList
     """A text, token ids, or a list of texts or of lists of token ids."""
     max_tokens: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] | None = None
-    """Default: 16. 0 only with ``echo``."""
+    """Default: 16. 0 is valid only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    """Generate this number of choices, and answer with the ``n`` of the highest log-probability."""
+    """Number of generated choices. The answer has the ``n`` with the highest log-probability."""
     echo: bool | None = None
     """Whether the text begins with the prompt."""
     logprobs: TopLogprobs | None = None
-    """Report each token's log-probability, and this number of alternatives."""
+    """Number of alternatives that are reported with each token's log-probability."""
     heal_prompt: bool | None = None
-    """Whether the prompt may end in the middle of a word: its last token is removed, and its text
+    """Whether the prompt may end in the middle of a word: its last token is removed and its text is
     forced. Only Tokenbus has this field."""
     suffix: str | None = None
     """Refused unless it is null."""
@@ -46,9 +46,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
         if self.suffix is not None:
-            raise invalid_field(
-                "suffix", "suffix is not supported; give a prompt that has both parts"
-            )
+            raise invalid_field("suffix", "suffix is not supported; put both parts into the prompt")
         if self.max_tokens == 0 and not self.echo:
             raise invalid_field("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
         if self.best_of is not None:
@@ -63,7 +61,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts; raises ApiError 400 if they are of several kinds, or too many."""
+        """The prompts; raises ApiError 400 if there are too many or they are of several kinds."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -106,7 +104,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """The answer of ``POST /v1/completions``, and a chunk of a stream of it."""
+    """The answer of ``POST /v1/completions``, and a chunk of a streamed answer."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,4 +1,4 @@
-"""The chunks of a streamed completion. Most have one token's text, and are assembled from bytes."""
+"""Encodes the chunks of a streamed completion. A chunk with only text is assembled from bytes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class CompletionChunks:
         self._indexes = Indexes(prompts, self._n)
         self._choices = [GrowingChoices() for _ in range(prompts)]
         self._offsets: dict[int, int] = {}
-        """The length of a choice's text so far, if log-probabilities refer to it."""
+        """The length of each choice's text so far, for the offsets in log-probabilities."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = body.logprobs is None and self._constraint is None
-        """Whether every entry but the last has only text."""
+        """Whether all entries before the last have only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
         self._tail = b',"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
         )
 
     def write(self, place: int, entries: Sequence[Token]) -> bytes:
-        """The events of some entries of one prompt's stream; empty if they complete no text."""
+        """The events of some entries of one prompt's stream; empty without complete text."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -64,8 +64,8 @@ class CompletionChunks:
         return b"".join(parts)
 
     def echo(self, place: int, text: str, sampled: Sampled | None, ended: str | None) -> bytes:
-        """A prompt as the first chunk of each of its choices; ``ended``: whether it is also the
-        only one."""
+        """A prompt as the first chunk of each of its choices. ``ended``: the finish reason if the
+        chunk is the only one, otherwise None."""
         parts = []
         for seq in range(self._n):
             index = self._indexes.of(place, seq)
@@ -78,7 +78,7 @@ class CompletionChunks:
         return b"".join(parts)
 
     def end(self, counter: Counter) -> bytes:
-        """The usage, if it was requested, and the end of the stream."""
+        """The usage, if requested, and the end of the stream."""
         if self._usage is UNSET:
             return DONE
         return event(self._answer([], counter.usage())) + DONE

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: text that continues prompts."""
+"""``POST /v1/completions``: continues prompts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .usage import Counter
 
 @dataclass
 class Echo:
-    """A prompt as the beginning of its completions."""
+    """A prompt with which its completions begin."""
 
     text: str = ""
     sampled: Sampled | None = None
-    """Its tokens with their log-probabilities, if these were requested."""
+    """The prompt's tokens and log-probabilities, if requested."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Job:
     model: ServedModel
     echoes: list[Echo]
     generations: Generations | None
-    """The streams; None: only the prompts were requested."""
+    """The streams; None: the request asks only for the prompts."""
     counter: Counter
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,7 +55,7 @@ class Job:
 async def completions(request: Request) -> Response:
     """Answers with completions, as one object or as a stream of chunks.
 
-    AICI's earlier form has the same path.
+    AICI's earlier form uses the same path.
     """
     check_json(request)
     raw = await read_bytes(request)
@@ -91,7 +91,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
 async def _echoes(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[Echo]]:
-    """The prompts as token ids, and as the beginnings of their completions."""
+    """The prompts as token ids, and the beginnings of their completions."""
     for prompt in prompts:
         if isinstance(prompt, list):
             model.check_tokens(prompt, "$.prompt")
@@ -106,7 +106,7 @@ async def _echoes(
 async def _scored(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, ids: list[int]
 ) -> Sampled:
-    """A prompt's tokens; all but the first have a log-probability."""
+    """The tokens of a prompt. All tokens except the first have a log-probability."""
     logprobs: list[float | None] = [None] * len(ids)
     tops: list[dict[int, float]] = [{}] * len(ids)
     if len(ids) > 1:

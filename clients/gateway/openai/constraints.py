@@ -19,15 +19,15 @@ class Constraint:
     """A constraint: the name and the argument of the controller that enforces it."""
 
     label: str
-    """Its name in the receipt."""
+    """The name of the constraint in the receipt."""
     controller: str
     arg: str | dict[str, Any] | list[Any] | None
     field: str
-    """The field of the body that requested it, for errors."""
+    """The field of the body that requested the constraint, for errors."""
 
 
 class StructuredOutputs(Body):
-    """vLLM's ``structured_outputs``: exactly one of these."""
+    """vLLM's ``structured_outputs``. Exactly one field must be given."""
 
     json: str | Schema | None = None
     """A JSON schema, as an object or as text."""
@@ -80,7 +80,7 @@ class JsonSchema(Body):
     """Default: any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """The schema is always enforced."""
+    """This field has no effect, because the schema is always enforced."""
 
 
 class JsonSchemaFormat(Body, tag="json_schema", tag_field="type"):
@@ -93,7 +93,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 def format_constraint(given: ResponseFormat | None, name: str) -> Constraint | None:
-    """The constraint of a ``response_format``; ``name`` is that of the field."""
+    """The constraint of a ``response_format``. ``name`` is the name of the field."""
     match given:
         case JsonObjectFormat():
             return json_object(name)
@@ -119,7 +119,7 @@ def only_constraint(
     controller_arg: str | dict[str, Any] | list[Any] | None,
     format: Constraint | None,
 ) -> Constraint | None:
-    """The only constraint of a request; raises ApiError 400 if there are several."""
+    """The constraint of a request, or None; raises ApiError 400 if there are several."""
     asked = [format] if format is not None else []
     if structured is not None:
         asked.append(structured.constraint())
@@ -128,7 +128,7 @@ def only_constraint(
     elif controller_arg is not None:
         raise invalid_field(
             "controller_arg",
-            "controller_arg is given without a controller; name one in 'controller'",
+            "controller_arg is given without a controller; add 'controller'",
         )
     if len(asked) > 1:
         names = " and ".join(one.field.partition(".")[0] for one in asked)
@@ -144,17 +144,18 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``tokenbus`` of a choice: the enforced constraint, and the report of its controller."""
 
     constraint: str | None = None
-    """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the
-    controller that was named."""
+    """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
+    of the requested controller."""
     ended: Literal["complete", "closed", "cut"] | None = None
-    """``complete``: the text is a complete value; ``closed``: its shortest completion was appended
-    before the limit; ``cut``: it ends inside a value."""
+    """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
+    before the token limit. ``cut``: the text ends inside a value."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)
-    """The variables that it wrote, as AICI's storage commands."""
+    """The variables that the controller wrote, as AICI's storage commands."""
     error: str = ""
-    """Why this choice failed while others did not."""
+    """The error of this choice, if other choices did not fail."""
     code: str = ""
     backtrack: int = 0
-    """In a chunk: how many characters of the text so far to remove first."""
+    """Number of characters that a client must remove from the text before it adds the chunk's
+    text. Only in chunks."""

@@ -1,4 +1,4 @@
-"""Converts the messages of a request to the prompt: the fields for it, and the token ids."""
+"""Converts the messages of a request to the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..models import ServedModel
 
 
 class TemplateFields(Protocol):
-    """The fields of a body that control how its messages are rendered, with vLLM's names."""
+    """The fields of a body that control the rendering of its messages, with vLLM's names."""
 
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
@@ -22,18 +22,18 @@ class TemplateFields(Protocol):
 
 
 class Rendering(Body, kw_only=True):
-    """A body with the fields of ``TemplateFields``, all of them optional."""
+    """A body with the fields of ``TemplateFields``, which are all optional."""
 
     chat_template: str | None = None
-    """A Jinja template instead of the model's."""
+    """A Jinja template that replaces the model's template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further names that the template may use."""
+    """Further variables for the template."""
     documents: list[dict[str, Any]] | None = None
-    """For templates that know them."""
+    """Documents for templates that support them."""
     add_generation_prompt: bool | None = None
-    """The prompt ends where an assistant's message begins; default: true."""
+    """Whether the prompt ends at the beginning of an assistant's message. Default: true."""
     continue_final_message: bool | None = None
-    """The prompt ends inside the last message, which the answer continues. Needs
+    """Whether the answer continues the last message, so that the prompt ends inside it. Requires
     ``add_generation_prompt: false``."""
 
 
@@ -46,10 +46,10 @@ async def prompt_ids(
     *,
     special: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation; ``special``: with those that the tokenizer adds.
+    """The token ids of a conversation. ``special``: the tokenizer adds special tokens.
 
-    The template has already written the beginning of the text, so the tokenizer does not add
-    special tokens by default.
+    The default is False, because the template has already written the special tokens at the
+    beginning.
     """
     generation = fields.add_generation_prompt
     generation = True if generation is None else generation

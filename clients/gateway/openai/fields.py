@@ -1,4 +1,4 @@
-"""The common fields of requests for text, and their options on the bus."""
+"""The common fields of requests for text, and their conversion to options of the bus."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .constraints import (
 from .tools import Calling, FunctionTool, calling
 
 OPENAI_TEMPERATURE = 1.0
-"""OpenAI's default; the bus's own is 0."""
+"""OpenAI's default temperature. The bus's default is 0."""
 
 
 class StreamOptions(Body):
@@ -45,7 +45,8 @@ class StreamOptions(Body):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
-    """Whether a last chunk has the usage of the request; all others then have ``usage: null``."""
+    """Whether the last chunk has the usage of the request. All other chunks then have
+    ``usage: null``."""
     include_obfuscation: bool | UnsetType | None = UNSET
 
 
@@ -58,7 +59,7 @@ class TextRequest(Body):
     )
 
     model: str = ""
-    """The model; empty: the only model that is served, or else the embedded one."""
+    """The model; empty: the served model if there is only one, otherwise the embedded model."""
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""
@@ -72,7 +73,7 @@ class TextRequest(Body):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
-    """As in vLLM, lower values are served first; on the bus, higher ones are."""
+    """The priority. Lower values are served first, as in vLLM, unlike on the bus."""
     structured_outputs: StructuredOutputs | None = None
 
     # Fields that only Tokenbus has.
@@ -90,13 +91,13 @@ class TextRequest(Body):
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """The constraint of the format that the request names for its text; None: any text."""
+        """The constraint of the requested text format; None: the text is free."""
         raise NotImplementedError
 
     @property
     def own_constraint(self) -> Constraint | None:
-        """The constraint of the text of an answer, outside thinking and calls. Raises ApiError 400
-        if the request has several."""
+        """The constraint of the answer's text outside thinking and calls. Raises ApiError 400 if
+        the request has several constraints."""
         return only_constraint(
             self.structured_outputs, self.controller, self.controller_arg, self.format_constraint
         )
@@ -104,8 +105,8 @@ class TextRequest(Body):
     def may_call(
         self, functions: Sequence[FunctionTool], choice: str | None, parallel: bool | None
     ) -> Calling | None:
-        """Which of ``functions`` the answer may call; None if it cannot call any. ``choice`` is as
-        in ``tools.calling``, and None is ``auto``. Raises ApiError 400."""
+        """The functions that the answer may call; None if it may not call a function. ``choice`` is
+        as in ``tools.calling``; None means ``auto``. Raises ApiError 400."""
         found = calling(functions, choice or "auto", parallel is not False)
         for name in ("structured_outputs", "controller"):
             if found is not None and getattr(self, name) is not None:
@@ -161,7 +162,7 @@ class SampledRequest(TextRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:

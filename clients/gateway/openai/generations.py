@@ -1,4 +1,4 @@
-"""The streams of one request at the bus: one for each of its prompts."""
+"""The streams of one HTTP request at the bus, one stream for each prompt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .usage import Counter
 
 Prompt = str | list[int]
 Batch = tuple[int, list[Token]]
-"""The number of a prompt, and the next entries of its stream."""
+"""The number of a prompt, and the next entries of the prompt's stream."""
 
 
 class Generations:
-    """Begins a stream for each prompt, and reads all of them.
+    """Begins a stream for each prompt, and reads all streams.
 
-    ``fields`` are the names that the fields of the bus have in this request's body, for errors.
+    ``fields`` maps the bus's field names to the names in the request's body, for errors.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Generations:
         return [stream.sequences for stream in self.streams]
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """Entries as they arrive; entries that have arrived together are one batch. Raises
+        """Yields entries as they arrive. Entries that arrive together are one batch. Raises
         ApiError.
 
-        If the generator ends early, also by an error or a cancellation, it cancels the streams that
-        still run.
+        If the generator ends early, for example by an error or a cancellation, it cancels the
+        running streams.
         """
         try:
             if len(self.streams) == 1:
@@ -107,7 +107,7 @@ class Generations:
         named = from_tokenbus(error)
         param = named.param
         if param is None and error.code == Code.INVALID_FIELD:
-            # The argument of a constraint is checked by the worker that runs it.
+            # The worker that runs a constraint checks its argument.
             param = "controller_arg"
         elif param is None and error.code == Code.UNKNOWN_CONTROLLER:
             param = "controller"
@@ -116,8 +116,8 @@ class Generations:
 
 
 async def _next(stream: AsyncStream) -> list[Token]:
-    """The next entries of a stream that have arrived; raises TokenbusError at once if it ends with
-    a failure."""
+    """The next entries of a stream. Raises TokenbusError immediately if the stream ends with an
+    error."""
     entries = await stream.arrived()
     if entries and entries[-1].error is not None and not entries[-1].live:
         await stream.arrived()
@@ -127,10 +127,10 @@ async def _next(stream: AsyncStream) -> list[Token]:
 async def begun(
     request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
 ) -> Response:
-    """``events`` as an answer that begins with the first of them.
+    """Waits for the first event, then returns an answer with all ``events``.
 
-    An error before the first event is raised, so that it can set the status; a later error is the
-    last event.
+    An error before the first event is raised, so that it sets the status. A later error is sent as
+    the last event.
     """
     first = await unless_disconnected(request.receive, anext(events))
     return EventStream(_until_error(first, events), headers)

@@ -14,7 +14,7 @@ from ... import GeneratedSequence
 from ..models import ServedModel
 
 UNLIKELY = -9999.0
-"""OpenAI's value for a token that was not sampled and so has no log-probability."""
+"""OpenAI's value for a token without a log-probability, which was not sampled."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Sampled:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    """None: the token was appended or given, not sampled."""
+    """The log-probability of each token; None for an appended or given token."""
     tops: list[dict[int, float]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ class Sampled:
         return cls(sequence.tokens, logprobs, sequence.top_logprobs, sequence.texts)
 
     def __add__(self, other: Sampled) -> Sampled:
-        """These tokens, and then others."""
+        """The tokens of both, one after the other."""
         return Sampled(
             [*self.tokens, *other.tokens],
             [*self.logprobs, *other.logprobs],
@@ -51,7 +51,7 @@ class Sampled:
             self.texts.append(text)
 
     def likeliest(self, place: int, count: int) -> list[tuple[int, float]]:
-        """The ``count`` most likely tokens at a place, the likeliest first."""
+        """The ``count`` most likely tokens at a place, in order of likelihood."""
         return sorted(self.tops[place].items(), key=lambda item: -item[1])[:count]
 
 
@@ -62,22 +62,22 @@ class CompletionLogprobs(Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each token begins in the text, in characters."""
+    """The offset of each token in the text, in characters."""
 
 
 def completion_logprobs(
     model: ServedModel, sampled: Sampled, count: int, offset: int = 0
 ) -> CompletionLogprobs:
-    """The logprobs of a completion; ``count`` alternatives for each token, ``offset`` of the first
-    token."""
+    """The logprobs of a completion. ``count``: number of alternatives for each token. ``offset``:
+    the text offset of the first token."""
     tops: list[dict[str, float] | None] = []
     offsets = []
     for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
         found = dict(sampled.likeliest(place, count))
         if logprob is not None:
             found.setdefault(token, logprob)
-        # Several tokens may have the same text, such as parts of characters; the likeliest of them
-        # is reported.
+        # If several tokens have the same text, such as parts of characters, only the likeliest is
+        # reported.
         tops.append({model.text_of(t): p for t, p in reversed(found.items())} or None)
         offsets.append(offset)
         offset += len(sampled.texts[place])
@@ -127,10 +127,10 @@ def _top(model: ServedModel, token: int, logprob: float) -> TopLogprob:
 
 
 def cumulative(sequence: GeneratedSequence) -> float:
-    """The log-probability of all sampled tokens, by which ``best_of`` chooses."""
+    """The sum of the sampled tokens' log-probabilities, by which ``best_of`` chooses."""
     return sum(value for value in sequence.logprobs if not math.isnan(value))
 
 
 def reported(values: Sequence[float]) -> list[float | None]:
-    """Log-probabilities of a SCORE as values that JSON can represent."""
+    """Log-probabilities of a SCORE, with None for values that JSON cannot represent."""
     return [None if math.isnan(value) else value for value in values]

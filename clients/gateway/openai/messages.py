@@ -1,4 +1,4 @@
-"""The messages of a conversation, and their form for chat templates."""
+"""The messages of a conversation, and their conversion to the form for chat templates."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    """JSON, as the model wrote it."""
+    """The arguments as JSON text, unchanged from the model's output."""
     parsed_arguments: Any = UNSET
-    """The openai package adds it to an answer."""
+    """This field is accepted because the openai package adds it to answers."""
 
 
 class MessageCall(Body):
@@ -72,7 +72,7 @@ class ToolMessage(Body, tag="tool", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """The assistant's text, in the form of an answer."""
+    """An assistant's message, in the form of an answer."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
 
@@ -82,10 +82,10 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     reasoning_content: str | None = None
     """Passed to the template."""
     refusal: str | None = None
-    """Passed to the model as the content if ``content`` is absent."""
+    """The content for the model if ``content`` is missing."""
     annotations: list[Any] | UnsetType | None = UNSET
     parsed: Any = UNSET
-    """The openai package adds it to an answer."""
+    """This field is accepted because the openai package adds it to answers."""
     audio: None = None
     function_call: None = None
 
@@ -94,14 +94,14 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 def text_of(content: Content | None) -> str:
-    """A content as one text; parts are joined by line ends, as in vLLM."""
+    """A content as one text. Parts are joined by line breaks, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in the form for templates: contents are texts, arguments are objects."""
+    """The messages for templates. Each content is a text, and arguments are objects."""
     return [_for_template(message) for message in messages]
 
 
@@ -130,8 +130,8 @@ def _call(call: MessageCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as an object, which templates format themselves. Any other text, such as that
-    of a cut answer, stays as it is."""
+    """The arguments as an object, which templates format themselves. Text that is not a JSON
+    object, such as that of a cut answer, is not changed."""
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -54,7 +54,7 @@ class ResponseTool(Body, tag="function", tag_field="type"):
 
     name: FunctionName
     parameters: Schema | None = None
-    """The JSON schema of its arguments; null: it has no arguments."""
+    """The JSON schema of the arguments; null: the function has no arguments."""
     description: str | None = None
     strict: bool | None = None
     """This field has no effect, because the schema is always enforced."""
@@ -67,7 +67,8 @@ class NamedFunction(Body, tag="function", tag_field="type"):
 
 
 class ResponsesRequest(TextRequest, kw_only=True):
-    """The body of ``POST /v1/responses``. Nothing is stored: each request has the whole input."""
+    """The body of ``POST /v1/responses``. Each request has the whole input, because responses are
+    not stored."""
 
     IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {
         "reasoning",
@@ -86,8 +87,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    """Alternatives to report with each token; needs ``message.output_text.logprobs`` in
-    ``include``."""
+    """Number of alternatives that are reported with each token. Requires
+    ``message.output_text.logprobs`` in ``include``."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -108,7 +109,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
             if getattr(self, name) is not None:
                 raise invalid_field(
                     name,
-                    f"{name} is not supported, as responses are not kept; send the whole "
+                    f"{name} is not supported, because responses are not stored; send the whole "
                     "conversation as 'input'",
                 )
         if self.top_logprobs and not self.with_logprobs:
@@ -118,7 +119,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log-probabilities were asked for."""
+        """Whether the request asks for log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     @property
@@ -127,7 +128,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return read_items(self.input)
 
     def ignored(self) -> list[str]:
-        """The fields without an effect that were given, by name."""
+        """The names of given fields that have no effect."""
         more = [f"include: {REASONING}"] if REASONING in (self.include or ()) else []
         return [*super().ignored(), *more]
 
@@ -155,13 +156,14 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     @property
     def calling(self) -> Calling | None:
-        """Which functions the answer may call; None if it cannot. Raises ApiError 400."""
+        """The functions that the answer may call; None without such functions. Raises ApiError
+        400."""
         choice = self.tool_choice
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
         return self.may_call(self.functions, named, self.parallel_tool_calls)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields; without ``max_tokens`` if it was not
+        """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
         given."""
         options = super().options(constraint)
         if self.max_output_tokens is not None:
@@ -206,7 +208,7 @@ class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
 
 
 class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
-    """The model's thinking, if its template has a place for it."""
+    """The model's thinking, if its template supports thinking."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -241,13 +243,13 @@ class ResponseUsage(Struct):
 
 
 class Incomplete(Struct):
-    """Why a response is incomplete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class Failure(Struct):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str

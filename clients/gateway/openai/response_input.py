@@ -1,4 +1,4 @@
-"""The input of ``/v1/responses``: its items, and their messages."""
+"""The input of ``/v1/responses``: its items, and their conversion to messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutputText(Body, tag="output_text", tag_field="type"):
     annotations: list[Any] | UnsetType | None = UNSET
     logprobs: list[Any] | UnsetType | None = UNSET
     parsed: Any = UNSET
-    """The openai package adds it to an answer."""
+    """This field is accepted because the openai package adds it to answers."""
 
 
 InputContent = str | list[InputText | OutputText]
@@ -63,7 +63,7 @@ class InputCall(Body, tag="function_call", tag_field="type"):
     name: str
     arguments: str
     parsed_arguments: Any = UNSET
-    """The openai package adds it to an answer."""
+    """This field is accepted because the openai package adds it to answers."""
     id: str | UnsetType | None = UNSET
     status: str | UnsetType | None = UNSET
 
@@ -89,7 +89,7 @@ class InputItems(Body):
 
 
 def read_items(given: str | list[dict[str, Any]]) -> InputItems:
-    """The items of an ``input``; a text is a message of the user. Raises ApiError 400."""
+    """The items of an ``input``. A text becomes a message of the user. Raises ApiError 400."""
     if isinstance(given, str):
         return InputItems([InputMessage(role="user", content=given)])
     # A dict with a role is a message.
@@ -102,7 +102,8 @@ def read_items(given: str | list[dict[str, Any]]) -> InputItems:
 
 
 def to_messages(items: Sequence[InputItem], instructions: str | None) -> list[Message]:
-    """The conversation: ``instructions`` first; calls belong to the message before them."""
+    """The conversation, which begins with ``instructions``. Calls are added to the message before
+    them."""
     messages: list[Message] = []
     if instructions is not None:
         messages.append(SystemMessage(instructions))

@@ -1,4 +1,4 @@
-"""The output of a response while it grows: its items, and the events that describe them."""
+"""Collects the items of a response while it grows, and makes the events for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Status = Literal["completed", "incomplete"]
 
 
 class Output:
-    """The items of one response. Each method returns the events of what it has changed."""
+    """The items of one response. Each method returns the events of its changes."""
 
     def __init__(
         self, model: ServedModel, form: AnswerForm | None, logprobs: int | None, plain: bool
     ) -> None:
-        """``logprobs``: alternatives to report with each token; None: nothing is reported.
-        ``plain``: every entry but the last has only text."""
+        """``logprobs``: number of alternatives that are reported with each token; None: log-
+        probabilities are not reported. ``plain``: all entries before the last have only text."""
         self.items: list[OutputItem] = []
         self._model = model
         self._form = form
@@ -46,13 +46,13 @@ class Output:
         self.receipt = Receipt()
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """An event with the next number."""
+        """An event with the next sequence number."""
         fields = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event(fields, kind)
 
     def feed(self, entries: Sequence[Token]) -> bytes:
-        """Adds entries of the stream, of which the first sequence is the answer."""
+        """Adds entries of the stream. The first sequence of the stream is the answer."""
         parts = []
         text = ""
         for entry in entries:
@@ -78,7 +78,7 @@ class Output:
         return b"".join([*parts, *self._text_parts(text)])
 
     def end(self, status: Status) -> bytes:
-        """Finishes the last item; an answer without any has an empty message."""
+        """Finishes the last item. An answer without items receives an empty message."""
         parts = []
         if self._reader is not None:
             parts += [part for one in self._reader.end() for part in self._part(one)]
@@ -87,7 +87,7 @@ class Output:
         return b"".join([*parts, *self._finish(status)])
 
     def _text_of(self, entry: Token, text: str) -> str:
-        """The text for the reader of the parts."""
+        """The entry's text for the reader of the parts."""
         return self._form.text_of(entry, text) if self._form is not None else text
 
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: the answer to a whole conversation, of which nothing is stored."""
+"""``POST /v1/responses``: answers a whole conversation. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def _events(job: ResponseJob) -> AsyncGenerator[bytes, None]:
 
 
 def _check(last: Token) -> None:
-    """Raises ApiError if the answer failed, although others of its stream did not."""
+    """Raises ApiError if the answer's sequence failed, even if other sequences did not fail."""
     if last.finish_reason == "error":
         raise ApiError(
             400, last.error or "the sequence failed", code=last.code or "controller_failed"

@@ -14,44 +14,45 @@ from ..errors import ApiError
 from ..json import json_response
 
 STARTED = int(time.time())
-"""The bus does not report since when a model is served; clients expect a number."""
+"""The start time of this gateway. Clients expect a time, but the bus does not report when a model
+was loaded."""
 
 
 class Model(Struct):
-    """A model that is served."""
+    """A loaded model."""
 
     id: str
     created: int
-    """When this gateway started, in seconds since 1970."""
+    """The start time of this gateway, in seconds since 1970."""
     max_model_len: int
-    """Its context length, as vLLM names it."""
+    """The context length. The name is vLLM's."""
     owned_by: str = "tokenbus"
     object: Literal["model"] = "model"
 
 
 class ModelList(Struct):
-    """All models that are served."""
+    """All loaded models."""
 
     data: list[Model]
     object: Literal["list"] = "list"
 
 
 async def models(request: Request) -> Response:
-    """The models that are loaded, by name."""
+    """Answers with the loaded models, sorted by name."""
     gateway = gateway_of(request)
     names = await _loaded(gateway)
     return json_response(ModelList([await _model(gateway, name) for name in names]))
 
 
 async def model(request: Request) -> Response:
-    """One of the loaded models; 404 if it is not loaded."""
+    """Answers with a loaded model, or with 404."""
     gateway = gateway_of(request)
     name = request.path_params["model"]
     names = await _loaded(gateway)
     if name not in names:
         raise ApiError(
             404,
-            f"the model {name!r} is not served; these are: {', '.join(names) or 'none'}",
+            f"the model {name!r} is not loaded; loaded models: {', '.join(names) or 'none'}",
             code="model_not_found",
             param="model",
         )

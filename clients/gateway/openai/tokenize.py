@@ -27,8 +27,7 @@ class TokenizeRequest(Rendering, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
-    """Whether to include the special tokens that the tokenizer adds; default: true for a text,
-    false for messages."""
+    """Whether the tokenizer adds special tokens. Default: true for a text, false for messages."""
     return_token_strs: bool | None = None
 
 
@@ -61,7 +60,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_field(
             "prompt",
-            "the body must have 'prompt' or 'messages', and not both",
+            "the body must have 'prompt' or 'messages', but not both",
         )
     if body.prompt is not None:
         _check_text_only(body)
@@ -87,7 +86,7 @@ async def detokenize(request: Request) -> Response:
     if wrong is not None:
         raise ApiError(
             400,
-            f"the token id {body.tokens[wrong]} is not in the vocabulary; ids are below {size}",
+            f"the token id {body.tokens[wrong]} is not in the vocabulary; use ids below {size}",
             code="token_out_of_range",
             param=f"tokens[{wrong}]",
         )
@@ -100,5 +99,5 @@ def _check_text_only(body: TokenizeRequest) -> None:
         if getattr(body, name) is not None:
             raise invalid_field(
                 name,
-                f"{name} has no effect on a prompt; it belongs to messages",
+                f"{name} is valid only with messages; leave it out or give messages",
             )

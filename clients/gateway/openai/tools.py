@@ -1,4 +1,4 @@
-"""Tools and ``tool_choice``: which functions an answer may call, and the constraint for it."""
+"""Tools and ``tool_choice``: the functions that an answer may call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class FunctionTool(Body):
     name: FunctionName
     description: str | None = None
     parameters: Schema | None = None
-    """The JSON schema of its arguments; null: it has no arguments."""
+    """The JSON schema of the arguments; null: the function has no arguments."""
     strict: bool | None = None
     """This field has no effect, because the schema is always enforced."""
 
 
 class Tool(Body, tag="function", tag_field="type"):
-    """A tool; only functions are supported."""
+    """A tool. Only functions are supported."""
 
     function: FunctionTool
 
@@ -50,19 +50,19 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class Calling:
-    """Which functions an answer may call."""
+    """The functions that an answer may call."""
 
     functions: list[Function]
     required: bool
-    """Whether it must call one, and has no text."""
+    """Whether the answer must call a function and has no text."""
     parallel: bool
-    """Whether it may have several calls."""
+    """Whether the answer may have several calls."""
 
 
 def calling(functions: Sequence[FunctionTool], choice: str, parallel: bool) -> Calling | None:
-    """Which of ``functions`` an answer may call; None if it cannot call any.
+    """The functions that an answer may call; None if it may not call a function.
 
-    ``choice`` is ``none``, ``auto``, ``required`` or, after a colon, the name of a function. Raises
+    ``choice`` is ``none``, ``auto``, ``required``, or a function's name after a colon. Raises
     ApiError 400.
     """
     _check(functions, choice)
@@ -84,11 +84,11 @@ def _check(functions: Sequence[FunctionTool], choice: str) -> None:
             raise invalid_field("tools", f"tools has two functions with the name {name!r}")
         names[name] = None
     if choice == "required" and not names:
-        raise invalid_field("tool_choice", "tool_choice is 'required' without tools; give some")
+        raise invalid_field("tool_choice", "tool_choice is 'required' without tools; add tools")
     if choice.startswith(":") and choice[1:] not in names:
         raise invalid_field(
             "tool_choice",
-            f"tool_choice names the function {choice[1:]!r}, which is not one of tools: "
+            f"tool_choice names the unknown function {choice[1:]!r}; tools has: "
             f"{', '.join(names) or 'none'}",
         )
 
@@ -100,8 +100,8 @@ def _object_schema(function: FunctionTool) -> Schema:
     if kind != "object":
         raise invalid_field(
             "tools",
-            f"the parameters of the function {function.name!r} are of the type {kind!r}; they must "
-            "be an object",
+            f"the parameters of the function {function.name!r} have the type {kind!r}; the type "
+            "must be object",
         )
     return {"type": "object", **function.parameters}
 

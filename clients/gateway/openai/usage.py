@@ -32,7 +32,7 @@ class Counter:
         self.prompt = self.cached = self.completion = 0
 
     def add(self, entries: Iterable[Token]) -> None:
-        """Counts some entries; removed tokens do not count."""
+        """Counts entries. Removed tokens do not count."""
         for entry in entries:
             if entry.prompt_tokens:
                 self.prompt += entry.prompt_tokens

@@ -218,7 +218,7 @@ def test_another_body_at_another_gateway_leaves_the_request_as_it_is(
     running.step(1)
     other = post(second, "/v1/completions", "e", max_tokens=98)
     refused = other.getresponse()
-    assert (refused.status, b"used for another request" in refused.read()) == (409, True)
+    assert (refused.status, b"already used for a request" in refused.read()) == (409, True)
     other.close()
     first.process.kill()
     asked.close()

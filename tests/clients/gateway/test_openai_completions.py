@@ -64,7 +64,7 @@ def test_the_models_are_listed(api: openai.OpenAI) -> None:
     assert (model.id, model.owned_by) == (MODEL, "tokenbus")
     assert model.model_extra == {"max_model_len": 1024}
     assert api.models.retrieve(MODEL) == model
-    with pytest.raises(openai.NotFoundError, match="is not served"):
+    with pytest.raises(openai.NotFoundError, match="is not loaded"):
         api.models.retrieve("other/model")
 
 
