@@ -40,15 +40,17 @@ class Reference:
         return tokens
 
     def check_same(
-        self, what: str, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]
+        self, what: str, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]
     ) -> bool:
         """Whether both continuations are equal. It is a fault if their first difference is not a
         tie."""
-        if list(wanted) == list(got):
+        if list(expected) == list(got):
             return True
-        first = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
+        first = next(
+            (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None
+        )
         if first is None:
-            self._world.fault(f"{what}: {len(got)} tokens, expected {len(wanted)}")
+            self._world.fault(f"{what}: {len(got)} tokens, expected {len(expected)}")
         else:
             self.check_greedy(what, prompt, got[: first + 1], range(first, first + 1))
         return False

@@ -81,14 +81,16 @@ def _check(world: World, backend: Backend, case: Case) -> float:
     depends on its batch."""
     inputs = _Inputs(world, case)
     found = inputs.attend(backend, inputs.chunks)
-    away = (found.float() - inputs.wanted()).abs().max().item()
-    world.expect(away <= TOLERANCE[world.dtype], f"{backend.name}, {case}: differs by {away:.3g}")
+    difference = (found.float() - inputs.wanted()).abs().max().item()
+    world.expect(
+        difference <= TOLERANCE[world.dtype], f"{backend.name}, {case}: differs by {difference:.3g}"
+    )
     if backend.row_invariant:
         for i in (0, len(inputs.chunks) - 1):
             alone = inputs.attend(backend, inputs.chunks[i : i + 1], first=inputs.starts[i])
             same = torch.equal(alone, found[inputs.starts[i] : inputs.starts[i + 1]])
             world.expect(same, f"{backend.name}, {case}: chunk {i} depends on its batch")
-    return away
+    return difference
 
 
 class _Inputs:

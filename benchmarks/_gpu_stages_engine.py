@@ -148,18 +148,18 @@ class Checks:
         """Checks sequences that leave the batch and rejoin it."""
         self._add_all()
         engine, left = self._engine, dict.fromkeys(range(len(self._prompts)), 3)
-        away: list[tuple[int, int, bool]] = []
+        difference: list[tuple[int, int, bool]] = []
 
         def decide(step: PendingStep, got: Texts) -> None:
-            for request, seq, deferred in away:
+            for request, seq, deferred in difference:
                 (engine.reschedule if deferred else engine.resume)(request, seq)
-            away.clear()
+            difference.clear()
             for request, seq in list(step.ready)[1:]:
                 if left[request] and (len(got.get((request, seq), ())) + request) % 5 == 0:
                     left[request] -= 1
                     deferred = request % 2 == 0
                     (engine.defer if deferred else engine.suspend)(request, seq)
-                    away.append((request, seq, deferred))
+                    difference.append((request, seq, deferred))
 
         got = self._run(decide)
         for i, prompt in enumerate(self._prompts):

@@ -82,15 +82,17 @@ def _compare(world: World, graphed: Engine, eager: Engine, batch: int, vocab: in
     pending = [engine.begin() for engine in (graphed, eager)]
     found, wanted = (_rows(step) for step in pending)
     same = [i for i in range(batch) if firsts[0].get(i) == firsts[1].get(i)]
-    away = (found[same] - wanted[same]).abs().max().item() / wanted.std().item()
+    difference = (found[same] - wanted[same]).abs().max().item() / wanted.std().item()
     for engine, step in zip((graphed, eager), pending, strict=True):
         engine.finish(step)
     times = []
     for engine in (graphed, eager):
         times.append(world.timed(lambda engine=engine: _steps(engine, steps)) / steps)  # type: ignore[misc]
         run_to_end(engine)
-    world.record(f"graph_{batch}_difference", away, graph_s=times[0], eager_s=times[1])
-    world.expect(away <= TOLERANCE, f"the graph of {batch} rows: logits differ by {away:.3g}")
+    world.record(f"graph_{batch}_difference", difference, graph_s=times[0], eager_s=times[1])
+    world.expect(
+        difference <= TOLERANCE, f"the graph of {batch} rows: logits differ by {difference:.3g}"
+    )
 
 
 def _first_tokens(engine: Engine) -> dict[int, int | None]:

@@ -62,7 +62,7 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
     logits = _logits(vocab, step)
     rows = _rows(mode, vocab, step)
     which = [(i * 5) % ROWS for i in range(ROWS)]
-    wanted = draw(logits, which, rows).fetch()
+    expected = draw(logits, which, rows).fetch()
     ours = _on_device(world, logits)
     with no_waiting(world), _path_of_the_device(world):
         drawn = draw(ours, which, rows)
@@ -72,9 +72,9 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
     world.expect(
         found.tokens == guessed.tolist(), f"{mode}, {vocab} tokens: guess and token differ"
     )
-    world.expect(found.errors == wanted.errors, f"{mode}, {vocab} tokens: {found.errors}")
-    _check_logprobs(world, mode, wanted, found)
-    return sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
+    world.expect(found.errors == expected.errors, f"{mode}, {vocab} tokens: {found.errors}")
+    _check_logprobs(world, mode, expected, found)
+    return sum(a != b for a, b in zip(expected.tokens, found.tokens, strict=True))
 
 
 @contextmanager
@@ -93,24 +93,28 @@ def _path_of_the_device(world: World) -> Iterator[None]:
             module.costs_launches = before  # type: ignore[attr-defined]
 
 
-def _check_logprobs(world: World, mode: str, wanted: Sampled, found: Sampled) -> None:
-    same = np.equal(wanted.tokens, found.tokens)
-    away = np.abs(np.subtract(wanted.logprobs, found.logprobs))[same].max(initial=0.0)
-    world.expect(away <= LOGPROB_TOLERANCE, f"{mode}: a log-probability differs by {away:.3g}")
-    world.expect(wanted.top.keys() == found.top.keys(), f"{mode}: rows with top_logprobs differ")
+def _check_logprobs(world: World, mode: str, expected: Sampled, found: Sampled) -> None:
+    same = np.equal(expected.tokens, found.tokens)
+    difference = np.abs(np.subtract(expected.logprobs, found.logprobs))[same].max(initial=0.0)
+    world.expect(
+        difference <= LOGPROB_TOLERANCE, f"{mode}: a log-probability differs by {difference:.3g}"
+    )
+    world.expect(expected.top.keys() == found.top.keys(), f"{mode}: rows with top_logprobs differ")
 
 
 def _check_scores(world: World, vocab: int) -> None:
     logits, tokens = _logits(vocab, 0), [(i * 31) % vocab for i in range(ROWS)]
-    wanted, _ = score(logits, tokens, 3).fetch()
+    expected, _ = score(logits, tokens, 3).fetch()
     ours = _on_device(world, logits)
     with no_waiting(world):
         scores = score(ours, tokens, 3)
     world.synchronize()
     found, _ = scores.fetch()
-    away = max(abs(a - b) for a, b in zip(wanted, found, strict=True))
-    world.record(f"score_difference_{vocab}", away)
-    world.expect(away <= LOGPROB_TOLERANCE, f"scores of {vocab} tokens differ by {away:.3g}")
+    difference = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    world.record(f"score_difference_{vocab}", difference)
+    world.expect(
+        difference <= LOGPROB_TOLERANCE, f"scores of {vocab} tokens differ by {difference:.3g}"
+    )
 
 
 def _logits(vocab: int, step: int) -> torch.Tensor:

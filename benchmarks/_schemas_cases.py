@@ -20,8 +20,8 @@ class Case(NamedTuple):
     texts: list[tuple[str, bool]]
 
 
-def read_cases(archive: Path, most: int) -> list[Case]:
-    """The cases of an archive; at most ``most`` random cases, which are the same in each run.
+def read_cases(archive: Path, max_cases: int) -> list[Case]:
+    """The cases of an archive; at most ``max_cases`` random cases, which are the same in each run.
 
     A case is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
     ``schema`` and ``tests``, and each test has ``data`` and ``valid``. Exits if the archive is
@@ -40,7 +40,7 @@ def read_cases(archive: Path, most: int) -> list[Case]:
                 cases.append(_case(Path(member.name).stem, json.load(file)))
     cases.sort(key=lambda case: case.name)
     random.Random(1).shuffle(cases)
-    return cases[:most]
+    return cases[:max_cases]
 
 
 def _case(name: str, file: Any) -> Case:

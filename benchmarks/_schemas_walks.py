@@ -94,54 +94,54 @@ class Walks:
         """Runs ``count`` walks under one schema. The first walk has the smallest ``max_tokens``."""
         arg = json.dumps(case.schema)
         try:
-            least = self._least(arg)
+            minimum = self._minimum(arg)
         except TokenbusError:
             return  # The results of ``Masks`` count the schema as not compiled.
-        if least is None:
+        if minimum is None:
             self.figures.exceptions[case.name] = "the search did not find a shortest value"
             return
-        if least > MAX_TOKENS:
+        if minimum > MAX_TOKENS:
             self.figures.longer += 1
             return
         schema = _exact(arg)
         validator = jsonschema.validators.validator_for(schema)(schema)
         for number in range(count):
             rng = random.Random(number)
-            most = least if not number else rng.randint(least, MAX_TOKENS)
+            limit = minimum if not number else rng.randint(minimum, MAX_TOKENS)
             self.figures.walks += 1
-            why = self._walk(arg, most, rng, validator)
+            why = self._walk(arg, limit, rng, validator)
             if why:
-                self.figures.failures[case.name] = f"max_tokens {most}: {why}"
+                self.figures.failures[case.name] = f"max_tokens {limit}: {why}"
             else:
                 self.figures.whole += 1
 
-    def _least(self, arg: str) -> int | None:
+    def _minimum(self, arg: str) -> int | None:
         """The number of tokens of the shortest value. Also checks that a smaller ``max_tokens`` is
         refused with this number."""
         host = self._world.host(arg)
         shortest = self._program.start(host).shortest
         if shortest is None:
             return None
-        least, refused = len(shortest), ""
+        minimum, refused = len(shortest), ""
         try:
-            self._program.start(replace(host, max_tokens=least - 1)).init_prompt([1])
+            self._program.start(replace(host, max_tokens=minimum - 1)).init_prompt([1])
         except TokenbusError as error:
             refused = error.message
-        if f"takes {least} tokens" not in refused:
-            raise SystemExit(f"max_tokens below {least} is not refused, but: {refused!r}")
-        return least
+        if f"takes {minimum} tokens" not in refused:
+            raise SystemExit(f"max_tokens below {minimum} is not refused, but: {refused!r}")
+        return minimum
 
-    def _walk(self, arg: str, most: int, rng: random.Random, validator: Any) -> str:
+    def _walk(self, arg: str, limit: int, rng: random.Random, validator: Any) -> str:
         """The reason why the text of a walk is not valid; empty if it is valid."""
-        controller = self._program.start(replace(self._world.host(arg), max_tokens=most))
+        controller = self._program.start(replace(self._world.host(arg), max_tokens=limit))
         controller.init_prompt([1])
         self._measure(controller)
-        tokens = self._sampled(controller, most, rng)
+        tokens = self._sampled(controller, limit, rng)
         self.figures.tokens += len(tokens)
         end = controller.text_end()
         self.figures.closed += end == "closed"
         text = self._world.vocabulary.bytes_of(tokens)
-        if len(tokens) > most:
+        if len(tokens) > limit:
             return f"the text has {len(tokens)} tokens"
         try:
             with localcontext(prec=DIGITS):
@@ -152,12 +152,12 @@ class Walks:
             return error.message[:200]
         return "" if end != "cut" else "the controller reports the text as cut"
 
-    def _sampled(self, controller: MatcherController, most: int, rng: random.Random) -> list[int]:
+    def _sampled(self, controller: MatcherController, limit: int, rng: random.Random) -> list[int]:
         """The tokens of a sequence whose tokens are chosen at random from the masks."""
         mask = self._world.mask()
         words = np.frombuffer(mask, np.uint32)
         tokens: list[int] = []
-        while len(tokens) < most:
+        while len(tokens) < limit:
             answer = controller.mid_process((0,), mask)
             if answer.action is Action.STOP:
                 break

@@ -185,9 +185,9 @@ async def ws_tokens_per_s(running: System, tokens: int) -> float:
             await websocket.send("GENERATE " + json.dumps(body))
         ended = count = 0
         while ended < STREAMS:
-            word, _, text = str(await websocket.recv()).partition(" ")
-            assert word in ("TOKEN", "SYSTEM"), text
-            for entry in json.loads(text) if word == "TOKEN" else []:
+            kind, _, text = str(await websocket.recv()).partition(" ")
+            assert kind in ("TOKEN", "SYSTEM"), text
+            for entry in json.loads(text) if kind == "TOKEN" else []:
                 count += entry["token"] is not None
                 ended += entry["finish_reason"] is not None
         assert count == STREAMS * tokens

@@ -128,14 +128,14 @@ class Side:
 
 def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutput]]) -> float:
     """The largest difference of two log-probabilities. Fails if tokens or ends differ."""
-    away = 0.0
+    difference = 0.0
     for i, expected in plain.items():
         found = drafted[i]
         assert [o.token for o in found] == [o.token for o in expected]
         assert [o.finish_reason for o in found] == [o.finish_reason for o in expected]
         pairs = zip(expected, found, strict=True)
-        away = max(away, *(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in pairs))
-    return away
+        difference = max(difference, *(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in pairs))
+    return difference
 
 
 def main() -> None:
@@ -155,7 +155,7 @@ def main() -> None:
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in loads}
     loads["draft_model"] = [wanted["prose"]]
     seconds["draft_model"] = []
-    away = 0.0
+    difference = 0.0
     for number in range(rounds + 1):
         for name, load in loads.items():
             session = 0 if name == "same_session" else None
@@ -166,7 +166,7 @@ def main() -> None:
                 for i in (0, 1) if turn % 2 == 0 else (1, 0):
                     took, found[i] = both[i].run(load, session)
                     sums[i] += took
-                away = max(away, check(found[0], found[1]))
+                difference = max(difference, check(found[0], found[1]))
                 if len(load) == 1:
                     assert [o.token for o in found[0][0]] == load[0][1]
             # The first round fills the prefix cache.
@@ -193,7 +193,7 @@ def main() -> None:
         "batch32_speedup": speedup("batch32"),
         "batch32_repetitive_speedup": speedup("batch32_repetitive"),
         "accepted_of_drafted": accepted / drafted,
-        "logprob_difference": away,
+        "logprob_difference": difference,
     }
     notes = {
         "repetitive_speedup": "speedup for the code edit and JSON, one stream; at least 2",

@@ -124,7 +124,7 @@ class Call:
     """Last known number of times that the stream of this attempt has moved to another worker."""
     seen: dict[int, int] = field(default_factory=dict)
     """Number of delivered entries of all attempts, by sequence."""
-    came: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
     """Number of entries of this attempt, by sequence. The first ``seen`` of them are duplicates."""
 
     @property
@@ -140,13 +140,13 @@ class Call:
         self.attaching = False
         self.resend_at = None
         self.received = self.moves = self.repeats = 0
-        self.came.clear()
+        self.counted.clear()
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry."""
         self.received += 1
-        number = self.came.get(entry.seq, 0) + 1
-        self.came[entry.seq] = number
+        number = self.counted.get(entry.seq, 0) + 1
+        self.counted[entry.seq] = number
         if number <= self.seen.get(entry.seq, 0):
             return False
         self.seen[entry.seq] = number
@@ -155,9 +155,9 @@ class Call:
     def all_new(self, seq: int) -> bool:
         """Whether all further entries of a sequence are new, because this attempt has repeated all
         entries that earlier attempts delivered."""
-        return self.came.get(seq, 0) >= self.seen.get(seq, 0)
+        return self.counted.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:
         """Counts entries of a sequence that are all new."""
         self.received += entries
-        self.seen[seq] = self.came[seq] = self.came.get(seq, 0) + entries
+        self.seen[seq] = self.counted[seq] = self.counted.get(seq, 0) + entries

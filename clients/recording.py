@@ -96,14 +96,14 @@ class Recorder(Sequences):
         self._file = Path(file)
         self._module = module
         self._only_failures = only_failures
-        self._came: list[Token | Row] = []
+        self._recorded: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
         """Returns the model, for AsyncClient, which asks for it after the request is sent."""
-        rows, came = self.add_row, self._came
+        rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:
-            came.append(row)
+            received.append(row)
             rows(row)
 
         self.add_row = add_row
@@ -131,7 +131,7 @@ class Recorder(Sequences):
 
     def add(self, entry: Token) -> None:
         """Adds one entry."""
-        self._came.append(entry)
+        self._recorded.append(entry)
         super().add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
@@ -141,7 +141,7 @@ class Recorder(Sequences):
             return
         recording.complete = complete
         recording.entries = [
-            entry if isinstance(entry, Token) else plain_entry(*entry) for entry in self._came
+            entry if isinstance(entry, Token) else plain_entry(*entry) for entry in self._recorded
         ]
         if error is not None:
             recording.error, recording.code = error.message, str(error.code)
@@ -268,21 +268,21 @@ def first_difference(
 
     Log-probabilities and times are not compared.
     """
-    came: dict[int, list[Token]] = {}
+    received: dict[int, list[Token]] = {}
     for entry in replayed:
-        came.setdefault(entry.seq, []).append(entry)
+        received.setdefault(entry.seq, []).append(entry)
     counts: dict[int, int] = {}
     for entry in recorded:
         at = counts.get(entry.seq, 0)
         counts[entry.seq] = at + 1
-        others = came.get(entry.seq, [])
+        others = received.get(entry.seq, [])
         other = others[at] if at < len(others) else None
         if other is None and prefix:
             continue
         if other is None or _compared(entry) != _compared(other):
             return Difference(entry.seq, at, entry, other)
     if not prefix:
-        for seq, others in sorted(came.items()):
+        for seq, others in sorted(received.items()):
             at = counts.get(seq, 0)
             if at < len(others):
                 return Difference(seq, at, None, others[at])

@@ -293,18 +293,18 @@ class AsyncStream(_Reader):
     def _fits(self, count: int) -> bool:
         """Whether ``count`` further events fit into the maximum number of unread entries. The first
         event that does not fit ends the stream."""
-        most, unread = self._max_unread, self._unread
+        limit, unread = self._max_unread, self._unread
         if self._overflowed:
             return False
-        if most is None or len(unread) + count <= most:
+        if limit is None or len(unread) + count <= limit:
             return True
         if self._to_end:
             self._collect()
-            if len(unread) + count <= most:
+            if len(unread) + count <= limit:
                 return True
         self._overflowed = True
         self._connection.cancel(self._call)
-        what = f"the stream was cancelled, because its reader left more than {most} entries unread"
+        what = f"the stream was cancelled, because its reader left more than {limit} entries unread"
         unread.append(Ended(SlowClientError(Code.SLOW_CLIENT, what)))
         self._wake()
         return False

@@ -105,8 +105,8 @@ def _print(found: _Found) -> None:
     more = f" or one of {len(names) - NAMED} more" if len(names) > NAMED else ""
     print(f"expected: {', '.join(names[:NAMED])}{more}")
     if forced:
-        said = " ".join(token_text(vocabulary, token) for token in forced)
-        print(f"forced tokens: {said}")
+        forced_text = " ".join(token_text(vocabulary, token) for token in forced)
+        print(f"forced tokens: {forced_text}")
     print()
     _print_groups(vocabulary, _groups(vocabulary, mask))
 
@@ -170,8 +170,8 @@ def _kind(written: bytes) -> _Kind:
 
 
 def _print_groups(vocabulary: TokenizerVocabulary, groups: dict[_Kind, _Group]) -> None:
-    least, unknown, most = CELLS
-    cells = min(max(shutil.get_terminal_size((unknown, 24)).columns, least), most)
+    minimum, default, maximum = CELLS
+    cells = min(max(shutil.get_terminal_size((default, 24)).columns, minimum), maximum)
     names = max(map(len, (WHITE, LETTER, DIGIT, SIGN, BEYOND, BYTES, AFTER_WHITE)))
     digits = max(len(f"{len(group):,}") for group in groups.values())
     counts = 2 * digits + len(" of ")

@@ -117,7 +117,7 @@ def _client(args: argparse.Namespace, settings: Settings, recording: Recording) 
 def _replay(
     args: argparse.Namespace, recording: Recording, client: Client, module: bytes | None
 ) -> int:
-    came: list[Token] = []
+    entries: list[Token] = []
     failed: TokenbusError | None = None
     masks = args.show == "masks"
     texts = _texts(client, args.request_model or recording.request.model) if masks else None
@@ -130,20 +130,20 @@ def _replay(
             inspect=masks,
             model=args.request_model,
         ):
-            came.append(entry)
+            entries.append(entry)
             if args.show:
                 print(_line(entry, texts), flush=True)
     except TokenbusError as error:
         failed = error
-        if not came and not recording.failure:
+        if not entries and not recording.failure:
             raise
-    failure = next((e.error for e in came if e.error), failed.message if failed else "")
+    failure = next((e.error for e in entries if e.error), failed.message if failed else "")
     if args.expect == "success":
         ends = f"and the stream failed: {failure}" if failure else "without an error, as expected"
-        print(f"{_entries(len(came))} {ends}")
+        print(f"{_entries(len(entries))} {ends}")
         return FAILED if failure else OK
     prefix = args.until is not None or not recording.complete
-    difference = first_difference(recording.entries, came, prefix)
+    difference = first_difference(recording.entries, entries, prefix)
     if difference is not None:
         print(difference)
         return FAILED
@@ -152,7 +152,7 @@ def _replay(
         print(f"the end differs: recorded {was}, now {now}")
         return FAILED
     ends = f", with the recorded error: {failure}" if failure else ""
-    print(f"the same: {_entries(len(came))}{ends}")
+    print(f"the same: {_entries(len(entries))}{ends}")
     return OK
 
 
@@ -218,7 +218,7 @@ def _entries(count: int) -> str:
 
 def _write_test(args: argparse.Namespace, recording: Recording) -> int:
     test = Path(args.test)
-    beside = test.with_suffix(".recording.json")
+    copy = test.with_suffix(".recording.json")
     failure = recording.failure
     what = (
         "A stream that failed once ends without an error."
@@ -230,16 +230,16 @@ def _write_test(args: argparse.Namespace, recording: Recording) -> int:
     text = _TEST.format(
         what=what,
         file=Path(args.file).name,
-        name=beside.name,
+        name=copy.name,
         function=function,
         expect="success" if failure else "same",
     )
     try:
         if test.exists():
             raise FileFault(f"{test} already exists; give the name of a new file")
-        shutil.copyfile(args.file, beside)
+        shutil.copyfile(args.file, copy)
         test.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileFault(f"cannot write {test}: {error.strerror}") from None
-    print(f"wrote {test} and {beside}", file=sys.stderr)
+    print(f"wrote {test} and {copy}", file=sys.stderr)
     return OK

@@ -232,7 +232,7 @@ class _Building:
         )
 
     def _think(self, then: int) -> int:
-        most = self._wanted.max_thinking_tokens
+        limit = self._wanted.max_thinking_tokens
         return self._tag(
             Tag(
                 begin=f"{THINK}\n",
@@ -240,7 +240,7 @@ class _Building:
                 end=THOUGHT,
                 excludes=[THINK],
                 kind="reasoning",
-                max_tokens=most,
+                max_tokens=limit,
                 closing="\n",
                 then=then,
             )

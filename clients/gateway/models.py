@@ -86,11 +86,11 @@ class ServedModel:
 
     def check_tokens(self, ids: list[int], path: str = "$.tokens") -> None:
         """Raises RequestError if ``ids`` has more tokens than the model accepts."""
-        most = self.info.context_length
-        if len(ids) > most:
+        limit = self.info.context_length
+        if len(ids) > limit:
             raise RequestError(
                 Code.PROMPT_TOO_LONG,
-                f"the list has {len(ids)} tokens; {self.name} accepts at most {most}",
+                f"the list has {len(ids)} tokens; {self.name} accepts at most {limit}",
                 path=path,
             )
 

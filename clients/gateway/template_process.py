@@ -200,8 +200,8 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
 def _serve(source: IO[bytes], target: IO[bytes]) -> None:
     while len(head := source.read(LENGTH.size)) == LENGTH.size:
         request = json.loads(source.read(LENGTH.unpack(head)[0]))
-        most = math.ceil(time.process_time() + CPU_S)
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        limit = math.ceil(time.process_time() + CPU_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         answer = json.dumps(_answer(request)).encode()
         target.write(LENGTH.pack(len(answer)) + answer)
         target.flush()

@@ -58,7 +58,7 @@ class Tunnels:
 
     def __init__(self, settings: Settings, shares: UserShares) -> None:
         self._shares = shares
-        self._most = min(settings.max_connections, MAX_SOCKETS)
+        self._max_sockets = min(settings.max_connections, MAX_SOCKETS)
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._open: set[Tunnel] = set()
@@ -125,11 +125,11 @@ class Tunnels:
     def _connect(self, websocket: WebSocket) -> Tunnel:
         user = current_user.get()
         own = sum(tunnel.user == user for tunnel in self._open)
-        if not fits_share(own, len(self._open), self._most):
+        if not fits_share(own, len(self._open), self._max_sockets):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
-                f"you have {own} open WebSockets, and this gateway has {self._most} for all users; "
-                "close some",
+                f"you have {own} open WebSockets, and this gateway has {self._max_sockets} for all "
+                "users; close some",
             )
         for watch in self._watches:
             watch.start()

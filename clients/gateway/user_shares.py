@@ -58,7 +58,7 @@ class UserShares:
         self.leaving = False
         """Whether the process ends and leaves its streams to its successor. ``server.py`` sets this
         flag."""
-        self._most = max_streams
+        self._max_streams = max_streams
         self._max_bytes = max_body_bytes
         self._streams = 0
         self._body_bytes = 0
@@ -99,18 +99,18 @@ class UserShares:
     def _fitting(self, name: str) -> _User:
         """The user ``name``. Raises UnavailableError if the user may not begin another stream."""
         user = self._users.get(name) or _User()
-        if self._streams >= self._most:
+        if self._streams >= self._max_streams:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"this gateway has its maximum of {self._streams} open streams; try again later",
                 retry_after_s=self._pace.retry_after_s(time.monotonic()),
             )
-        if not fits_share(user.streams, self._streams, self._most):
+        if not fits_share(user.streams, self._streams, self._max_streams):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
                 f"you have {user.streams} open streams, and other users have "
-                f"{self._streams - user.streams} of the maximum of {self._most}; wait until one of "
-                "your streams ends",
+                f"{self._streams - user.streams} of the maximum of {self._max_streams}; wait until "
+                "one of your streams ends",
                 retry_after_s=user.pace.retry_after_s(time.monotonic()),
             )
         return user

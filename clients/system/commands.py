@@ -180,10 +180,10 @@ class _Range(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Splits the value. The settings refuse a value that is not a number."""
-        least, dots, most = str(values).partition("..")
-        setattr(namespace, self.dest, least)
+        minimum, dots, maximum = str(values).partition("..")
+        setattr(namespace, self.dest, minimum)
         if dots:
-            setattr(namespace, f"max_{self.dest}", most)
+            setattr(namespace, f"max_{self.dest}", maximum)
 
 
 def _reporting(command: Command) -> Command:
@@ -317,15 +317,16 @@ def _check_ray(settings: Settings) -> None:
             WRONG_SETTING,
         )
     for kind in ("gpu_workers", "controller_workers"):
-        least, most = getattr(settings, kind), getattr(settings, f"max_{kind}")
-        if most and not settings.ray:
+        minimum, maximum = getattr(settings, kind), getattr(settings, f"max_{kind}")
+        if maximum and not settings.ray:
             raise SystemFault(
-                f"{kind}: {least}..{most} needs a Ray cluster; add --ray, or give one number",
+                f"{kind}: {minimum}..{maximum} needs a Ray cluster; add --ray, or give one number",
                 WRONG_SETTING,
             )
-        if most and most < least:
+        if maximum and maximum < minimum:
             raise SystemFault(
-                f"{kind}: the minimum of {least}..{most} exceeds the maximum; use {most}..{least}",
+                f"{kind}: the minimum of {minimum}..{maximum} exceeds the maximum; use "
+                f"{maximum}..{minimum}",
                 WRONG_SETTING,
             )
     if settings.ray and find_spec("ray") is None:

@@ -206,11 +206,11 @@ class Supervisor:
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
                 log.seek(self._read)
-                news = log.read().rpartition(b"\n")[0]
+                added = log.read().rpartition(b"\n")[0]
         except OSError:
             return []
-        self._read += len(news)
-        return [Exit(m[1], int(m[2])) for m in EXITED.finditer(news.decode(errors="replace"))]
+        self._read += len(added)
+        return [Exit(m[1], int(m[2])) for m in EXITED.finditer(added.decode(errors="replace"))]
 
     def stop(self) -> None:
         """Begins to stop all processes in the stop order. When they have ended, ``exit_code`` is

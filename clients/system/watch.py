@@ -63,7 +63,7 @@ class Watcher:
         self._front = settings.front_endpoint
         self._key = None if settings.join else own_key(settings, "client")
         self._http = settings.http
-        self._least = {"gpu": settings.gpu_workers, "controller": settings.controller_workers}
+        self._min_workers = {"gpu": settings.gpu_workers, "controller": settings.controller_workers}
         self._on_demand = settings.model == "auto"
         self._joins = bool(settings.join)
         self._client: Client | None = None
@@ -121,9 +121,9 @@ class Watcher:
         the minimum number of workers is ready."""
         ready = {
             role: sum(w.role == role and _serves(w, self._on_demand) for w in workers)
-            for role in self._least
+            for role in self._min_workers
         }
-        serves = all(ready[role] >= least for role, least in self._least.items())
+        serves = all(ready[role] >= minimum for role, minimum in self._min_workers.items())
         doing = f"{ready['gpu']} GPU workers, {ready['controller']} controller workers"
         return Shown(process, serves, doing)
 

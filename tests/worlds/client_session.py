@@ -32,7 +32,7 @@ class Bench:
 
     def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
         """Sends the next entries of a call's stream."""
-        first = call.came.get(seq, 0)
+        first = call.counted.get(seq, 0)
         entries = [
             Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=first + i)
             for i, t in enumerate(tokens)

@@ -130,7 +130,7 @@ class World:
         """The state of the calls."""
         self.session._settle()
         return [
-            (c.received, c.came, c.seen, c.received_at, c.failed_at, c.ended, c.number)
+            (c.received, c.counted, c.seen, c.received_at, c.failed_at, c.ended, c.number)
             for c in self.calls
         ]
 

@@ -95,9 +95,9 @@ class ChatRequest(SampledRequest, kw_only=True):
         given."""
         options = super().options(constraint)
         options["n"] = self.n or 1
-        most = self.max_completion_tokens or self.max_tokens
-        if most is not None:
-            options["max_tokens"] = most
+        limit = self.max_completion_tokens or self.max_tokens
+        if limit is not None:
+            options["max_tokens"] = limit
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
         return options

@@ -86,8 +86,8 @@ class Indexes:
 
 def finish_reason(reason: str | None, called: bool = False) -> str:
     """OpenAI's name of a finish reason. ``called``: the sequence has called a tool."""
-    word = FINISH_REASONS.get(reason or "", "stop")
-    return "tool_calls" if called and word == "stop" else word
+    name = FINISH_REASONS.get(reason or "", "stop")
+    return "tool_calls" if called and name == "stop" else name
 
 
 def receipt_of(
