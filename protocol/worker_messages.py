@@ -391,6 +391,9 @@ class StepResult(Struct, array_like=True):
     """``sample``: sampling parameters for the next token, in place of the request's."""
     wakes: int = 0
     """How often the sequence has been woken since its last sampled token."""
+    biases_along: list[int | None] = []
+    """The biases of the tokens after those of ``along``, as rows or attachments like these; None:
+    no bias. Empty if none of the tokens has a bias."""
 
     @property
     def biased(self) -> bool:

@@ -131,6 +131,15 @@ class TakesDrafts(Controller, Protocol):
         """
 
 
+@runtime_checkable
+class RunsAhead(Controller, Protocol):
+    """A controller of which a copy may run along drafts (``along.py``), if it agrees."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether it agrees. Read after init_prompt."""
+
+
 class Batch(Protocol):
     """Runs the usual rounds of several sequences in one call."""
 

@@ -128,25 +128,36 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
         for result in results:
             if result.action == "suspend" and group.repeats(result):
                 continue
-            if result.bias_attachment is not None:
-                bias = group.bias(result.seq)
-                if bias is None:
-                    continue
-                result.bias_attachment = len(attachments)
-                attachments.append(bias)
-            if result.attachment is not None:
-                mask = group.mask(result.seq)
-                if mask is None:
-                    continue
-                result.attachment = len(attachments)
-                attachments.append(mask)
-                along = group.masks_along(result.seq, len(result.along))
-                result.along = [len(attachments) + i for i in range(len(along))]
-                attachments += along
-            sequences.append(result)
+            if attach(group, result, attachments):
+                sequences.append(result)
     attempts = {group.request: group.attempt for group, _ in parts if group.attempt}
     made = Result(sequences=sequences, host=machine_id(), attempts=attempts)
     return _encoded(made) if sequences else b"", attachments
+
+
+def attach(group: SequenceGroup, result: StepResult, attachments: list[bytes]) -> bool:
+    """Appends the masks and biases of a result that are not in rows, and numbers them. Returns
+    False if the sequence has ended meanwhile."""
+
+    def number(data: bytes) -> int:
+        attachments.append(data)
+        return len(attachments) - 1
+
+    if result.bias_attachment is not None:
+        bias = group.bias(result.seq)
+        if bias is None:
+            return False
+        result.bias_attachment = number(bias)
+    if result.attachment is not None:
+        mask = group.mask(result.seq)
+        if mask is None:
+            return False
+        result.attachment = number(mask)
+        along = group.along(result.seq, len(result.along))
+        result.along = [number(mask) for mask, _ in along]
+        if result.biases_along:
+            result.biases_along = [None if bias is None else number(bias) for _, bias in along]
+    return True
 
 
 def _encoded(made: Result) -> bytes:
@@ -169,7 +180,7 @@ def _encoded(made: Result) -> bytes:
             result.row = result.attachment = None
             result.bias_row = result.bias_attachment = None
             result.query = result.override = None
-            result.along = []
+            result.along, result.biases_along = [], []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []
     return encode_body(made, "msgpack")

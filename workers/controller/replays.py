@@ -20,8 +20,9 @@ from typing import Any
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.worker_messages import Replay, StepResult
+from .along import takes_drafts
 from .biases import forbids
-from .interface import Constraint, TakesDrafts
+from .interface import Constraint
 from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
@@ -236,7 +237,7 @@ class GroupReplay:
             if isinstance(controller, Constraint):
                 with contextlib.suppress(TokenbusError):
                     results[0].constraint = controller.text_end()
-            results[0].takes_drafts = isinstance(controller, TakesDrafts)
+            results[0].takes_drafts = controller is not None and takes_drafts(controller)
         return results
 
 

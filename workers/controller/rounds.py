@@ -17,9 +17,10 @@ from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.sampling import Distribution
 from ...protocol.worker_messages import StepResult
+from .along import Place, allow_all, decide_along, goes_on, runs_ahead, takes_drafts
 from .biases import Bias
 from .host import Host
-from .interface import Action, Answer, Batched, Constraint, Controller, TakesDrafts
+from .interface import Action, Answer, Batched, Constraint, Controller
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,8 @@ class ControlledSequence:
     """The buffer for a bias in that row; None if biases are sent as attachments."""
     bias: bytes = b""
     """The bias of the last mid_process, to be sent as an attachment; empty without a bias."""
-    along: list[memoryview] = field(default_factory=list)
-    """Buffers for the masks along a draft."""
-    along_rows: list[int] = field(default_factory=list)
-    """The rows of these buffers, if ``mask`` is a row."""
+    along: list[Place] = field(default_factory=list)
+    """Buffers for the decisions along a draft. They have rows if ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds run in a batch with others."""
     stage: Stage = Stage.RUNNING
@@ -174,13 +173,14 @@ class Rounds:
             results = self._forked(sequence, Change(), n - 1, at_start=True)
         if isinstance(controller, Constraint) and results[0].constraint is None:
             results[0].constraint = controller.text_end()
-        results[0].takes_drafts = isinstance(controller, TakesDrafts)
+        results[0].takes_drafts = takes_drafts(controller)
         return results
 
     def _sampled(
         self, sequence: ControlledSequence, tokens: Sequence[int], draft: Sequence[int]
     ) -> list[StepResult]:
         sequence.length += len(tokens)
+        tokens = self._caught_up(sequence, tokens)
         if sequence.controller.post_process(tokens, 0).action is Action.STOP:
             results = [_stopped(sequence)]
         else:
@@ -196,8 +196,31 @@ class Rounds:
         self, sequence: ControlledSequence, tokens: Sequence[int], stop: bytes
     ) -> list[StepResult]:
         if tokens:
+            tokens = self._caught_up(sequence, tokens)
             sequence.controller.post_process(tokens, 0)
         return [_stopped(sequence, stop=stop)]
+
+    @staticmethod
+    def _caught_up(sequence: ControlledSequence, tokens: Sequence[int]) -> Sequence[int]:
+        """Runs the rounds of the accepted tokens of a draft, except the last, whose decisions a
+        copy has made before. Returns the tokens of the round that follows."""
+        controller = sequence.controller
+        if len(tokens) < 2 or not runs_ahead(controller):
+            return tokens
+        for token in tokens[:-1]:
+            samples = (
+                controller.post_process([token], 0).action is not Action.STOP
+                and goes_on(controller.pre_process())
+                and controller.mid_process((sequence.seq,), sequence.mask).action is Action.CONTINUE
+            )
+            if not samples:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED,
+                    f"after token {token} of a draft it did not sample, as its copy did; a "
+                    "controller that takes drafts has to decide by its prompt, argument and tokens "
+                    "only",
+                )
+        return tokens[-1:]
 
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
@@ -336,20 +359,24 @@ def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | No
 def _look_along(
     sequence: ControlledSequence, results: list[StepResult], draft: Sequence[int]
 ) -> None:
-    """Adds the masks along a draft to the result of a round whose action is to sample under a
-    mask."""
+    """Adds the masks and biases along a draft to the result of a round that just samples."""
     first, controller = results[0], sequence.controller
+    if len(results) > 1 or first.action != "sample" or first.has_options:
+        return
+    if first.backtrack or first.ff_tokens or first.logs or not takes_drafts(controller):
+        return
     masked = first.row is not None or first.attachment is not None
-    if len(results) > 1 or first.action != "sample" or not masked:
+    if not masked and not runs_ahead(controller):
         return
-    if first.backtrack or first.ff_tokens or not isinstance(controller, TakesDrafts):
-        return
-    if first.biased or first.has_options:
-        # The biases, queries and parameters along the draft are not known.
-        return
-    written = controller.masks_along(draft, sequence.along)
+    written = decide_along(controller, sequence.host, draft, sequence.along)
+    if written and not masked:
+        allow_all(sequence.mask)
+        first.row, first.attachment = sequence.row, 0 if sequence.row is None else None
+    places = sequence.along[:written]
     # Attachments are numbered when they are sent.
-    first.along = sequence.along_rows[:written] if first.row is not None else [0] * written
+    first.along = [place.row or 0 for place in places]
+    if any(place.biased for place in places):
+        first.biases_along = [(place.row or 0) if place.biased else None for place in places]
 
 
 def _stopped(

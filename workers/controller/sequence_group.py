@@ -18,6 +18,7 @@ from functools import partial
 from ...protocol.errors import Code, ControllerError
 from ...protocol.sampling import Distribution
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
+from .along import Place
 from .forks import lineage_of_fork, number_of_fork
 from .guest_memory import TenantMemory
 from .host import Host, Vocabulary
@@ -38,7 +39,7 @@ MAX_WAKES = 200
 """Maximum wake-ups of sequences by each other before one of them samples, multiplied by the number
 of sequences. At a barrier, each sequence is woken once by each other sequence."""
 MAX_ALONG = 16
-"""Maximum number of masks along a draft."""
+"""Maximum number of decisions along a draft."""
 SHARED_MEMORY = 16
 """The memory that all sequences of a request share, as a multiple of the memory limit of a single
 sequence."""
@@ -282,11 +283,12 @@ class SequenceGroup:
             sequence = self._sequences.get(seq)
             return sequence.bias if sequence is not None else None
 
-    def masks_along(self, seq: int, count: int) -> list[bytes]:
-        """Copies of the masks along a sequence's draft, to be sent."""
+    def along(self, seq: int, count: int) -> list[tuple[bytes, bytes | None]]:
+        """Copies of the masks and biases along a sequence's draft, to be sent."""
         with self._lock:
             sequence = self._sequences.get(seq)
-            return [bytes(mask) for mask in sequence.along[:count]] if sequence is not None else []
+            places = sequence.along[:count] if sequence is not None else ()
+            return [(bytes(one.mask), one.bias if one.biased else None) for one in places]
 
     def end(self) -> None:
         """Ends the request. Does not wait for a lock: ``close`` has to follow, on another
@@ -471,20 +473,20 @@ class SequenceGroup:
         if row is not None:
             sequence.row, sequence.mask = row, rows.view(row)
             sequence.bias_view = rows.bias_view(row)
-            sequence.along, sequence.along_rows = [], []
+            sequence.along = []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
-        """Allocates buffers for the masks along a draft: rows if its mask is a row and many are
+        """Allocates buffers for the decisions along a draft: rows if its mask is a row and many are
         free, else buffers."""
         while len(sequence.along) < count:
             if sequence.row is None:
-                sequence.along.append(self._buffer())
+                sequence.along.append(Place(self._buffer()))
                 continue
             row = self._rows.take_spare() if self._rows is not None else None
             if row is None or self._rows is None:
                 return
-            sequence.along_rows.append(row)
-            sequence.along.append(self._rows.view(row))
+            rows = self._rows
+            sequence.along.append(Place(rows.view(row), row, rows.bias_view(row)))
 
     def _drop_ended(self, sequence: ControlledSequence) -> None:
         with self._lock:
@@ -496,12 +498,14 @@ class SequenceGroup:
         del self._sequences[sequence.seq]
         self._unfreed.append(sequence.controller)
         if sequence.row is not None and self._rows is not None:
-            for row in (sequence.row, *sequence.along_rows):
-                self._rows.give_back(row)
+            self._rows.give_back(sequence.row)
+            for place in sequence.along:
+                if place.row is not None:
+                    self._rows.give_back(place.row)
             # The file stays mapped as long as a view refers to it.
             sequence.row, sequence.mask = None, memoryview(b"")
             sequence.bias_view = None
-            sequence.along, sequence.along_rows = [], []
+            sequence.along = []
 
     def _drop_idle(self) -> None:
         for sequence in list(self._sequences.values()):

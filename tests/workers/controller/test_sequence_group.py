@@ -414,7 +414,9 @@ def test_nothing_is_made_of_a_number_of_forks_before_it_is_checked(
     monkeypatch.setattr(sequence_group, "lineage_of_fork", lambda *which: made.append(which[2]))
     _, results = opened(decides([fork(2_000_000)]))
     assert [r.action for r in results] == ["error"]
-    assert "the fork into 1999999 more sequences would give this request 2000000" in (results[0].error or "")
+    assert "the fork into 1999999 more sequences would give this request 2000000" in (
+        results[0].error or ""
+    )
     assert not made
 
 

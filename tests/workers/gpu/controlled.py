@@ -15,6 +15,7 @@ from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskFiles
+from tokenbus.workers.controller.pending_result import attach
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
@@ -29,8 +30,8 @@ WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
 
 class Controllers:
     """Runs the controllers of one GPU worker's requests. ``storage``: the state worker's, which
-    outlives both. ``program``: what makes them, for the model's own vocabulary, in place of
-    scripts; ``shared``: it is on the same machine."""
+    outlives both. ``program``: what makes them, in place of scripts; ``shared``: it is on the same
+    machine."""
 
     def __init__(
         self,
@@ -85,12 +86,11 @@ class Controllers:
         self._groups[request] = group
         vocabulary = start.vocabulary
         program = self._program or PythonProgram(Scripted)
-        if self._program is None:
+        json_of = self._loop.loaded.tokenizer_json
+        if json_of is None:
             tokens = [b"%d" % i for i in range(vocabulary.size)]
             words = TokenizerVocabulary.from_tokens(tokens, vocabulary.eos, "test")
         else:
-            json_of = self._loop.loaded.tokenizer_json
-            assert json_of is not None
             words = vocabulary_of(
                 json_of, vocabulary.size, tuple(vocabulary.eos), vocabulary.fingerprint
             )
@@ -133,19 +133,7 @@ class Controllers:
         while results:
             attachments: list[bytes] = []
             for result in results:
-                if result.bias_attachment is not None:
-                    bias = group.bias(result.seq)
-                    assert bias is not None
-                    result.bias_attachment = len(attachments)
-                    attachments.append(bias)
-                if result.attachment is not None:
-                    mask = group.mask(result.seq)
-                    assert mask is not None
-                    result.attachment = len(attachments)
-                    attachments.append(mask)
-                    along = group.masks_along(result.seq, len(result.along))
-                    result.along = [len(attachments) + i for i in range(len(along))]
-                    attachments += along
+                assert attach(group, result, attachments)
             host = "elsewhere" if self._files is None else machine_id()
             attempts = {group.request: group.attempt} if group.attempt else {}
             group.attempt = 0

@@ -15,6 +15,7 @@ from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Lost, Step
 from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
@@ -72,13 +73,13 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A request under a constraint on a GPU worker and a controller worker, a turn at a time."""
+    """A request with a controller on a GPU worker and a controller worker, a turn at a time."""
 
     def __init__(
         self,
         folder: Path,
         loaded: LoadedModel,
-        constraints: Constraints,
+        program: Program | None,
         way: tuple[bool, bool],
         body: dict[str, Any],
         *before: list[Token],
@@ -88,7 +89,7 @@ class Run:
         speculation, overlap = way
         self.loop = Loop(folder, loaded, overlap=overlap, speculation=speculation)
         self.engine = eager(self.loop.worker._models.engines["m"])
-        self._program = constraints.get(body["controller"])
+        self._program = program
         self._storage, self._shared = VariableStorage(), shared
         self.controllers = self._controllers(7)
         moved = [transcript_of(before)] if before else []
@@ -154,7 +155,8 @@ def test_a_constrained_stream_is_the_same_with_drafts(
     shared: bool,
 ) -> None:
     body = body_of(kind, name)
-    runs = [Run(tmp_path, embedded, constraints, way, body, shared=shared) for way in WAYS]
+    program = constraints.get(body["controller"])
+    runs = [Run(tmp_path, embedded, program, way, body, shared=shared) for way in WAYS]
     plain, *drafted = [run.finish() for run in runs]
     for messages in drafted:
         same_entries(messages, plain, embedded, body)
@@ -175,12 +177,13 @@ def test_it_moves_while_it_is_drafted_for(
 ) -> None:
     """After some message to another GPU worker, and there its controller to another worker."""
     body = body_of(kind, "sampled")
-    plain = Run(tmp_path, embedded, constraints, WAYS[0], body).finish()
-    first = Run(tmp_path, embedded, constraints, (True, overlap), body)
+    program = constraints.get(body["controller"])
+    plain = Run(tmp_path, embedded, program, WAYS[0], body).finish()
+    first = Run(tmp_path, embedded, program, (True, overlap), body)
     sent = first.finish()
     for cut in (1, len(sent) // 2):
         before = sent[:cut]
-        second = Run(tmp_path, embedded, constraints, (True, overlap), body, *before)
+        second = Run(tmp_path, embedded, program, (True, overlap), body, *before)
         for _ in range(9):
             second.turn()
         if not finished(second.loop):
@@ -194,9 +197,10 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
 ) -> None:
     """Masks along a draft that are missing, or of another size, cost nothing but the draft."""
     body = body_of("regex", "greedy")
-    plain = Run(tmp_path, embedded, constraints, WAYS[0], body).finish()
+    program = constraints.get(body["controller"])
+    plain = Run(tmp_path, embedded, program, WAYS[0], body).finish()
     for spoil in ("missing", "short", "out of range"):
-        run = Run(tmp_path, embedded, constraints, WAYS[1], body, shared=False)
+        run = Run(tmp_path, embedded, program, WAYS[1], body, shared=False)
         give_plainly = run.loop.give
 
         def spoiled(
@@ -231,6 +235,7 @@ def test_a_controller_that_takes_no_drafts_gets_none(
     parts = ["[['Ada', 36], ", {"json_schema": SCHEMA}]
     combination = {"controller": "combination", "controller_arg": json.dumps({"sequence": parts})}
     body = {"prompt": PROMPT, "max_tokens": 12} | combination
-    run = Run(tmp_path, embedded, constraints, WAYS[1], body)
+    program = constraints.get("combination")
+    run = Run(tmp_path, embedded, program, WAYS[1], body)
     run.finish()
     assert run.drafted == 0

@@ -38,6 +38,12 @@ class Controller:
     """The query for numbers about each sampled token, which post_process reads. Set it in the
     class, in ``__init__`` or in any call; ``sample(query=...)`` is for one token only."""
 
+    takes_drafts: bool = False
+    """Whether a clone may run the rounds of a draft's tokens before they are sampled, so that one
+    step of the model can verify them: set it in a class or ``__init__``. It saves time if a clone
+    and a round are much cheaper than a step. The decisions must follow from the prompt, the
+    argument and the tokens; a draft ends before a round that uses a variable or the log."""
+
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
 
@@ -186,6 +192,11 @@ class ClassController:
         self._name = name
         self._controller = controller
         self._calls = calls
+
+    @property
+    def takes_drafts(self) -> bool:
+        """As the author's object says."""
+        return self._controller.takes_drafts
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Calls the author's init_prompt."""

@@ -69,13 +69,14 @@ class NativeProgram:
 class NativeState:
     """The state that the host functions of one guest use."""
 
-    __slots__ = ("asks", "guest", "host", "next_query", "override", "query")
+    __slots__ = ("asks", "guest", "host", "next_query", "override", "query", "takes_drafts")
 
     guest: Guest
     query: Query | None
     next_query: Query | None
     override: Override | None
     asks: bool
+    takes_drafts: bool
 
     def __init__(self, host: Host, parent: NativeState | None = None) -> None:
         """``parent``: the state of the sequence that is forked."""
@@ -87,6 +88,7 @@ class NativeState:
         """``next_query`` and ``override`` apply to the next token only."""
         self.asks = parent is not None and parent.asks
         """Whether ``query``, ``next_query`` or ``override`` is set."""
+        self.takes_drafts = parent is not None and parent.takes_drafts
 
     def take_options(self) -> tuple[Query | None, Override | None]:
         """The query and the override of the token that is sampled next."""
@@ -116,6 +118,11 @@ class NativeController:
         block_words[_VOCABULARY] = host.vocabulary.size
         block_words[_EOS] = host.vocabulary.eos & 0xFFFF_FFFF
         block_words[_MAX_TOKENS] = host.max_tokens
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the guest has called ``take_drafts`` and can be copied."""
+        return self._state.takes_drafts and self._why_no_fork is None
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Calls tokenbus_init_prompt with the prompt and the argument."""
@@ -397,6 +404,10 @@ def _var_write(append: bool) -> HostFunction:
     return HostFunction("iiiiii", "i", write)
 
 
+def _take_drafts(state: NativeState) -> None:
+    state.takes_drafts = True
+
+
 def _query(state: NativeState, top: int, tokens: int, count: int) -> None:
     if count > MAX_QUERY_TOKENS:
         raise ControllerError(
@@ -454,6 +465,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),
     ("tokenbus", "var_set"): _var_write(append=False),
     ("tokenbus", "var_append"): _var_write(append=True),
+    ("tokenbus", "take_drafts"): HostFunction("", "", _take_drafts),
     ("tokenbus", "query"): HostFunction("iii", "", _query),
     ("tokenbus", "override"): HostFunction("iI", "", _override),
     ("tokenbus", "distribution"): HostFunction("iii", "i", _distribution),

@@ -34,6 +34,7 @@ from ..model.memory import cache_bytes, largest_step_bytes
 from ..model.runner import Runner
 from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
+from ..sampling.under import Under
 from ..speculation.draft_model import DraftModel, check_draft_model
 from ..speculation.drafts import Speculation
 from .block_manager import BlockManager
@@ -423,8 +424,8 @@ class Engine:
         sequence.options = options
 
     def take_drafts(self, request: int) -> None:
-        """Enables drafts for the sequences of a request whose controller computes masks along each
-        draft (``draft_ahead``)."""
+        """Enables drafts for the sequences of a request whose controller decides along each draft
+        (``draft_ahead``)."""
         for sequence in self._live.requests.get(request, {}).values():
             self._speculation.begin(sequence, steered=True)
 
@@ -437,14 +438,15 @@ class Engine:
         self._speculation.propose_ahead(found, len(self._scheduler.running))
         return {(s.request, s.seq): s.draft for s in found if s.draft}
 
-    def mask_along(self, request: int, seq: int, masks: Tokens[np.ndarray]) -> None:
-        """Sets the masks after each token of a sequence's draft; call it after ``set_mask``. The
-        step verifies as many draft tokens as there are masks. A mask of the wrong size and all
-        masks after it are ignored."""
+    def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
+        """Sets the masks and biases after each token of a sequence's draft; call it after
+        ``set_mask``. The step verifies as many draft tokens as these are. A mask of the wrong size
+        and all that follows it are ignored."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
-            usable = next((i for i, m in enumerate(masks) if len(m) != self.mask_words), len(masks))
-            sequence.along = masks[:usable]
+            sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]
+            usable = next((i for i, n in enumerate(sizes) if n != self.mask_words), len(sizes))
+            sequence.along = unders[:usable]
 
     def allows(self, request: int, seq: int, token: int) -> bool | None:
         """Whether the mask of a sequence's next token allows ``token``; None if no mask is set."""

@@ -14,6 +14,7 @@ from ....protocol.messages import ConstraintEnd, FinishReason
 from ....protocol.sampling import Distribution, Sampling
 from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
+from ..sampling.under import Under
 from ..speculation.drafting import Drafting
 from .block_manager import BlockTable
 from .text import TextStream
@@ -149,9 +150,9 @@ class Sequence:
     """The controller's logit bias for the next token."""
     options: TokenOptions | None = None
     """The controller's other sampling options for the next token."""
-    along: Tokens[np.ndarray] = ()
-    """Under a controller: the masks after the first tokens of ``draft`` that the controller has
-    computed."""
+    along: Tokens[Under] = ()
+    """Under a controller: masks and biases after the first tokens of ``draft``, as far as the
+    controller has computed them."""
     row: KeptRow | None = None
     """The logits of a deferred sequence, from which it is sampled when it is rescheduled."""
     drawn: int = -1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +15,7 @@ from ....protocol.errors import Code, ControllerError
 from ....protocol.worker_messages import Result, StepResult
 from ..sampling.biases import Bias, read_bias
 from ..sampling.distributions import TokenOptions
+from ..sampling.under import Under
 from .mask_file import MaskFile
 
 log = logging.getLogger(__name__)
@@ -39,15 +42,6 @@ class Decisions(NamedTuple):
     """The machine id of the controller worker."""
     attempts: dict[int, int]
     """See ``Result.attempts``."""
-
-
-class Under(NamedTuple):
-    """The mask, bias and options of a sequence's next token."""
-
-    mask: np.ndarray | None = None
-    """u32 ``[words]``; None allows every token."""
-    bias: Bias | None = None
-    options: TokenOptions | None = None
 
 
 class _RawResult(msgspec.Struct):
@@ -100,21 +94,27 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
     Raises ControllerError if the decision refers to a mask that does not exist.
     """
     if one.row is not None:
-        if file is None or not 0 <= one.row < len(file.rows):
-            rows = 0 if file is None else len(file.rows)
-            raise _no_mask(f"row {one.row} of a mask file with {rows} rows")
-        row: np.ndarray = file.rows[one.row]
-        return row
+        return _mask_in_row(one.row, file)
     if one.attachment is not None:
-        if not 0 <= one.attachment < len(attachments):
-            raise _no_mask(
-                f"attachment {one.attachment} of a message with {len(attachments)} attachments"
-            )
-        mask = attachments[one.attachment]
-        if len(mask) % 4:
-            raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
-        return np.frombuffer(mask, dtype=np.uint32)
+        return _attached_mask(one.attachment, attachments)
     return None
+
+
+def _mask_in_row(row: int, file: MaskFile | None) -> np.ndarray:
+    if file is None or not 0 <= row < len(file.rows):
+        rows = 0 if file is None else len(file.rows)
+        raise _no_mask(f"row {row} of a mask file with {rows} rows")
+    found: np.ndarray = file.rows[row]
+    return found
+
+
+def _attached_mask(place: int, attachments: list[bytes]) -> np.ndarray:
+    if not 0 <= place < len(attachments):
+        raise _no_mask(f"attachment {place} of a message with {len(attachments)} attachments")
+    mask = attachments[place]
+    if len(mask) % 4:
+        raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
+    return np.frombuffer(mask, dtype=np.uint32)
 
 
 def bias_of(
@@ -123,19 +123,26 @@ def bias_of(
     """The bias of a decision; None if the decision has no bias. Raises ControllerError if the
     decision refers to a bias that does not exist or is not valid."""
     if one.bias_row is not None:
-        if file is None or not 0 <= one.bias_row < len(file.rows):
-            rows = 0 if file is None else len(file.rows)
-            raise _no_bias(f"row {one.bias_row} of a mask file with {rows} rows")
-        return read_bias(file.biases[one.bias_row], vocab)
+        return _bias_in_row(one.bias_row, file, vocab)
     if one.bias_attachment is not None:
-        if not 0 <= one.bias_attachment < len(attachments):
-            number, count = one.bias_attachment, len(attachments)
-            raise _no_bias(f"attachment {number} of a message with {count} attachments")
-        bias = attachments[one.bias_attachment]
-        if len(bias) % 4:
-            raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
-        return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
+        return _attached_bias(one.bias_attachment, attachments, vocab)
     return None
+
+
+def _bias_in_row(row: int, file: MaskFile | None, vocab: int) -> Bias:
+    if file is None or not 0 <= row < len(file.rows):
+        rows = 0 if file is None else len(file.rows)
+        raise _no_bias(f"row {row} of a mask file with {rows} rows")
+    return read_bias(file.biases[row], vocab)
+
+
+def _attached_bias(place: int, attachments: list[bytes], vocab: int) -> Bias:
+    if not 0 <= place < len(attachments):
+        raise _no_bias(f"attachment {place} of a message with {len(attachments)} attachments")
+    bias = attachments[place]
+    if len(bias) % 4:
+        raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
+    return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
 
 
 def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
@@ -153,15 +160,25 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
     return TokenOptions(one.query, one.override)
 
 
-def masks_along(
-    one: StepResult, file: MaskFile | None, attachments: list[bytes]
-) -> list[np.ndarray]:
-    """The valid masks of a decision along the sequence's draft."""
-    if one.row is not None:
-        rows = file.rows if file is not None else []
-        return [rows[row] for row in one.along if 0 <= row < len(rows)]
-    masks = [attachments[place] for place in one.along if 0 <= place < len(attachments)]
-    return [np.frombuffer(mask, dtype=np.uint32) for mask in masks if not len(mask) % 4]
+def unders_along(
+    one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
+) -> list[Under]:
+    """The masks and biases of a decision along the sequence's draft, up to the first that is not
+    valid."""
+    found: list[Under] = []
+    with contextlib.suppress(ControllerError):
+        for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):
+            bias = None
+            if one.row is not None:
+                mask = _mask_in_row(place, file)
+                if bias_place is not None:
+                    bias = _bias_in_row(bias_place, file, vocab)
+            else:
+                mask = _attached_mask(place, attachments)
+                if bias_place is not None:
+                    bias = _attached_bias(bias_place, attachments, vocab)
+            found.append(Under(mask, bias))
+    return found
 
 
 def just_samples(one: StepResult) -> bool:

@@ -23,14 +23,14 @@ from ...machine import machine_id
 from ..engine.engine import Engine, PendingStep
 from ..engine.sequence import MAX_SEQ, StepOutputs, TokenColumns, TokenOutput
 from ..sampling.sampler import NOTHING_ALLOWED
+from ..sampling.under import Under
 from .decisions import (
-    Under,
     bias_of,
     decode_decisions,
     just_samples,
     mask_of,
-    masks_along,
     options_of,
+    unders_along,
 )
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
@@ -361,8 +361,8 @@ class Steering:
             bias = bias_of(one, steered.file, attachments, vocab)
         self._take(steered, one, Under(mask, bias, options_of(one, vocab)))
         if along:
-            masks = masks_along(one, steered.file, attachments)
-            steered.engine.mask_along(*key, masks)
+            unders = unders_along(one, steered.file, attachments, vocab)
+            steered.engine.sample_along(*key, unders)
         return []
 
     def _undecided(self, step: PendingStep) -> list[Key]:

@@ -25,7 +25,7 @@ class Drafting:
 
     lookup: PromptLookup
     steered: bool = False
-    """Whether a controller computes masks along drafts."""
+    """Whether a controller computes masks and biases along drafts."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     kind: int = 0
     """The kind of the last match or draft (``kind_of``)."""

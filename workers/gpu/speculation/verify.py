@@ -13,8 +13,6 @@ import logging
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..engine.block_manager import BlockManager
 from ..engine.pending_step import PendingStep
 from ..engine.sequence import Inspected, Sequence
@@ -23,6 +21,7 @@ from ..model.device_queue import Work
 from ..model.runner import Runner
 from ..sampling.row_parameters import Row, Rows
 from ..sampling.sampler import NAN, Drawn, Sampled, draw
+from ..sampling.under import Under
 from .drafts import Speculation
 
 log = logging.getLogger(__name__)
@@ -52,8 +51,8 @@ class Verifier:
     def sample(self, step: PendingStep) -> Verification | None:
         """Queues the sampling of a step's sequences with drafts, and removes them from the step;
         returns None if no sequence has a draft. A sequence that was steered since the forward stays
-        in the step, without its draft. For a sequence with a controller, only draft tokens with
-        masks are verified."""
+        in the step, without its draft. For a sequence with a controller, only the draft tokens are
+        verified for which the controller has decided."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
@@ -101,7 +100,7 @@ class Verifier:
         while accepted < len(draft) and accepted not in bad and drawn[accepted] == draft[accepted]:
             accepted += 1
         sequence.draft = sequence.along = ()
-        sequence.mask = None
+        sequence.mask = sequence.bias = None
         self._speculation.verified(sequence, len(draft), accepted)
         unusable = any(i > accepted and sampled.errors[first + i] == NAN for i in bad)
         self._settle(sequence, draft[:accepted], unusable)
@@ -137,13 +136,12 @@ class Verifier:
 
 
 def _is_verifiable(sequence: Sequence) -> bool:
-    """Whether a part of a sequence's draft can be verified; shortens the draft to that part. A bias
-    or options apply only to the next token, so a sequence with these is sampled without its
-    draft."""
-    if sequence.bias is not None or sequence.options is not None:
+    """Whether a part of a sequence's draft can be verified; shortens the draft to that part.
+    Options apply only to the next token, so a sequence with these is sampled without its draft."""
+    if sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:
-        return sequence.mask is None
+        return sequence.mask is None and sequence.bias is None
     masked = 0 if sequence.mask is None else len(sequence.along)
     sequence.draft = sequence.draft[:masked]
     return bool(sequence.draft)
@@ -157,8 +155,8 @@ def _rows(sequence: Sequence) -> list[Row]:
     )
     prompt = sequence.prompt if penalised else ()
     generated = sequence.generated if penalised else ()
-    masks: list[np.ndarray | None] = [sequence.mask, *sequence.along]
-    masks += [None] * (len(draft) + 1 - len(masks))
+    unders = [Under(sequence.mask, sequence.bias), *sequence.along]
+    unders += [Under()] * (len(draft) + 1 - len(unders))
     return [
         Row(
             sampling,
@@ -167,7 +165,8 @@ def _rows(sequence: Sequence) -> list[Row]:
             sequence.num_generated + i,
             prompt=prompt,
             generated=[*generated, *draft[:i]] if penalised else (),
-            mask=masks[i],
+            mask=unders[i].mask,
+            bias=unders[i].bias,
             inspect=sequence.inspect,
         )
         for i in range(len(draft) + 1)

@@ -4,6 +4,7 @@
 
 TB_IMPORT("seq_id") uint32_t tb_host_seq_id(void);
 TB_IMPORT("special_token") uint32_t tb_host_special_token(uint32_t token);
+TB_IMPORT("take_drafts") void tb_host_take_drafts(void);
 TB_IMPORT("tokenize")
 uint32_t tb_host_tokenize(const void *text, uint32_t n, uint32_t *tokens, uint32_t most);
 TB_IMPORT("var_get")
@@ -48,6 +49,12 @@ static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY
 
 // Maximum tokens of this sequence after its prompt, including appended tokens.
 static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS]; }
+
+// Called in tb_init_prompt: a copy of this instance may run the rounds of a draft's tokens before
+// they are sampled, so that one step of the model can verify them. It saves time if a copy and a
+// round are much cheaper than a step. The decisions must follow from the prompt, the argument and
+// the tokens; a draft ends before a round that uses a variable or the log.
+static inline void tb_take_drafts(void) { tb_host_take_drafts(); }
 
 // The first five have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a turn of the
 // assistant in the model's chat template.

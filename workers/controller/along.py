@@ -1,0 +1,128 @@
+"""The decisions of a controller along a draft: masks and biases for several tokens at once.
+
+A built-in constraint computes its masks along a draft in one call. Any other controller that takes
+drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
+were sampled. The copy cannot write variables or logs, and is dropped afterwards. When tokens of the
+draft have been sampled, the controller itself runs the round of each token. So the calls and the
+tokens are those of a stream without drafts, and only the order of the two differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from ...protocol.errors import Code, ControllerError, TokenbusError
+from .biases import Bias
+from .host import Host
+from .interface import Action, Answer, Controller, RunsAhead, TakesDrafts
+from .logs import Log
+
+
+@dataclass(slots=True)
+class Place:
+    """The buffers for the decision after a token of a draft."""
+
+    mask: memoryview
+    row: int | None = None
+    """The row of the shared file that ``mask`` refers to; None if masks are sent as attachments."""
+    bias_view: memoryview | None = None
+    """The buffer for a bias in that row; None if the file has no room for biases."""
+    biased: bool = False
+    """Whether the last decision had a bias."""
+    bias: bytes = b""
+    """That bias, if it is to be sent as an attachment."""
+
+    def give_bias(self, bias: Bias | None) -> bool:
+        """Stores the bias of a decision; returns whether there is room."""
+        self.biased, self.bias = bias is not None, b""
+        if bias is None:
+            return True
+        if self.row is None:
+            self.bias = bias.encoded()
+        elif self.bias_view is None:
+            return False
+        else:
+            bias.write(self.bias_view)
+        return True
+
+
+def takes_drafts(controller: Controller) -> bool:
+    """Whether a controller decides along drafts."""
+    return isinstance(controller, TakesDrafts) or runs_ahead(controller)
+
+
+def runs_ahead(controller: Controller) -> bool:
+    """Whether a copy of a controller decides along drafts."""
+    return isinstance(controller, RunsAhead) and controller.takes_drafts
+
+
+def decide_along(
+    controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
+) -> int:
+    """Writes the decision after each token of a draft into ``places``; returns how many, up to the
+    first token after which the controller would not just sample."""
+    if isinstance(controller, TakesDrafts):
+        return controller.masks_along(draft, [place.mask for place in places])
+    written = 0
+    try:
+        with closing(_answers(controller, host, draft, places)) as answers:
+            for place, answer in zip(places, answers, strict=False):
+                if not answer.masked:
+                    allow_all(place.mask)
+                if not place.give_bias(answer.bias):
+                    break
+                written += 1
+    except TokenbusError:
+        # If the tokens are sampled, the controller itself fails in its round.
+        pass
+    return written
+
+
+def allow_all(mask: memoryview) -> None:
+    """Writes the mask that allows every token."""
+    mask[:] = b"\xff" * len(mask)
+
+
+def _answers(
+    controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
+) -> Generator[Answer]:
+    """The answers of a copy's mid_process after each token, while it just samples. A bias is valid
+    until the next answer."""
+    log = Log(1)
+    copy = controller.fork(replace(host, variables=_NoVariables(), log=log, distributions=()))
+    with closing(copy):
+        for token, place in zip(draft, places, strict=False):
+            if token in host.vocabulary.eos_ids:
+                return
+            if copy.post_process([token], 0).action is Action.STOP:
+                return
+            if not goes_on(copy.pre_process()):
+                return
+            answer = copy.mid_process((host.seq,), place.mask)
+            asks = answer.query is not None or answer.override is not None
+            if answer.action is not Action.CONTINUE or asks or log.take():
+                return
+            yield answer
+
+
+def goes_on(answer: Answer) -> bool:
+    """Whether an answer of pre_process only continues with mid_process."""
+    alone = answer.action is Action.FORK and answer.count == 1
+    return alone or answer.action is Action.CONTINUE
+
+
+class _NoVariables:
+    """The variables of a copy: each use ends its run, because it may have effects."""
+
+    def get(self, name: str) -> NoReturn:
+        """Refuses."""
+        raise ControllerError(Code.CONTROLLER_FAILED, f"it reads {name!r} along a draft")
+
+    def set(self, name: str, value: bytes, when_version_is: int | None = None) -> NoReturn:
+        """Refuses."""
+        raise ControllerError(Code.CONTROLLER_FAILED, f"it writes {name!r} along a draft")
+
+    append = set
