@@ -31,7 +31,8 @@ class Action(IntEnum):
     """pre_process: do not schedule the sequence until a variable of the request changes or a fork
     of it ends."""
     FORK = 3
-    """pre_process: become ``count`` sequences, including this sequence."""
+    """pre_process: append ``tokens`` if there are any, and then become ``count`` sequences,
+    including this sequence."""
     SPLICE = 4
     """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
     append ``tokens``, without a mid_process in between."""

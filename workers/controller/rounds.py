@@ -232,9 +232,10 @@ class Rounds:
             if group is None:
                 sequence.seen_changes = self._changes(sequence)
                 answer = controller.pre_process()
+                appends = answer.action is Action.SPLICE or answer.tokens
+                if appends and self._append(sequence, change, answer):
+                    return [_stopped(sequence, change)]
                 if answer.action is Action.SPLICE:
-                    if self._append(sequence, change, answer):
-                        return [_stopped(sequence, change)]
                     continue
                 if answer.action is Action.SUSPEND:
                     return [_result(sequence, "suspend", change)]

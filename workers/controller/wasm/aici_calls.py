@@ -100,7 +100,7 @@ def check_init_prompt(result: bytes) -> None:
 def pre_process_answer(result: bytes) -> Answer:
     """The meaning of a result of pre_process.
 
-    If it has several actions, the first of these applies: stop, suspend, append, fork.
+    If it has several actions, the first of these applies: stop, suspend, append and fork.
     """
     said = _decode_result(
         _pre,
@@ -122,9 +122,9 @@ def pre_process_answer(result: bytes) -> Answer:
         return STOP
     if said.suspend:
         return SUSPEND
-    if said.ff_tokens:
-        return Answer(Action.SPLICE, tokens=said.ff_tokens)
-    return CONTINUE if len(masks) == 1 else Answer(Action.FORK, count=len(masks))
+    if len(masks) > 1:
+        return Answer(Action.FORK, count=len(masks), tokens=said.ff_tokens)
+    return Answer(Action.SPLICE, tokens=said.ff_tokens) if said.ff_tokens else CONTINUE
 
 
 def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:

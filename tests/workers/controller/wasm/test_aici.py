@@ -208,6 +208,22 @@ def test_pre_process_appends_without_mid_process_in_between(puppets: Puppets) ->
     assert result.logs == '{"tokens":[97,98],"backtrack":0}\n{}\n'
 
 
+def test_pre_process_appends_before_it_forks(puppets: Puppets) -> None:
+    request = puppets(
+        'pre = {"attention_masks":[[],[]],"suspend":false,"ff_tokens":[97,98]}',
+        "post arg",
+        "mid arg",
+    )
+    forked, *others = request.begin()
+    assert (forked.action, forked.ff_tokens, forked.children) == ("fork", [97, 98], [1])
+    assert forked.logs == '{"tokens":[97,98],"backtrack":0}\n'
+    assert [(result.seq, result.action, result.ff_tokens) for result in others] == [
+        (0, "sample", []),
+        (1, "sample", []),
+    ]
+    assert [result.logs for result in others] == ['{"fork_group":[0,1]}\n'] * 2
+
+
 def test_post_process_may_stop(puppets: Puppets) -> None:
     request = puppets('post = {"stop":true}')
     request.begin()
