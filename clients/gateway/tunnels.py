@@ -33,6 +33,7 @@ from ...protocol.settings import Settings
 from ...protocol.shares import fits_share
 from ...transport.async_dealer import AsyncDealer
 from ...transport.dealer import Context
+from .arrivals import Arrivals
 from .broker_watch import BrokerWatch
 from .carried import carried
 from .errors import UserLimitError
@@ -91,15 +92,16 @@ class Tunnels:
     async def serve(self, websocket: WebSocket) -> None:
         """Serves an accepted WebSocket until its end."""
         tunnel: Tunnel | None = None
+        arrivals = Arrivals(websocket)
         try:
-            while (message := await websocket.receive())["type"] == "websocket.receive":
+            while (message := await arrivals.next())["type"] == "websocket.receive":
                 line = message.get("text")
                 if line is None:
                     await websocket.send_text(_refuse_binary())
                     continue
                 if tunnel is None:
                     tunnel = self._connect(websocket)
-                    await self._watch_of(tunnel).begun()
+                    await arrivals.during(self._watch_of(tunnel).begun())
                 await tunnel.send(line)
         except UserLimitError as error:
             await close(websocket, TRY_AGAIN_LATER, error.message)
@@ -112,6 +114,7 @@ class Tunnels:
         except WebSocketDisconnect:
             pass
         finally:
+            await arrivals.close()
             if tunnel is not None:
                 self._open.discard(tunnel)
                 await tunnel.close()

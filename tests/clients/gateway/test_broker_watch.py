@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 from starlette.websockets import WebSocket
+from tokenbus.clients.gateway.arrivals import MAX_EARLY
 from tokenbus.clients.gateway.tunnels import Tunnels
 from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
@@ -142,3 +143,58 @@ def test_a_websocket_ends_if_the_broker_refuses_the_watch(
         await tunnels.close()
 
     asyncio.run(run())
+
+
+def test_a_client_that_disconnects_while_no_broker_answers_is_noticed(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Its WebSocket would otherwise be kept as long as the gateway waits for the broker."""
+
+    async def run() -> None:
+        broker = Broker(context)
+        settings = Settings(front=broker.address, session_timeout_s=10 * BOUND_S)
+        tunnels = Tunnels(settings, UserShares(100))
+        browser = Browser()
+        await browser.accepted()
+        browser.send('HELLO {"client": "a browser"}')
+        serving = asyncio.create_task(tunnels.serve(browser.socket))
+        await broker.receive()
+        browser.send("PING {}")
+        browser.leave()
+        await asyncio.wait_for(serving, BOUND_S)
+        assert not tunnels.busy
+        await tunnels.close()
+        broker.socket.close()
+
+    asyncio.run(run())
+
+
+def test_messages_that_arrive_before_the_broker_answers_are_sent_in_their_order(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async def run() -> None:
+        broker = Broker(context)
+        tunnels = Tunnels(Settings(front=broker.address), UserShares(100))
+        browser = Browser()
+        await browser.accepted()
+        # More than the gateway receives while it waits.
+        lines = [f'PING {{"number": {number}}}' for number in range(2 * MAX_EARLY)]
+        for line in lines:
+            browser.send(line)
+        serving = asyncio.create_task(tunnels.serve(browser.socket))
+        watch, *_ = await broker.receive()
+        # The gateway has received messages meanwhile, as it sends a PING a second later.
+        assert (await broker.receive())[:2] == (watch, b"PING")
+        broker.welcome(watch)
+        numbers = []
+        while len(numbers) < len(lines):
+            peer, _, body = await broker.receive()
+            if peer != watch:
+                numbers.append(body["number"])
+        assert numbers == list(range(len(lines)))
+        browser.leave()
+        await asyncio.wait_for(serving, BOUND_S)
+        await tunnels.close()
+        broker.socket.close()
+
+    asyncio.run(asyncio.wait_for(run(), BOUND_S))
