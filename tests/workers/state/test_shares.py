@@ -95,6 +95,30 @@ def test_the_room_of_requests_that_have_ended_is_free_again(worker: StateWorker)
     assert fill(worker, ANN, count(1001))[0] == used
 
 
+def test_a_tenant_whose_clients_have_left_takes_no_more_than_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another broker may have the requests, so that their variables stay for a while."""
+    monkeypatch.setattr(state_worker, "machine_memory", lambda: 8 * TOTAL, raising=False)
+    back = f"ipc://{tmp_path}/0.sock,ipc://{tmp_path}/1.sock"
+    worker = StateWorker(Settings(back=back, run_dir=str(tmp_path)))
+    numbers = count(1)
+    ann, _ = fill(worker, ANN, numbers)
+    requests = worker._variables.requests
+    body = msgpack.encode({"requests": requests, "detached": True})
+    worker._on_messages([FromBus(b"END", Header(0, 0, 0), body, [])])
+    assert list(worker._absent) == requests
+    # Its next clients get no further room.
+    assert fill(worker, ANN, numbers)[0] == 0
+    ben, _ = fill(worker, BEN, numbers)
+    assert 0.2 * TOTAL < ben <= TOTAL / 4
+    monkeypatch.setattr(state_worker, "ABSENT_S", -1.0)
+    worker._load()
+    assert fill(worker, BEN, numbers)[0] + ben > 0.4 * TOTAL
+    assert ann > 0.4 * TOTAL
+    worker._variables.close()
+
+
 def test_a_quota_holds_within_one_burst(worker: StateWorker) -> None:
     quota = Tenant("ann", 20 * KIB)
     burst = [operation(request, quota, KIB) for request in range(1, 41)]
