@@ -256,6 +256,7 @@ class Back:
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self._by_peer.values():
             worker.last_seen = now
+            worker.renew_revocations(now)
 
     def tick(self, now: float) -> None:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""

@@ -279,6 +279,11 @@ class Worker:
         """Whether its messages about a request belong to an attempt that was revoked."""
         return any(revocation.request.id == number for revocation in self.revoked)
 
+    def renew_revocations(self, now: float) -> None:
+        """Restarts the time for its confirmations, which may have arrived without being read."""
+        if self.revoked:
+            self.revoked = deque(revocation._replace(at=now) for revocation in self.revoked)
+
     def confirmed(self) -> None:
         """Records that the worker has dropped the earlier attempt of the request that was revoked
         first."""

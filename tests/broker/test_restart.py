@@ -436,6 +436,23 @@ def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
     assert client.ends == {call: None}
 
 
+def test_a_broker_that_was_stopped_does_not_count_the_time_against_a_revocation() -> None:
+    """The worker's CLAIMED may have arrived meanwhile, and is read after the tick."""
+    world, gpu, client = begun(hung_step_s=5.0)
+    [call] = client.tokens
+    sent_twice(world, gpu, True)
+    assert world.broker is not None
+    lost = world.broker.counters.workers_lost
+    world.now += 6.0
+    world.pass_time(1.0)
+    gpu.catch_up()
+    world.run()
+    steps(world, gpu, 5)
+    assert client.tokens[call] == expected()
+    assert client.ends == {call: None}
+    assert world.broker.counters.workers_lost == lost
+
+
 def test_variables_stay_until_the_time_for_adoption_is_over() -> None:
     world, gpu, _ = begun(length=800, recover_s=10.0)
     state = GpuWorker(world, "state", role="state")
