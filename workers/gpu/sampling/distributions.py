@@ -69,13 +69,17 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
     """Answers queries about rows of ``logits`` ``[rows, vocab]``. ``chosen`` ``[rows]``: the tokens
     that were sampled from them. Does not wait for a CUDA device."""
     device = logits.device
-    rows = on_device(np.array(list(queries), dtype=np.int64), device)
-    own = logits[rows]
+    own = logits
+    if list(queries) != list(range(len(logits))):
+        rows = on_device(np.array(list(queries), dtype=np.int64), device)
+        own, chosen = logits.index_select(0, rows), chosen.index_select(0, rows)
     every = torch.log_softmax(own, -1).clamp_(min=_LOWEST)
-    sampled = own.gather(-1, chosen[rows].unsqueeze(-1))
-    ranks = (own > sampled).sum(-1) + 1
+    sampled = own.gather(-1, chosen.unsqueeze(-1))
+    # On a CPU, the sum of floats takes a third of the time of a sum of booleans.
+    more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)
+    ranks = torch.gt(own, sampled, out=more_likely).sum(-1) + 1
     # Infinite log-probabilities are clamped, so that a probability of 0 adds 0.
-    entropies = -every.exp().mul_(every).sum(-1)
+    entropies = -torch.linalg.vecdot(torch.softmax(own, -1), every)
     numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)
     most = min(max(query.top for query in queries.values()), own.shape[-1])
     likely = None
