@@ -95,7 +95,7 @@ def test_a_key_has_one_holder_in_one_role(folder: KeyFolder) -> None:
         (["new", "w", "--worker", "--streams", "1"], "a worker's key has no quotas"),
         (["allow", "ann"], "the client 'ann' is unknown; allow its public key"),
         (["allow", "ann", "abc"], "'abc' is not a public key; expected 64 hexadecimal digits"),
-        (["revoke", "ann"], "no client or worker 'ann' is allowed"),
+        (["revoke", "ann"], "'ann' is not an allowed client or worker"),
         (["list", "--keys", "nowhere"], "nowhere has no broker.key; 'tokenbus keys new' makes one"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_one_line(
 def test_a_file_that_is_not_a_key_is_named(folder: KeyFolder) -> None:
     file = folder.path / "clients" / "ann.toml"
     file.write_text('public = "abc"\n')
-    with pytest.raises(KeyFault, match=r"ann\.toml is not a valid file of a key: .*public"):
+    with pytest.raises(KeyFault, match=r"ann\.toml is not a valid key file: .*public"):
         folder.allowed("client")
     faults: list[KeyFault] = []
     assert list(folder.allowed("client", faults)) == ["local"]

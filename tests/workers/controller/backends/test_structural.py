@@ -155,7 +155,7 @@ def test_an_answer_may_be_any_constraint_behind_thinking(program: StructuralProg
         (b"{", "truncated"),
         (b'{"phases": [], "tags": []}', "there are 0 phases"),
         (b'{"phases": [{"tags": [0], "text": true}], "tags": []}', "the tag 0, which is unknown"),
-        (b'{"phases": [{}], "tags": [{"begin": "", "then": 0}]}', "begin must have some"),
+        (b'{"phases": [{}], "tags": [{"begin": "", "then": 0}]}', "expected 1 to 4096"),
         (b'{"phases": [{}], "tags": [{"begin": "a", "then": 1}]}', "then is 1"),
         (b'{"phases": [{}], "tags": [{"begin": "a", "then": 0}]}', "text content without an end"),
         (b'{"phases": [{"controller": "x"}], "tags": []}', "controller is 'x'"),
