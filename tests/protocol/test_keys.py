@@ -89,7 +89,7 @@ def test_a_key_has_one_holder_in_one_role(folder: KeyFolder) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["new"], "already has the broker's keys; give the NAME"),
+        (["new"], "the broker's keys exist already in .*; give the NAME"),
         (["new", "../ann"], "'../ann' is not a valid name of a key"),
         (["new", "local"], "'local' has a key already; revoke it first"),
         (["new", "w", "--worker", "--streams", "1"], "a worker's key has no quotas"),
