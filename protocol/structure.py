@@ -179,7 +179,7 @@ class State(NamedTuple):
     depth: int = 0
     """Open brackets of JSON."""
     quoted: int = 0
-    """1 in a JSON string, 2 after its backslash."""
+    """0: outside of JSON strings; 1: in a JSON string; 2: after a backslash in a JSON string."""
     part: int = 0
     """Number of parts before this one."""
     last: int = -1
@@ -452,7 +452,7 @@ class Reader:
             self._give(pieces, before, held - marked)
 
     def _marker(self, before: State, after: State) -> int:
-        """The number of last bytes that do not belong to the previous part."""
+        """The number of bytes at the end that do not belong to the previous part."""
         if before.mode == "content":
             json = self._automaton.holds_json(before)
             return 0 if json else len(self._automaton.ends[after.last])

@@ -108,9 +108,9 @@ class Scheduler:
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._stalled = False
-        """Whether no sequence runs and the first waiting one cannot be admitted, because deferred
-        sequences leave too few blocks or are too many. ``schedule`` sets it; a change to the tables
-        clears it."""
+        """Whether the running table is empty and the first waiting sequence cannot be admitted,
+        because deferred sequences leave too few blocks or are too many. ``schedule`` sets it; a
+        change to the tables clears it."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
