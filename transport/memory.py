@@ -66,7 +66,7 @@ class Link:
     def __init__(self, address: str, notify: Callable[[], None]) -> None:
         listener = _listeners.get(address)
         if listener is None:
-            raise AddressError(f"no broker of this process listens at {address!r}")
+            raise AddressError(f"{address!r} is not the address of a broker of this process")
         self._listener = listener
         self._notify = notify
         self._waiting: deque[Frames] = deque()

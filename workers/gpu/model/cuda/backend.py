@@ -33,5 +33,5 @@ class CudaBackend(ForwardBackend):
         if not self._graphs.fit(packed):
             return super().forward(packed, drawn)
         logits = self._graphs.run(packed, self.tensors.ids(packed, drawn))
-        # The next replay overwrites the logits, and a deferred sequence keeps its row.
+        # A copy: the next replay overwrites the logits, which a deferred sequence still needs.
         return logits.to(torch.float32, copy=True)
