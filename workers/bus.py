@@ -53,9 +53,9 @@ class Bus:
     messages again one by one, so that only the faulty message is dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
-    ``link_of``: the link of a live request, None if it is unknown. ``elsewhere``: the number of
-    requests that came over other links than the given one. Callbacks are called by one thread at a
-    time. Raises AddressError.
+    ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
+    number of requests that came over other links than the given one. Callbacks are called by one
+    thread at a time. Raises AddressError.
     """
 
     def __init__(

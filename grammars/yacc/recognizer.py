@@ -69,7 +69,7 @@ class Recognizer:
         return other
 
     def byte(self, byte: int) -> bool:
-        """Adds a byte (0 to 255); False if it cannot follow."""
+        """Adds a byte (0 to 255); returns False if the byte cannot follow."""
         place = self._after(self.place, self.grammar.classes[byte])
         if place is None:
             return False

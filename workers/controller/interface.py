@@ -169,7 +169,7 @@ class Program(Protocol):
     """A factory of controllers: a module for one vocabulary, a built-in, a Python class."""
 
     def start(self, host: Host) -> Controller:
-        """A controller for a new request; raises ControllerError if it cannot be created."""
+        """A new controller for a request; raises ControllerError if none can be created."""
 
 
 class ConstraintProgram(Program, Protocol):

@@ -80,8 +80,8 @@ class ModuleCalls:
     ) -> ModuleTableAnswer:
         """Reads or replaces the table of a tenant, as ``ModuleTable`` says.
 
-        Raises UnavailableError if the operation is refused, or not answered in time. In the latter
-        case it may have been done.
+        Raises UnavailableError if the operation is refused, or not answered in time. An operation
+        without an answer may have been done.
         """
         number = secrets.randbelow(MAX_ID)
         body = encode_body(ModuleTable(number, tenant, known, content), "msgpack")
@@ -134,7 +134,7 @@ class ModuleCalls:
                     del self._fetches[module]
 
     def on_answer(self, message: FromBus) -> None:
-        """Delivers an answer. Raises RequestError if it is malformed."""
+        """Delivers an answer. Raises RequestError for a malformed answer."""
         if message.type == b"MODULE_TABLE_ANSWER":
             answer: ModuleTableAnswer = decode_as(ModuleTableAnswer, message.body, "msgpack")
             with self._lock:

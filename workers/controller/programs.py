@@ -47,7 +47,7 @@ class Programs:
         self._constraints = Constraints(engine, kept, bounds) if store is not None else None
 
     def get(self, tenant: str, name: str) -> Program:
-        """The program with this name; raises RequestError if it is unknown."""
+        """The program with this name; raises RequestError if the name is unknown."""
         given = self._given.get(name)
         if given is not None:
             return given

@@ -66,7 +66,8 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Handles a last result that was an applied fork: later results are kept."""
+        """Handles an applied fork in the last result: the next kept result gets the logs and
+        writes of the results so far."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
@@ -97,7 +98,7 @@ class GroupReplay:
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The recorded numbers of the sequences of a fork; None if the fork was not applied. Raises
-        ControllerError if it was a different fork."""
+        ControllerError if the recorded fork was different."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._replays:

@@ -100,9 +100,9 @@ class Constraints:
     def __init__(
         self, engine: wasmtime.Engine, folder: Path | None, bounds: Bounds | None = None
     ) -> None:
-        """``folder`` is where tables and masks are stored between runs; None: they are not stored.
+        """``folder`` is where tables and masks are stored between runs; None: nothing is stored.
         ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # So that the first pattern does not wait 40 ms.
+        prepare()  # Takes 40 ms, for which the first pattern would wait.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())
@@ -128,7 +128,7 @@ class Constraints:
         return set(self._programs)
 
     def get(self, name: str) -> ConstraintProgram | None:
-        """The constraint with this name; None if it is unknown."""
+        """The constraint with this name; None if the name is unknown."""
         return self._programs.get(name)
 
     def series(self) -> list[Series]:

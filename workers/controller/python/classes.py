@@ -122,7 +122,7 @@ ALIKE = 0.87
 
 
 class PythonProgram:
-    """A program whose controllers are objects of a class. Raises RequestError if it has errors."""
+    """A program whose controllers are a class's objects. Raises RequestError for a faulty class."""
 
     def __init__(self, kind: type[Controller], name: str | None = None) -> None:
         self.name = name or f"{kind.__module__}:{kind.__qualname__}"

@@ -60,7 +60,7 @@ class AiciProgram:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
     ):
-        """``why_no_fork``: why instances cannot be copied; None: they can. Raises
+        """``why_no_fork``: why instances cannot be copied; None: all can be. Raises
         wasmtime.WasmtimeError for an unknown import."""
         self._template = Template(_linker(engine), module, engine)
         self._why_no_fork = why_no_fork

@@ -93,7 +93,7 @@ def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
 
 
 def check_init_prompt(result: bytes) -> None:
-    """Raises ControllerError if this is not a result of init_prompt."""
+    """Raises ControllerError unless the value is a result of init_prompt."""
     _decode_result(_init, result, "init_prompt returned", "{}")
 
 

@@ -50,7 +50,7 @@ def max_bytes(variable_bytes: int) -> int:
 
 
 def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes:
-    """Runs a command and returns its answer. Raises ControllerError if it is not valid."""
+    """Runs a command and returns its answer. Raises ControllerError for an invalid command."""
     command = decode(_command, data, "the storage command", _COMMAND_IS)
     read, write = command.read_var, command.write_var
     if isinstance(read, _Read) and write is UNSET:

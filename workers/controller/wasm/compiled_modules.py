@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
     module: wasmtime.Module
     """The compiled module, with all of its state exported."""
     why_no_fork: str | None = None
-    """The state of a module that a fork could not copy; None: it may fork."""
+    """The state of a module that a fork could not copy; None if a fork copies everything."""
 
 
 Head = tuple[Literal["native", "aici"], str | None]
@@ -83,8 +83,8 @@ class CompiledModules:
         """Examines and compiles a module unless its compiled form is stored; returns the module,
         and the size of its compiled form, in bytes.
 
-        Raises RequestError if it is not a valid controller, UnavailableError if too many modules
-        are being compiled.
+        Raises RequestError if the module is not a valid controller, UnavailableError if too many
+        modules are being compiled.
         """
         with self._turn(module):
             ready = self._read(module) or self._compile(module, wasm)

@@ -173,7 +173,7 @@ def _some(tags: Iterable[str], name: str) -> str:
 
 
 def check_tag(tag: str) -> None:
-    """Raises RequestError if this is not a valid tag."""
+    """Raises RequestError if the tag is not valid."""
     if tag in BUILT_IN:
         raise RequestError(
             Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"

@@ -212,8 +212,8 @@ class ModuleStore:
         if a name that is unknown on this machine cannot be looked up.
 
         If the state worker does not answer, a known name keeps its last meaning. This applies after
-        ``SHORT_S`` for an id, whose meaning never changes. For a tag it applies after
-        ``PATIENCE_S``; only the first stream waits for that long.
+        ``SHORT_S`` for an id, whose meaning never changes. For a tag the last meaning applies
+        after ``PATIENCE_S``; only the first stream waits for so long.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)

@@ -24,7 +24,7 @@ MAX_REFERENCES = 512
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:
-    """Why an instance of this module cannot be copied between calls; None: it can be.
+    """Why an instance of this module cannot be copied between calls; None if nothing prevents it.
 
     An unknown instruction counts as one that prevents copies. Raises WasmError if the module cannot
     be read.
@@ -58,7 +58,7 @@ def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
 
 
 def _why_no_tables(binary: Binary) -> str | None:
-    """Why the tables cannot be read back; None: they can be."""
+    """Why the tables cannot be read back; None if nothing prevents that."""
     for index, table in enumerate(binary.tables):
         if table.elements != "funcref":
             return f"its table {index} is of {table.elements}, which cannot be read back"
@@ -90,7 +90,7 @@ class Change(NamedTuple):
     """An instruction that changes state outside of memory and globals."""
 
     name: str
-    """The name of the instruction; empty if it is not known."""
+    """The name of the instruction; empty if the name is not known."""
     at: int
     code: int = 0
 

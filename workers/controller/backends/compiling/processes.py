@@ -43,9 +43,9 @@ class Processes:
         """Compiles an llguidance grammar for a vocabulary of bytes in a process, and takes one
         step.
 
-        Raises RefusedGrammar if it is not valid or exceeds the bounds; the reason names the faulty
-        part of the grammar. Raises UnavailableError if no process becomes free in time, or the
-        machine is too busy.
+        Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
+        the faulty part of the grammar. Raises UnavailableError if no process becomes free in time,
+        or the machine is too busy.
         """
         self._done("llguidance", grammar.encode())
 
@@ -144,7 +144,7 @@ class Processes:
 
 
 def _exchange(process: subprocess.Popen[bytes], task: bytes) -> bytes | None:
-    """The reply of a process to a task; None if it has ended. Raises TimeoutError."""
+    """The reply of a process to a task; None if the process has ended. Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

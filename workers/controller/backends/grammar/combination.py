@@ -69,7 +69,7 @@ class Part:
 
 
 def read_combination(arg: bytes) -> Part:
-    """The tree of an argument. Raises RequestError if it is not valid."""
+    """The tree of an argument. Raises RequestError if the argument is not valid."""
     try:
         given = msgspec.json.decode(arg)
     except msgspec.DecodeError as error:

@@ -233,7 +233,7 @@ class GrammarInstance:
             try:
                 tokens = self.vocabulary.tokenize(text)
             except ControllerError:
-                return []  # The vocabulary cannot write all of it; the mask allows the rest.
+                return []  # The vocabulary cannot write the whole text, so the mask decides.
             at, kept = len(text), len(tokens)
             for number in range(len(tokens) - 1, -1, -1):
                 at -= len(self.vocabulary.token(tokens[number]))

@@ -50,7 +50,7 @@ class Plan:
 
 
 def make_plan(root: Part) -> Plan:
-    """The plan of a combination. Raises RequestError if it has too many parts."""
+    """The plan of a combination. Raises RequestError if the plan has too many parts."""
     plan = Plan()
     plan.first, plan.last, plan.empty = _planned(plan, root, None)
     return plan

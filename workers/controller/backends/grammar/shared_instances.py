@@ -73,7 +73,7 @@ class SharedInstances:
     """Grammar instances by grammar and vocabulary. Thread-safe."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where snapshots are stored; None: they are not stored."""
+        """``folder`` is where snapshots are stored; None: no snapshot is stored."""
         self._module = GrammarModule(engine)
         self._snapshots = SnapshotFiles(folder) if folder is not None else None
         self._module_digest = hashlib.sha256(self._module.wasm).digest()

@@ -66,8 +66,8 @@ class _UnknownError(Exception):
 
 
 def least_bytes(root: Any) -> int | None:
-    """An upper bound of the bytes of the shortest value of a schema; None if it is unknown, or if
-    the schema is not valid."""
+    """An upper bound of the bytes of the shortest value of a schema; None if the bound is unknown,
+    or if the schema is not valid."""
     try:
         return _Lengths(root).of([root], 0)
     except (_UnknownError, ArithmeticError, AttributeError, TypeError, ValueError):
@@ -131,8 +131,8 @@ def _of_item(lengths: _Lengths, schema: Any) -> int:
 
 class _Lengths:
     def __init__(self, root: Any, inside: int | None = None) -> None:
-        """``inside``: the assumed bytes of a value that contains itself; None: such a value raises
-        an error."""
+        """``inside``: the assumed bytes of a value that contains itself; without ``inside``,
+        such a value raises an error."""
         self._root = root
         self._inside = inside
         self._active: set[int] = set()

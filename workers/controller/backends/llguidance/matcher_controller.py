@@ -58,7 +58,7 @@ class MatcherController:
 
     @property
     def shortest(self) -> Sequence[int] | None:
-        """The tokens of the shortest text that a search found; None if it did not find a text."""
+        """The tokens of the shortest text that a search found; None if no text was found."""
         return self._grammar.shortest_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:

@@ -168,7 +168,7 @@ class Grammar:
 
     @property
     def shortest_tokens(self) -> list[int] | None:
-        """The tokens of ``shortest_text``; None if it was not found."""
+        """The tokens of ``shortest_text``; None if no text was found."""
         return self._found()[1]
 
     @property
