@@ -243,18 +243,23 @@ class Asleep(Controller):
 @pytest.mark.parametrize(
     ("kind", "told", "failed", "says"),
     [
-        (Even, [Replay(0, [4, 5])], [0], "after 1 of 2 sampled tokens it does not allow token 5"),
-        (Even, [Replay(0, [4, 6, 8])], [0], "after 2 of 3 sampled tokens it forks, the first time"),
-        (Even, [Replay(0, [4, 6], [1, 2])], [0, 2], "it samples, the first time it forked"),
-        (Thrice, [Replay(0, [4, 6], [1])], [0, 1], "forks into 2 more sequences, the first"),
+        (Even, [Replay(0, [4, 5])], [0], "after 1 of 2 sampled tokens it forbids token 5"),
+        (
+            Even,
+            [Replay(0, [4, 6, 8])],
+            [0],
+            "after 2 of 3 sampled tokens it forks, but the first time",
+        ),
+        (Even, [Replay(0, [4, 6], [1, 2])], [0, 2], "it samples, but the first time it forked"),
+        (Thrice, [Replay(0, [4, 6], [1])], [0, 1], "forks into 2 more sequences, but the first"),
         (
             Even,
             [Replay(0, [4], [1])],
             [0, 1],
-            "after 1 of 1 sampled tokens it samples, the first",
+            "after 1 of 1 sampled tokens it samples, but the first",
         ),
         (Even, [Replay(0, [4, 6, 4, 4, 4], [1])], [0], "after 4 of 5 sampled tokens it stops"),
-        (Even, [Replay(0, [4], ended=True), Replay(7, [4])], [7], "no fork makes sequence 7"),
+        (Even, [Replay(0, [4], ended=True), Replay(7, [4])], [7], "it does not create sequence 7"),
         (Asleep, [Replay(0, [4])], [0], "after 0 of 1 sampled tokens it stays suspended"),
     ],
 )
