@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
+import torch
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.scheduler import Batch, Chunk
+from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.model.cpu_native.backend import CpuBackend
 from tokenbus.workers.gpu.model.cpu_native.threads import LAST_TRIAL, MAX_TOKENS, ThreadChooser
+from tokenbus.workers.gpu.model.cuda.choice import choose_layout
+from tokenbus.workers.gpu.model.loader import wrap_model
+from tokenbus.workers.gpu.model.runner import Runner
+
+from .test_architectures import CASES, make
+
+BLOCKS = 8
+
+
+@pytest.fixture
+def all_threads() -> Iterator[int]:
+    """The number of threads of torch, which the test leaves as it was."""
+    number = torch.get_num_threads()
+    yield number
+    torch.set_num_threads(number)
 
 
 def run(
@@ -84,3 +106,18 @@ def test_a_size_tries_soon_what_has_become_faster_for_another() -> None:
 
 def test_one_core_has_nothing_to_choose() -> None:
     assert set(run(ThreadChooser(1), 200, idle)) == {1}
+
+
+def test_a_forward_by_torch_leaves_all_threads_to_the_next_step(all_threads: int) -> None:
+    name = next(iter(CASES))
+    loaded = wrap_model(name, make(name))
+    layout = choose_layout(loaded)
+    runner = Runner(loaded, BLOCKS, layout)
+    assert isinstance(runner.backend, CpuBackend)
+    runner.backend.native = None
+    sequence = Sequence(0, 0, [1, 2, 3, 4], 4, Sampling(), 1000)
+    blocks = BlockManager(BLOCKS, layout.block_size)
+    assert blocks.reserve(sequence.block_table, 0, 4) == []
+    logits = runner.forward(runner.pack(Batch([Chunk(sequence, 0, 4, [])]))[1])
+    assert torch.isfinite(logits).all()
+    assert torch.get_num_threads() == all_threads
