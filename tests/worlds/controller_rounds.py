@@ -76,8 +76,12 @@ class World:
                 )
             )
         jobs: list[Job] = []
+
+        def submit(submitted: Iterable[Job], *, tenant: str) -> None:
+            jobs.extend(submitted)
+
         pending = PendingResult(
-            9, len(begun), self.posted.append, lambda *_: None, jobs.extend, threading.Lock()
+            9, len(begun), self.posted.append, lambda *_: None, submit, threading.Lock()
         )
         made, hands = round_jobs(pending, begun)
         first = [job for of_tenant in made.values() for job in of_tenant]

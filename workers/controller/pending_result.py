@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from ...protocol.bodies import encode_body
 from ...protocol.errors import Code
@@ -22,6 +23,12 @@ FLUSH_S = 0.003
 """Maximum time that finished results wait for unfinished rounds, in seconds."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
+
+
+class Submit(Protocol):
+    """Queues jobs on other threads, in the share of a tenant (``Pool.submit``)."""
+
+    def __call__(self, jobs: Iterable[Job], *, tenant: str) -> None: ...
 
 
 class PendingResult:
@@ -44,7 +51,7 @@ class PendingResult:
         rounds: int,
         post: Callable[[list[bytes]], None],
         sent: Callable[[SequenceGroup, list[Round], list[StepResult]], None],
-        submit: Callable[[Iterable[Job]], None],
+        submit: Submit,
         order: threading.Lock,
     ) -> None:
         self._gpu = gpu
@@ -105,7 +112,7 @@ class PendingResult:
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             if group.has_unfreed:
-                self._submit([group.free])
+                self._submit([group.free], tenant=group.tenant)
 
     def _post_results(
         self, parts: Sequence[Part], body: bytes, attachments: list[bytes]

@@ -31,7 +31,7 @@ def program(pre: str) -> NativeProgram:
     return NativeProgram(engine, wasmtime.Module(engine, with_exported_globals(guest(pre=pre))))
 
 
-def run_all(jobs: Iterable[Job]) -> None:
+def run_all(jobs: Iterable[Job], *, tenant: str = "") -> None:
     for job in jobs:
         job()
 
@@ -91,10 +91,17 @@ def test_controllers_that_are_over_are_freed_after_the_answer_was_sent() -> None
 
 def test_controllers_are_freed_by_a_job_and_not_by_the_thread_that_flushes() -> None:
     group, results = begun("(return (i32.const 0))")
-    jobs: list[Job] = []
-    pending = PendingResult(1, 2, lambda _: None, lambda *_: None, jobs.extend, threading.Lock())
+    group.tenant = "ann"
+    jobs: dict[str, Iterable[Job]] = {}
+
+    def submit(submitted: Iterable[Job], *, tenant: str = "") -> None:
+        jobs[tenant] = submitted
+
+    pending = PendingResult(1, 2, lambda _: None, lambda *_: None, submit, threading.Lock())
     pending.add(group, results)
     pending.flush()
     assert group.has_unfreed
-    run_all(jobs)
+    # The time counts in the share of the tenant, and not in that of the worker.
+    assert list(jobs) == ["ann"]
+    run_all(jobs["ann"])
     assert not group.has_unfreed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -572,7 +572,7 @@ class Answered:
         self.on_post: Callable[[], None] = lambda: None
         self.jobs: list[Job] = []
         self.pending = PendingResult(
-            9, parts, self._post, self._woken, self.jobs.extend, threading.Lock()
+            9, parts, self._post, self._woken, self._submit, threading.Lock()
         )
 
     def _post(self, frames: list[bytes]) -> None:
@@ -581,6 +581,9 @@ class Answered:
         self.results.append(decode_as(Result, body, "msgpack"))
         self.attachments.append(attachments)
         self.on_post()
+
+    def _submit(self, jobs: Iterable[Job], *, tenant: str) -> None:
+        self.jobs += jobs
 
     def _woken(self, _: SequenceGroup, rounds: list[Round], failed: list[StepResult]) -> None:
         assert self.results or not (rounds or failed), "what follows comes after the answer"
