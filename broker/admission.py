@@ -64,7 +64,7 @@ ROLES = {
 
 
 MAX_TOKENIZERS = 4
-"""Tokenizers that one session may have requested at a time; a tokenizer has up to some 20 MB."""
+"""Tokenizers that one session may have requested at a time; a tokenizer has up to about 20 MB."""
 UNREAD_FACTOR = 16
 """A client may have this many times ``max_pending_bytes`` of large answers unread when it asks for
 another tokenizer."""
@@ -154,13 +154,13 @@ class Admission:
         self._leaving = error
 
     def _check_unread(self, session: Session) -> None:
-        """Raises if a client that does not read its answers would make the broker store too
-        much."""
+        """Raises UnavailableError or SlowClientError if a client asks for more tokenizers than it
+        reads."""
         waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
         if len(waiting) >= MAX_TOKENIZERS:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
-                f"this session waits for {len(waiting)} tokenizers already, and more are not "
+                f"this session waits for {len(waiting)} tokenizers; {MAX_TOKENIZERS} are "
                 "allowed; wait for one of them",
                 retry_after_s=1.0,
             )
@@ -169,9 +169,9 @@ class Admission:
         if unread >= most:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
-                f"the last answers to this connection have {unread} bytes, which it "
-                f"may not have read, and {most} are allowed before another tokenizer; keep the "
-                "tokenizer of a model, or ask on a new connection",
+                f"up to {unread} bytes of answers to this connection are unread; a tokenizer is "
+                f"sent if they are less than {most}; store the tokenizer of each model, or use a "
+                "new connection",
             )
 
     def _check_priority(self, request: Request) -> None:
@@ -199,7 +199,7 @@ class Admission:
         if len(streams) >= self._settings.max_streams:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
-                f"this session has {len(streams)} live streams already, and more are not allowed; "
-                "wait until one ends",
+                f"this session has {len(streams)} live streams, which is the maximum; wait "
+                "until one ends",
                 retry_after_s=request.session.pace.retry_after_s(now),
             )

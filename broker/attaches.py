@@ -72,8 +72,8 @@ class Attaches:
                 raise UnavailableError(
                     Code.CLIENT_LIMIT,
                     f"{len(held)} ATTACHes of this session wait for workers to report their "
-                    f"streams; a session may have {self._max_streams} of them, and all together "
-                    f"{MAX_HELD}; send the request again",
+                    f"streams; {self._max_streams} may wait for one session and {MAX_HELD} for all "
+                    "sessions; send the request again",
                     retry_after_s=RETRY_AFTER_S,
                 )
             self._num_held += 1

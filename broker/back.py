@@ -1,4 +1,4 @@
-"""The workers' side of the broker: registration, leases, and what passes through to clients."""
+"""The workers' side of the broker: registrations, leases, and messages to clients."""
 
 from __future__ import annotations
 
@@ -108,17 +108,17 @@ class Back:
         self._unbeaten: deque[Worker] = deque()
         """Workers to which the broker's heartbeat is still to be sent."""
         self._beat_again = False
-        """Whether another round of heartbeats follows this one."""
+        """Whether another round of heartbeats starts as soon as this one is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """When the worker that has been silent for longest sent its last message: in the last
-        whole walk over the workers, and so far in the current walk."""
+        """When the longest silent worker sent its last message: ``_silent_since`` as of the last
+        complete walk over the workers, ``_walked`` so far in the current walk."""
         self._asked: dict[bytes, float] = {}
-        """When a connection without a worker was asked to register. It is asked only once until it
-        does, as each registration begins a new lease."""
+        """By connection without a worker: when the broker last asked the peer to register. It asks
+        at most once in ``heartbeat_s``, as each registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
-        """Workers whose connection closed or that were silent: their process, and the time. It may
-        not have died."""
+        """By name of a worker that was silent or whose connection closed: the number of its
+        process, which may still run, and the time of the loss."""
         self._names = ContestedNames(settings.expiry_s)
         self._stopped_until = float("-inf")
         """If this process was stopped, connections that close before this time do not show that
@@ -136,8 +136,8 @@ class Back:
             if len(frames) < 3:
                 raise RequestError(
                     Code.BAD_MESSAGE,
-                    f"this message has {len(frames)} frames; one of a worker has a type, a header "
-                    "and a body",
+                    f"this message has {len(frames)} frames; a worker's message has a type, a "
+                    "header and a body",
                 )
             message_type, head = frames[0], frames[1]
             if message_type == b"REGISTER":
@@ -146,7 +146,7 @@ class Back:
                 self._recovery.follow()
                 self._ask(peer, "this connection has no registered worker", now)
             elif worker.revoked and worker.is_revoked(decode_header(head).request):
-                # It belongs to the earlier attempt.
+                # The message belongs to an attempt that was revoked.
                 pass
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
                 self._pass_on(worker, message_type, head, frames)
@@ -161,7 +161,7 @@ class Back:
         """Routes the tokens of a step: one body for each client, passed on unread. ``received`` has
         the same frames, packed.
 
-        The broker does this most often, so it is kept short.
+        No other code of the broker runs as often, so the method does only the necessary.
         """
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -240,8 +240,8 @@ class Back:
         self._lose(worker, Loss("its connection closed", died=now > self._stopped_until))
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
-        """Handles a message with a key that was revoked: its lease ends and the streams move, or
-        its registration is refused."""
+        """Handles a message of a worker whose key was revoked. The worker's lease ends and its
+        streams move; if it is not registered, its registration is refused."""
         worker = self._by_peer.get(peer)
         if worker is not None:
             self._lose(worker, Loss("its key was revoked", died=False))
@@ -320,7 +320,7 @@ class Back:
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
     ) -> None:
-        """Handles a message that caused an error: the stream that it belongs to, if any, ends."""
+        """Handles a message that caused an error. If it belongs to a stream, the stream ends."""
         name = worker.name if worker is not None else peer.hex()
         if isinstance(error, TokenbusError | IndexError):
             self._counters.bad_worker_messages += 1
@@ -358,7 +358,7 @@ class Back:
                 self._dispatcher.forget(request)
             return
         if request is not None and request.attaching and message_type == b"MSG":
-            # The entries that follow the answer are sent again.
+            # The worker sends the entries that follow this answer a second time.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
             self._dispatcher.moves.keep_bounds()
         if request is not None and header.flags & Flag.FINAL:
@@ -415,8 +415,8 @@ class Back:
             if len(frames) != 5:
                 raise RequestError(
                     Code.BAD_MESSAGE,
-                    f"a PAGES has {len(frames)} frames; it has 5: type, header, body, the pages "
-                    "that came and those that went",
+                    f"this PAGES message has {len(frames)} frames; expected 5: type, header, body, "
+                    "added pages, removed pages",
                 )
             came, went = split_keys(frames[3]), split_keys(frames[4])
             self._dispatcher.prefixes.report(worker, came, went, pages.reset)
@@ -426,11 +426,11 @@ class Back:
             self._start_controller(worker, head, frames)
         else:
             shown = message_type[:40].decode("ascii", "backslashreplace")
-            raise RequestError(Code.UNKNOWN_TYPE, f"unknown message type {shown!r} of a worker")
+            raise RequestError(Code.UNKNOWN_TYPE, f"{shown!r} is not a message type of workers")
 
     def _on_journal(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles the JOURNAL of a stream that a worker has reported: of a worker that has
-        returned, or from an earlier run."""
+        """Handles the JOURNAL of a stream that a worker has reported, after the worker has
+        returned or after the broker has restarted."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
         request = self._returns.awaits(header.request, worker)
@@ -561,7 +561,8 @@ class Back:
         self._drains.hand_over()
 
     def _relay(self, worker: Worker, message_type: bytes, head: bytes, frames: list[bytes]) -> None:
-        """Passes a message from one worker to another; its address becomes the sender's."""
+        """Passes a message from one worker to another. The sender replaces the receiver as the
+        address in its header."""
         header = decode_header(head)
         controllers = self._dispatcher.controllers
         tenant: Tenant | None = None
@@ -614,9 +615,9 @@ class Back:
         self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def _lose_unread(self, worker: Worker, error: Exception) -> None:
-        """Handles a message of a worker that cannot be read. Which streams miss tokens now is
-        unknown, so none of the worker's can continue."""
-        why = f"a message of it cannot be read: {error}"
+        """Handles a message of a worker that cannot be read. Any stream of this worker may now miss
+        tokens, so the worker counts as lost and all its streams move."""
+        why = f"one of its messages cannot be read: {error}"
         self._lose(worker, Loss(why, died=True, returns=False))
         self._ask(worker.peer, "a message of this worker cannot be read", self._dispatcher.now)
 

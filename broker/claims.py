@@ -44,8 +44,8 @@ class Claims:
         self._out = out
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
-        """By connection, the next one first: sessions whose claim has not begun, or begins again
-        after the current one."""
+        """By connection, the next one first: sessions whose claim waits to begin, or to begin
+        again after the current one."""
         self._turns: dict[bytes, tuple[int, float]] = {}
         """By connection, in order: its active claim and when that began."""
 
@@ -97,7 +97,7 @@ class Claims:
         claim.next.clear()
 
     def _waits(self, session: int, claim: _Claim) -> bool:
-        """Whether a claim of a session has not begun, or begins again."""
+        """Whether a claim of a session waits to begin, or to begin again."""
         return session in self._waiting.get(claim.peer, {})
 
     def _stop_waiting(self, session: int, claim: _Claim) -> None:
@@ -141,8 +141,8 @@ class Claims:
             self._stop_waiting(session, claim)
 
     def discard(self, session: int, worker: int, stream_id: int) -> None:
-        """Records that a worker was sent another order to drop a stream: it may send entries of it
-        after its answer to the claim."""
+        """Records that the broker has ordered a worker again to drop a stream. The worker may still
+        send entries of the stream after its answer to the claim."""
         claim = self._by_session.get(session)
         if claim is not None:
             claim.asked.get(worker, set()).discard(stream_id)
@@ -151,7 +151,7 @@ class Claims:
         """Ends the turn of a session when every worker has answered; returns whether its claim was
         removed. The claim stays if it waits for another turn, or without ``forget``.
 
-        ``forget``: no other worker may still register with streams of the session.
+        ``forget`` is True if all workers that may have streams of the session have registered.
         """
         claim = self._by_session.get(session)
         if claim is None or claim.asked:

@@ -1,4 +1,4 @@
-"""The connections of a bound ROUTER: which routing id each one has, and when it closes.
+"""The connections of a bound ROUTER: the routing id of each connection, and its end.
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
 gives the id of a closed connection to the next peer that chooses it. So a message is known by the
@@ -6,7 +6,7 @@ number that ZAP gave to its connection (``zap.py``), and a routing id belongs to
 only.
 
 libzmq's monitor reports a closed connection by its descriptor. The first message of a connection
-names its descriptor, and so its events are matched with its routing id.
+names its descriptor, which connects the events to the routing id.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .zap import key_of, number_of
 log = logging.getLogger(__name__)
 
 QUIET_BYTES = 4096
-"""More bytes than a handshake and heartbeats have, unless the peer adds properties of its own."""
+"""A handshake and some heartbeats have fewer bytes, unless the peer adds properties of its own."""
 KEPT_PART = 8
-"""This part of the process's descriptors is reserved for everything except its connections."""
+"""1/``KEPT_PART`` of the process's descriptors is reserved for uses other than connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -59,18 +59,19 @@ class Connection:
         """The public key of the peer; empty without CURVE."""
         self.refused = False
         """Whether the peer chose a routing id that belonged to another connection, or its key had
-        too many."""
+        too many connections."""
         self.counted: int | None = 0
         """Bytes of its messages on the wire; None if they need not be counted any more, because the
         connection received at most ``QUIET_BYTES`` besides them: its handshake was small."""
         self.spoke = False
         """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
         self.since = 0.0
-        """When ``Unfinished`` last found that a message had ended, or first looked, in seconds."""
+        """When ``Unfinished`` last found that a message had ended, or first visited the connection,
+        in seconds."""
         self.received = 0
-        """Bytes received at that time."""
+        """Bytes that the connection had received at ``since``."""
         self.grown = 0
-        """Growth of the process up to that time, in bytes."""
+        """``Unfinished._grown`` when the unfinished message was first found, in bytes."""
 
     def is_newer_than(self, user: str) -> bool:
         """Whether the connection was established after the one with the ``User-Id`` ``user``."""
@@ -81,17 +82,17 @@ class Connections:
     """All connections of one socket. It must be created before the socket is bound, so that it
     receives all events.
 
-    ``closed`` is called when ``take_closed`` has something to return.
+    ``closed`` is called when ``take_closed`` has connections to return.
 
-    If there are too many connections, the oldest one that has sent no message is shut. Each key has
-    a bounded share of the connections.
+    If there are too many connections, the oldest connection that has not sent a message is shut.
+    Each key has a bounded share of the connections.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
         self._most = max_connections()
         self._silent: dict[Connection, None] = {}
-        """Open connections that have sent no message and were not shut for it, oldest first."""
+        """Open connections that have not sent a message and were not shut, oldest first."""
         self._of_key = Counter[str]()
         """Number of open connections that have sent a message, by key."""
         self.by_peer: dict[bytes, Connection] = {}
@@ -119,7 +120,7 @@ class Connections:
         return self.by_fd.get(connection.fd) is connection
 
     def close(self) -> None:
-        """Ends the watch; before the socket itself is closed."""
+        """Stops the monitor. Call it before the socket itself is closed."""
         self.socket.monitor(None, 0)
         self._events.close(0)
 
@@ -140,8 +141,8 @@ class Connections:
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
         """The connection of a message whose ``User-Id`` is new for its routing id.
 
-        None, and the new connection is shut, if its peer chose an id that belongs to another
-        connection or its key has too many connections. The message is dropped.
+        If its peer chose an id that belongs to another connection, or its key has too many
+        connections, the new connection is shut, its message is dropped, and the result is None.
         """
         self.look()
         connection = self.by_fd.get(fd)
@@ -203,7 +204,7 @@ class Connections:
         own = self._of_key[key]
         fits = not key or fits_share(own, self._of_key.total(), self._most)
         if not fits:
-            log.warning("the key %s has %d connections, and more are shut", key, own)
+            log.warning("the key %s has %d connections, its share; more are shut", key, own)
         return fits
 
     def _accept(self, connection: Connection) -> None:

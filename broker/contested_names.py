@@ -36,7 +36,7 @@ class ContestedNames:
         self._by_name: dict[str, Contender] = {}
 
     def contend(self, name: str, peer: bytes, frames: list[bytes], now: float) -> Contender:
-        """A process registers with a name that another one has."""
+        """Records that a process registers with a name that another process has."""
         contender = self._by_name.get(name)
         if contender is None or contender.peer != peer:
             contender = self._by_name[name] = Contender(peer, frames, now, now)
@@ -67,5 +67,5 @@ def taken(holder: Worker) -> RequestError:
         Code.NOT_ALLOWED,
         f"the name {holder.name!r} belongs to process {holder.pid} on {holder.host}, which is "
         "alive; stop that process, or run this worker under another name (the default is its host "
-        "name and pid). It registers when that process has ended",
+        "name and pid). This worker registers when that process has ended",
     )

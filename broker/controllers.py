@@ -241,7 +241,7 @@ class Controllers:
     def fill(self, worker: Worker) -> None:
         """Starts waiting controllers on a worker that may have room.
 
-        It only looks at the STARTs that it starts.
+        The method only examines the STARTs that it starts.
         """
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)
@@ -322,9 +322,9 @@ class Controllers:
                 self._release(request)
 
     def on_moving(self, request: Request) -> None:
-        """Handles the loss of a request's GPU worker: the next one starts its controller again.
+        """Handles the loss of a request's GPU worker. The next one starts its controller.
 
-        The controller worker stays the same unless it drains. It receives no END, as the replay
+        The controller worker stays the same unless it drains. It does not receive END: the replay
         needs the recorded answers of the variable operations.
         """
         self._waiting.remove(request.id)

@@ -109,13 +109,13 @@ class Broker:
     def on_client(
         self, peer: bytes, frames: list[bytes], now: float, key: str = ""
     ) -> list[Outgoing]:
-        """A message of the client connection ``peer``, whose CURVE key is ``key``."""
+        """Handles a message of the client connection ``peer``, whose CURVE key is ``key``."""
         self._at(now)
         self._front.on_frames(peer, frames, key, now)
         return self._taken()
 
     def on_worker(self, peer: bytes, frames: list[bytes], now: float) -> list[Outgoing]:
-        """A message of the worker connection ``peer``."""
+        """Handles a message of the worker connection ``peer``."""
         self._at(now)
         if frames and frames[0] == b"TOKEN":
             self._back.on_tokens(peer, frames, now, pack(frames))
@@ -156,7 +156,7 @@ class Broker:
         return self._taken()
 
     def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Like ``on_clients``, for a broker with keys."""
+        """Handles several messages of clients of a broker with keys."""
         self._at(now)
         admits = self.keyring.admits
         for peer, frames, key in messages:
@@ -167,7 +167,7 @@ class Broker:
         return self._taken()
 
     def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Like ``on_workers``, for a broker with keys."""
+        """Handles several messages of workers of a broker with keys."""
         admits = self.keyring.admits
         served = []
         for peer, frames, key in messages:
@@ -216,7 +216,7 @@ class Broker:
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Time has passed: checks leases and deadlines, sends notices."""
+        """Checks leases and deadlines, and sends notices. Call it after ``wait_s`` seconds."""
         self._at(now)
         self._ticked_at = now
         parts = (self._back.tick, self._adoption.tick, self._sessions.tick, self.dispatcher.tick)

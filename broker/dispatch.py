@@ -1,4 +1,4 @@
-"""Dispatch: which worker runs a request, which requests wait for one, and how they end."""
+"""Dispatch: assigns requests to workers, queues requests, and ends them."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ from .tables import (
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 0.5
-"""The part of its ``timeout_s`` that a request may be expected to wait in its queue."""
+"""A request is refused if its expected wait is more than this part of its ``timeout_s``."""
 
 CANCEL_GRACE_S = 10.0
 """Seconds that a worker has to end a cancelled request."""
 
 MAX_ENDED = 250
-"""Requests that one tick ends; the rest follow in the next tick, which comes at once."""
+"""Maximum requests that one tick ends. The next tick follows soon and ends more of them."""
 MAX_STARTED = 100
-"""Requests that have lost their worker and that one event starts elsewhere."""
+"""Maximum requests that one event starts at another worker after theirs was lost."""
 MAX_LOOKED_AT = 2_000
-"""Requests without a worker that one event looks at."""
+"""Maximum requests without a worker that one event examines."""
 MAX_NOTICES = 400
-"""Clients that receive a notice of their place in one tick."""
+"""Maximum notices of a place in the queue that one tick sends."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """The part of a queue's bound that requests of a priority may fill.
+    """Returns how much of a queue's bound requests of this priority may fill.
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
-    at least 0. So a full queue still accepts more urgent requests, and no accepted request has to
-    make room.
+    at least 0. So a full queue still accepts more urgent requests, and accepted requests are
+    never removed for them.
     """
     eighths = 8 if priority > 0 else 7 if priority == 0 else 6
     return max(1, most * eighths // 8) if most else 0
 
 
 class Dispatcher:
-    """Requests and workers: each request goes to the least loaded worker, or waits in a queue."""
+    """Sends each request to a worker with room, or queues the request."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Dispatcher:
         self.requests: dict[int, Request] = {}
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self._unserved: dict[tuple[str, str], float] = {}
-        """Since when a queue has requests but no worker serves it."""
+        """By queue that no worker serves: when the broker first found that, in seconds."""
         self._early: set[tuple[str, str]] = set()
         """Queues of requests that arrived before any worker that serves them."""
         self.pools = Pools(self.is_hung)
@@ -269,8 +269,8 @@ class Dispatcher:
             self.rebalance(quiet=True)
 
     def move(self, request: Request, why: str) -> None:
-        """Moves a request that its worker does not have any more: it continues from its journal, at
-        another worker or at the same one."""
+        """Moves a request that its worker does not have any more. The request continues from its
+        journal, at another worker or at the same one."""
         worker = request.worker
         assert worker is not None
         self._take_from(worker, [request], Loss(why, died=False, returns=False))
@@ -285,7 +285,7 @@ class Dispatcher:
         worker.take(request)
 
     def _take_from(self, worker: Worker, requests: list[Request], loss: Loss) -> None:
-        """Takes requests from a worker: they wait for another one, or end."""
+        """Removes requests from a worker. Each of them waits for another worker, or ends."""
         running = []
         for request in requests:
             del worker.requests[request.id]
@@ -304,7 +304,7 @@ class Dispatcher:
     def rebalance(self, *, quiet: bool = False) -> None:
         """Starts waiting requests after the workers, or the models that they serve, have changed.
 
-        ``quiet``: streams that have waited for a worker, and continue, are not logged.
+        ``quiet``: streams that continue after they have waited for a worker are not logged.
 
         Requests that no worker serves any more wait for a worker to register. Requests that name no
         model are refused if it is not clear any more which model they mean.
@@ -331,9 +331,11 @@ class Dispatcher:
         self.controllers.start_waiting()
 
     def refused(self, request: Request, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's refusal of a request. It has no room, because other brokers use it
-        too: another worker receives the request, or it waits. ``frames`` are those that the worker
-        received."""
+        """Handles a refusal by a worker that is full because other brokers use it too.
+
+        Another worker receives the request, or the request waits. ``frames`` are the frames that
+        the worker received.
+        """
         if request.worker is not worker:
             return
         del worker.requests[request.id]
@@ -346,7 +348,7 @@ class Dispatcher:
             return
         self.controllers.on_moving(request)
         if request.moves:
-            loss = Loss("it has no room for it", died=False)
+            loss = Loss("it has no room for the request", died=False)
             for moved, error in self.moves.take(worker, [request], loss, self.now):
                 self._refuse([moved], error)
             self._continue_moved()
@@ -543,16 +545,16 @@ class Dispatcher:
         if number >= most or size + request.bytes > max_bytes:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{number} requests wait for a worker already; with this one they would have "
-                f"{size + request.bytes} bytes, of {max_bytes} that are allowed at its priority, "
-                f"or be more than {most}; try again later",
+                f"the queues have {number} requests, and {size + request.bytes} bytes with this "
+                f"one; at its priority {most} requests and {max_bytes} bytes are allowed; try "
+                "again later",
                 retry_after_s=self._pace.retry_after_s(self.now),
             )
         if session.key:
             use = session.use
             self._check_share("key", use, request, (number, size), (most, max_bytes))
-            # A key may have half of the room that other keys leave, and its sessions share that
-            # likewise.
+            # A key may use half of the room that other keys leave. The same rule divides this half
+            # among the sessions of the key.
             most = (most - number + use.queued) // 2
             max_bytes = (max_bytes - size + use.queued_bytes) // 2
             number, size = use.queued, use.queued_bytes
@@ -567,8 +569,8 @@ class Dispatcher:
         total: tuple[int, int],
         most: tuple[int, int],
     ) -> None:
-        """Raises ``client_limit`` if a request would exceed the share of its key or session, in
-        requests or in bytes."""
+        """Raises ``client_limit`` if with this request its key or session would exceed its share
+        of the requests or of the bytes."""
         if own.queued == 0 or (
             fits_share(own.queued, total[0], most[0])
             and fits_share(own.queued_bytes, total[1], most[1], request.bytes)
@@ -576,15 +578,17 @@ class Dispatcher:
             return
         raise UnavailableError(
             Code.CLIENT_LIMIT,
-            f"{own.queued} requests of this {whose} wait for a worker already, with "
-            f"{own.queued_bytes} bytes; with this one it would have more than it leaves to others, "
-            f"of {most[0]} requests and {most[1]} bytes; wait until one of them ends",
+            f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; it may "
+            f"have at most as much as stays free of {most[0]} requests and {most[1]} bytes; wait "
+            "until one of them ends",
             retry_after_s=request.session.pace.retry_after_s(self.now),
         )
 
     def _check_wait(self, request: Request) -> None:
-        """Raises ``queue_full`` if a request would spend most of its time in the queue: it would be
-        computed in part, and then end by its ``timeout_s``."""
+        """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
+
+        Its time-out would end such a request before its computation is complete.
+        """
         queue = self.queues.get((request.role, request.model))
         rate = queue.pace.per_s(self.now) if queue is not None else None
         if queue is None or rate is None or request.deadline is None:
@@ -594,9 +598,9 @@ class Dispatcher:
         if wait_s > MAX_WAITING * left_s:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"about {ahead} requests go before this one, which takes about {wait_s:.1f} s and "
-                f"leaves too little of its timeout_s of {left_s:g} s; try again later, or give it "
-                "more time",
+                f"about {ahead} requests precede this one, so it would wait about {wait_s:.1f} s; "
+                f"it may wait {MAX_WAITING:.0%} of its timeout_s, of which {left_s:g} s are left; "
+                "try again later, or with a longer timeout_s",
                 retry_after_s=round(max(wait_s - MAX_WAITING * left_s, BOUNDS_S[0]), 3),
             )
 

@@ -16,7 +16,7 @@ from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
-"""Requests that wait for one worker to leave."""
+"""Maximum requests that wait for one worker to leave."""
 
 
 class Drains:
@@ -54,8 +54,8 @@ class Drains:
         if len(asked) >= MAX_ASKED:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{len(asked)} requests wait for the end of the worker {worker.name} already, and "
-                f"{MAX_ASKED} may; it is draining",
+                f"the worker {worker.name} is draining, and {len(asked)} requests wait for its "
+                f"end; {MAX_ASKED} are allowed; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         asked[session.id, message.stream_id] = session, requests

@@ -1,8 +1,8 @@
 """How requests end for their clients: each one exactly once.
 
-An end is the last entry of a stream, an ERROR or a MSG. It is sent, and it is kept until the client
-acknowledges it, attaches to it, or its time is over, because a connection may have failed without
-the broker's knowledge.
+An end is the last entry of a stream, an ERROR or a MSG. A connection may fail before the broker
+notices. So the broker stores each end that it sends until the client acknowledges it or attaches to
+it, or until it expires.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_CLOSING_BYTES = 1024 * 1024
 MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
 """Maximum bytes of a stored answer if the broker stores no journals (``max_journal_bytes`` 0)."""
 MAX_EXPIRED = 250
-"""Kept ends of a session that a tick drops."""
+"""Maximum stored ends of a session that one tick drops."""
 MAX_SENT_AGAIN = 64
-"""Ends of a session that a tick sends again, after their messages were dropped."""
+"""Maximum ends of a session that one tick sends again after their messages were dropped."""
 
 
 class Ends:
@@ -123,7 +123,7 @@ class Ends:
     def _keep(
         self, request: Request, closing: Sequence[bytes] | None, sent: bytes | None = None
     ) -> End | None:
-        """Keeps the end of a request, unless its session ends with its connection."""
+        """Stores the end of a request, unless its session ends with its connection."""
         session = request.session
         if not session.alive or not (session.greeted or request.attaching):
             return None
@@ -159,7 +159,7 @@ class Ends:
 
     @staticmethod
     def _too_large(session: Session, stream_id: int, closing: Sequence[bytes]) -> Sequence[bytes]:
-        """The ERROR that is kept in place of an answer which takes too much memory."""
+        """The ERROR that is stored in place of an answer above the bound."""
         lost = ConnectionLostError(
             Code.CONNECTION_LOST,
             f"the answer of {sum(map(len, closing))} bytes was sent on a connection that is lost, "
@@ -300,6 +300,6 @@ class Ends:
 
 
 def _awaits_attach(request: Request) -> bool:
-    """Whether the client of a request attaches to it, so that entries before the answer are dropped
-    there."""
+    """Whether the client of a request will attach to it. Such a client drops entries that precede
+    the answer to its ATTACH."""
     return bool(request.attaching) or request.unclaimed or request.resumed

@@ -103,8 +103,11 @@ class FairQueue:
         return request
 
     def ahead(self, request: Request) -> int:
-        """An upper bound of the number of requests that precede a new one: all of higher
-        priorities, and in each turn that it waits for, one of each key, session and user."""
+        """An upper bound of the number of requests that precede a new one.
+
+        These are all requests of higher priorities and, in each turn until the request's own, one
+        request of each key, session and user.
+        """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
         session = request.session
@@ -117,7 +120,7 @@ class FairQueue:
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Every request and its place, from 1, as of now; later changes are not seen."""
+        """Yields each request with its place, from 1. Later changes of the queue have no effect."""
         levels = [
             [
                 [
@@ -149,6 +152,6 @@ class FairQueue:
 
 
 def _in_turn(lists: Iterable[Iterable[Request]]) -> Iterator[Request]:
-    """The first of each, then the second of each, and so on."""
+    """Yields the first request of each list, then the second of each list, and so on."""
     rounds = chain.from_iterable(zip_longest(*lists))
     return (request for request in rounds if request is not None)

@@ -176,8 +176,9 @@ class Front:
         if message_type in OPERATOR_MESSAGES and not self._is_operator(session):
             raise RequestError(
                 Code.NOT_ALLOWED,
-                f"{message_type.decode()} needs the operator's key, or where the broker has no "
-                "keys a connection that is not a gateway's; to drain a worker, SIGTERM does too",
+                f"this client may not send {message_type.decode()}: send it with the operator's "
+                "key, or, if the broker has no keys, on a connection that is not a gateway's; "
+                "SIGTERM to a worker drains it too",
             )
         message = decode_as(kind, frames[1])
         match message:
@@ -215,9 +216,11 @@ class Front:
         return not session.carries_users and (local or (allowed is not None and allowed.operator))
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
-        """The sessions whose streams a client may see: None (all) for the operator, those of its
-        key for other clients. A gateway, or a client that asks for its ``own``, sees only its own
-        session."""
+        """The sessions whose streams a client may see; None means all.
+
+        The operator sees all sessions, and another client sees the sessions of its key. A gateway,
+        or a client that asks for its ``own``, sees only its own session.
+        """
         if own or session.carries_users:
             return [session]
         if self._is_operator(session):
@@ -281,7 +284,7 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     """The streams that end with a TOKEN message, except those that were cancelled.
 
-    Empty for a body that cannot be decoded, as the broker passes bodies on unread.
+    Bodies that cannot be decoded are skipped: the broker has not read them before.
     """
     if frames[0] != b"TOKEN":
         return set()
@@ -292,7 +295,7 @@ def _ended_streams(frames: Sequence[bytes]) -> set[int]:
         except RequestError as error:
             log.warning("a TOKEN body that was dropped cannot be decoded: %s", error)
             continue
-        # No stream ends with a row of columns.
+        # Columns do not contain the last entry of a stream.
         entries = body if isinstance(body, list) else body.entries
         for entry in entries:
             if entry.live == 0 and entry.finish_reason not in (None, "cancelled"):

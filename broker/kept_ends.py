@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 MAX_ENDS = 16_384
-"""Ends that are stored for a session. Above it, the oldest one is dropped."""
+"""Maximum stored ends of a session. Above it, the oldest end is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +23,11 @@ class End:
     request: int
     stream_id: int
     is_stream: bool
-    """Whether entries precede the end, so that ATTACH is answered by ``MSG`` and these."""
+    """Whether entries precede the end. The answer to ATTACH is then a MSG, the entries and the
+    end."""
     moves: int
     closing: Sequence[bytes] | None
-    """The frames of the message that ended the request; None: its last entry did."""
+    """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
     sent: bytes | None
     """The entries that were routed, as a body of TOKEN; None while the journal has them."""
     count: int = 0
@@ -34,7 +35,8 @@ class End:
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
-    """Its position on the present connection; 0 if it was not sent there and waits for ATTACH."""
+    """Its position on the present connection; 0 if it was not sent there, so that it waits for
+    ATTACH."""
 
 
 class KeptEnds:
@@ -53,7 +55,7 @@ class KeptEnds:
         """By position: the ends that were sent on the present connection."""
 
     def add(self, end: End, now: float) -> None:
-        """Keeps an end; ``drop`` removes an earlier one of the same stream before."""
+        """Stores an end. Call ``drop`` before for an earlier end of the same stream."""
         end.since = now
         self.by_stream[end.stream_id] = end
 

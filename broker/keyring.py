@@ -40,6 +40,5 @@ def revoked(role: Role, key: str) -> RequestError:
     """The error for a connection whose key was revoked."""
     return RequestError(
         Code.NOT_ALLOWED,
-        f"the key {key} was revoked, so that this {role}'s connection is not served any more; ask "
-        "the operator for another key",
+        f"the key {key} of this {role} was revoked; ask the operator for another key",
     )

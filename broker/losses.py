@@ -28,7 +28,7 @@ def log_end(
     ``streams`` were open at the worker; ``live`` has the requests that have not ended. A stream
     without a worker waits for one, for at most ``wait_s`` seconds.
     """
-    # A state worker has nothing to finish, so that it leaves without a drain.
+    # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")
     left = [live.get(stream.id) for stream in streams]
     continued = sum(one is not None and one.worker is not None for one in left)
@@ -48,7 +48,7 @@ def log_given_up(number: int, wait_s: float) -> None:
     """Logs that streams end because no worker took them in time."""
     if number:
         log.warning(
-            "%s that waited for a worker end%s with an error, as no worker that can continue them "
+            "%s that waited for a worker end%s with an error: no worker that can continue them "
             "has registered for %g s",
             _streams(number),
             _s(number),

@@ -178,8 +178,8 @@ class Moves:
             return
         notice = System(
             event="not_movable",
-            message="this stream cannot continue at another worker, as what was sent of it takes "
-            "more memory than the broker keeps",
+            message="this stream cannot continue at another worker: its entries were dropped "
+            "because journals exceeded max_journal_bytes or max_total_journal_bytes",
             stream_id=request.stream_id,
             model=request.model,
         )
@@ -242,9 +242,9 @@ class Moves:
     def _quarantine(request: Request, worker: Worker, why: str) -> TokenbusError:
         return RequestError(
             Code.QUARANTINED,
-            f"{request.deaths} workers in a row were lost while they ran this request and had "
-            f"no token of it yet, the last of them {worker.name} ({why}); it is not tried again: "
-            "change the request",
+            f"{request.deaths} consecutive workers were lost before they produced a token of this "
+            f"request; the last one was {worker.name} ({why}); change the request before you send "
+            "it again",
         )
 
     def _take(

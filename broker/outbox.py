@@ -35,8 +35,8 @@ class Outbox:
     queued, FULL if it was dropped because the peer's queue is full, and GONE if the peer has no
     connection.
 
-    A message that ``must`` be sent may exceed the bound. It may have any size, as long as less than
-    ``max_must_bytes`` wait before it (None: no bound).
+    A message that ``must`` be sent may exceed the bound and may have any size. It is dropped if
+    messages of at least ``max_must_bytes`` wait before it (None: never).
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Outbox:
         self._max_bytes = max_pending_bytes
         self._max_must_bytes = max_must_bytes
         self.waiting: dict[bytes, deque[tuple[Frames, int]]] = {}
-        """By peer: frames, and their size together in bytes."""
+        """By peer: the frames of each message, and their total size in bytes."""
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
-        """Messages that were sent after waiting."""
+        """Number of messages that were sent after they had waited."""
 
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or queues it after those that wait for its peer."""

@@ -17,7 +17,7 @@ from .tables import Session, Worker
 
 
 class Side(Enum):
-    """The two sockets."""
+    """The two sockets of the broker: FRONT for clients, BACK for workers."""
 
     FRONT = "front"
     BACK = "back"
@@ -25,7 +25,7 @@ class Side(Enum):
 
 _FRONT = Side.FRONT
 MAX_JOINED = 32
-"""Bodies in a TOKEN at most."""
+"""Maximum bodies in one TOKEN message."""
 MAX_JOINED_BYTES = 2**10
 """A larger body is sent alone, so that ZeroMQ's queue for a client stays small."""
 
@@ -47,8 +47,8 @@ class Outgoings(list[Outgoing]):
         super().__init__()
         self._errors = errors
         self._open: dict[bytes, list[bytes]] = {}
-        """By connection: the frames of a TOKEN to which further bodies may be added, as it is the
-        last message there."""
+        """By connection whose last message is a TOKEN: the frames of that message, to which
+        further bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
         """Adds a message after all others."""

@@ -9,9 +9,9 @@ that were sent to each worker.
 The rule: the worker with the least cost is chosen. The cost is the number of prompt tokens that it
 would have to compute, plus ``REQUEST_TOKENS`` for each of its requests.
 
-The sum of missing tokens and load is that of NVIDIA Dynamo's KV router. To expect pages of routed
-requests, and to identify text by its bytes, is llm-d's approximate prefix scorer; the index of
-reported blocks is its precise one.
+The sum of missing tokens and load is that of NVIDIA Dynamo's KV router. Expected pages
+of routed requests, and bytes as the key of a text, come from llm-d's approximate prefix scorer. The
+index of reported blocks comes from its precise scorer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REQUEST_TOKENS = 128
 MAX_PAGES = 128
 """Pages of a prompt that are looked up: after 32,768 common tokens, the rest matters little."""
 MAX_CANDIDATES = 16
-"""Workers that are compared with the least loaded one."""
+"""Maximum workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
-"""Pages that are expected at one worker; the oldest are dropped first."""
+"""Maximum pages that are expected at one worker. The oldest are dropped first."""
 MAX_KEYS = 4_000_000
-"""Entries of the index; above it, pages that workers report are not added."""
+"""Maximum entries of the index. Above it, pages that workers report are not added."""
 
 
 class _PromptFields(msgspec.Struct):
@@ -60,7 +60,8 @@ class Prefixes:
     # --- what workers have ----------------------------------------------------------------------
 
     def report(self, worker: Worker, came: list[bytes], went: list[bytes], reset: bool) -> None:
-        """Records a worker's PAGES. ``reset``: the worker has only the pages in ``came``."""
+        """Records a worker's PAGES. ``reset`` means that the worker has only the pages in
+        ``came``."""
         if not self._enabled:
             return
         if reset:
@@ -109,7 +110,7 @@ class Prefixes:
         while depth < len(keys) and keys[depth] in self._holders:
             depth += 1
         if not depth or self._has(least_loaded.id, keys[depth - 1]):
-            # No other worker has more of the prompt, or fewer requests.
+            # The other workers have neither more pages of the prompt nor fewer requests.
             return least_loaded
         best, least = least_loaded, self._cost(least_loaded, keys, depth)
         for worker in islice(self._holding(keys, depth, pool), MAX_CANDIDATES):

@@ -1,8 +1,9 @@
 """Quotas: the resources that each tenant (each key of a client) may use over all of its sessions.
 
-Usage is known only afterwards: tokens when they pass, CPU time of controllers when a controller
-worker reports it. So running requests are finished, and a tenant above its quota is refused until
-its usage has drained to the quota. As in a leaky bucket, usage drains at the rate of the quota.
+Usage is known only afterwards: the broker counts tokens when it routes them, and CPU time when a
+controller worker reports it. So running requests are finished, and a tenant above its quota is
+refused until its usage has drained to the quota. As in a leaky bucket, usage drains at the rate of
+the quota.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Quotas:
         wait_s = used.full_s(quota, now)
         if wait_s:
             level = math.floor(used.level(quota, now))
-            raise _used_up(name, f"{level} {what} were used of late", quota, wait_s)
+            raise _used_up(name, f"{level} {what} count as used", quota, wait_s)
 
     # --- counts ---------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Quotas:
 def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> UnavailableError:
     return UnavailableError(
         Code.CLIENT_LIMIT,
-        f"the quota {name} of this key is used up: {state}, and it is {quota}; try again later",
+        f"the quota {name} of this key is used up: {state}, of {quota}; try again later",
         retry_after_s=round(max(retry_after_s, 0.1), 3),
     )
 

@@ -52,19 +52,19 @@ MUST_FACTOR = 2
 """Errors and answers for a client that does not read are queued up to this many times
 ``max_pending_bytes``; then they are dropped too."""
 FLUSH_EVERY_S = 0.0003
-"""While messages flow, how often sending to full pipes is tried again, in seconds."""
+"""Seconds between two attempts to send to full pipes while messages flow."""
 SIGNALLED_S = 0.25
-"""How long after its own signal a leaving broker expects those of its workers, in seconds. If all
-programs are restarted at once, their workers are about to drain."""
+"""Seconds after its own signal at which a leaving broker assumes that its workers have received
+theirs. If all programs are restarted at once, these workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
 """Seconds between two checks of deadlines, in addition to the ticks."""
 RETRY_S = (0.001, 0.05)
-"""Shortest and longest pause before sending to a full pipe is tried again, in seconds."""
+"""Shortest and longest pause before another attempt to send to a full pipe, in seconds."""
 
 
 CLOSED_S = 0.01
-"""Seconds from the end of a connection to the end of its session or lease: ZeroMQ's thread passes
-on the last messages after it has reported the end."""
+"""Seconds from the end of a connection to the end of its session or lease. ZeroMQ's thread
+delivers the last messages only after it has reported the end of the connection."""
 
 M = TypeVar("M")
 Take = Callable[[float], int]
@@ -340,7 +340,7 @@ class BrokerServer:
                 failed.append((sent, message))
 
     def _on_gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> Sequence[Outgoing]:
-        """A peer has no connection any more; returns the messages that this causes."""
+        """Handles a peer that has no connection any more; returns the messages that this causes."""
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
         return self.core.on_gone(side, peer, time.monotonic(), unsent)
 
@@ -424,9 +424,9 @@ class BrokerServer:
                 listen_again(socket, endpoint, self._remade)
             except OSError as error:
                 if self._remade & (self._remade - 1) == 0:
-                    log.error("%s was deleted and cannot be made again: %s", endpoint, error)
+                    log.error("%s was deleted and cannot be created again: %s", endpoint, error)
             else:
-                log.warning("%s was deleted; it was made again", endpoint)
+                log.warning("%s was deleted and has been created again", endpoint)
 
     def _flush(self) -> None:
         self._flush_due = False

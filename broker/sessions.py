@@ -30,9 +30,9 @@ from .sweep import Sweep
 from .tables import Request, Session, SessionTable
 
 SESSIONS_AT_ONCE = 500
-"""Sessions that one tick checks."""
+"""Minimum number of sessions that one tick checks; it checks more if there are very many."""
 MAX_ENDED = 250
-"""Streams that end with their sessions between two ticks."""
+"""Maximum streams that end with their sessions between two ticks."""
 
 
 class Sessions:
@@ -138,7 +138,7 @@ class Sessions:
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            # Its buffers are those of an earlier run of the broker, or of another broker.
+            # A session of an earlier run or of another broker has lost its buffers.
             resumed=known is not None and not recovering and not hello.elsewhere,
             streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
             recovering=recovering,
@@ -150,7 +150,7 @@ class Sessions:
         self._out.to_session(session, b"WELCOME", welcome)
 
     def _known(self, hello: Hello, key: str, peer: bytes, now: float) -> Session | None:
-        """The session that a HELLO takes over: of this broker, or of an earlier run of it."""
+        """The session that a HELLO takes over; None if the client begins a new one."""
         if not hello.session:
             return None
         known = self._table.by_token.get(hello.session)
@@ -168,8 +168,11 @@ class Sessions:
         return self._adoption.claim(hello.session, key, now)
 
     def ping(self, peer: bytes, session: Session | None, frames: list[bytes]) -> None:
-        """Answers a PING with PONG. The client says HELLO again where its session is not known, or
-        where another broker has taken streams of it, which had claimed them too late."""
+        """Answers a PING with PONG.
+
+        The PONG makes the client send HELLO again if its session is unknown, or if another broker
+        has claimed its streams while it was connected here (``Session.displaced``).
+        """
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
         known = session is not None and session.greeted and not session.displaced
@@ -181,7 +184,7 @@ class Sessions:
         self._out.to_peer(peer, b"PONG", pong, encoding)
 
     def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:
-        """Ends a session; with ``keep``, only its connection."""
+        """Handles BYE: ends the session, or with ``keep`` only its connection."""
         bye: Bye = decode_as(Bye, frames[1])
         if bye.keep:
             self.on_gone(peer, now)
@@ -294,8 +297,8 @@ class Sessions:
             self._make_room(
                 self._table.of_key(key),
                 Code.CLIENT_LIMIT,
-                f"this key has {own} sessions, all with live streams, and with one more it would "
-                f"have more than it leaves to others, of {most}",
+                f"this key has {own} sessions, all with live streams; it may have at most as many "
+                f"as stay free of {most}",
             )
         elif len(self._table) >= most:
             keys = self._table.keys()
@@ -303,7 +306,7 @@ class Sessions:
             self._make_room(
                 self._table.of_key(crowd) if crowd else list(self._table),
                 Code.QUEUE_FULL,
-                f"all {most} sessions that this broker allows have live streams",
+                f"this broker has {most} sessions, its maximum, and all of them have live streams",
             )
 
     def _make_room(self, sessions: list[Session], code: Code, full: str) -> None:

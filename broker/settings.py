@@ -20,12 +20,12 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """How long accepted requests wait if no worker serves them any more."""
     ping_s: float = 2.0
     session_expiry_s: float = 10.0
-    """After this long without a message, a client with the capability ``ping`` counts as gone."""
+    """A client with the capability ``ping`` is lost if no message came from it for this long."""
     session_grace_s: float = 5.0
     """How long a session without a connection waits to be taken over before its streams end."""
     session_cut_s: float = 30.0
-    """How long a session of a silent client waits if its connection was not seen to close: a link
-    on the way may be cut."""
+    """How long a session of a silent client waits if the broker has not seen its connection close.
+    A network link may be cut."""
     recover_s: float = 30.0
     """How long after its start a broker adopts streams of an earlier run that workers report."""
     session_idle_s: float = 3600.0
@@ -38,23 +38,24 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_queued_bytes: int = 1024 * 1024 * 1024
     """Bytes of all waiting requests together, with their attachments and buffers."""
     max_streams: int = 4_096
-    """Live streams of one session."""
+    """Number of live streams of one session."""
     max_buffer_bytes: int = 64 * 1024 * 1024
     """Bytes of all buffers of one session."""
     max_total_buffer_bytes: int = 1024 * 1024 * 1024
     """Bytes of all buffers of all sessions."""
     max_buffers: int = 4_096
-    """Buffers of one session."""
+    """Number of buffers of one session."""
     max_journal_bytes: int = 128 * 1024 * 1024
-    """Bytes of the journal of a session, from which its live streams can move; 0: no journal, and
-    no stream can move."""
+    """Bytes of the journal of a session, from which its live streams can move. With 0 the broker
+    has no journals, and streams cannot move."""
     max_total_journal_bytes: int = 1024 * 1024 * 1024
     """Bytes of the journals of all sessions."""
     max_pending_bytes: int = 4 * 1024 * 1024
-    """Bytes of messages that wait for a client that does not read; above it, its streams end."""
+    """Bytes of messages that wait for a client that does not read. Above this bound its streams
+    end."""
     route_by_prefix: bool = True
-    """Whether a request goes to the worker that has the beginning of its prompt in the cache,
-    unless the load there outweighs it; else to the least loaded worker."""
+    """Whether the choice of a worker considers which workers have the beginning of the prompt in
+    their cache. If False, each request goes to the least loaded worker."""
     drain_s: float = 30.0
     """How long streams may continue after the signal to stop."""
     tick_s: float = 0.25

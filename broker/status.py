@@ -71,7 +71,7 @@ def status_of(
 
 
 def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> None:
-    """Adds the metrics: of each worker, as of its last heartbeat, and of the broker."""
+    """Adds the broker's metrics, and those of each worker's last heartbeat."""
     by_name = {worker.name: worker for worker in dispatcher.workers.values()}
     for shown in status.workers:
         shown.metrics = by_name[shown.name].metrics
@@ -85,8 +85,7 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
 def live_streams(
     dispatcher: Dispatcher, sessions: Iterable[Session] | None, now: float
 ) -> list[StreamStatus]:
-    """The live streams of these sessions, or of all sessions for None, in the order of their
-    arrival."""
+    """The live streams of these sessions in the order of their arrival. None means all sessions."""
     requests: Iterable[Request]
     if sessions is None:
         requests = dispatcher.requests.values()

@@ -34,8 +34,8 @@ class WorkerState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """Waiting requests and buffers of all sessions of one key. Each session without a key has its
-    own."""
+    """Waiting requests of all sessions of one key. Each session without a key has its own
+    ``KeyUse``."""
 
     queued: int = 0
     queued_bytes: int = 0
@@ -58,7 +58,8 @@ class Session:
     """Whether the client takes several bodies in one TOKEN."""
     id: int
     token: str
-    """The token; empty until the client of a session of an earlier run has reconnected."""
+    """The token of the session. After a restart of the broker it is empty until the client has
+    reconnected."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
@@ -82,9 +83,10 @@ class Session:
     detached_at: float | None = None
     """When the session lost its connection; None while it has one."""
     probed: float | None = None
-    """The ``last_seen`` of the silence in which its connection was last checked."""
+    """The value of ``last_seen`` when the connection of the silent client was last checked."""
     cut: bool = False
-    """Whether the connection was given up because its client was silent: the client may live."""
+    """Whether the broker detached the connection because the client was silent. The client may
+    still run."""
     displaced: bool = False
     """Whether another broker has claimed streams of it while its client was connected here.
     RELEASED sets it. The client's next HELLO clears it, and this broker claims them back."""
@@ -96,7 +98,7 @@ class Session:
     """Number of the session's requests that wait for a worker."""
     queued_bytes: int = 0
     use: KeyUse = field(default_factory=KeyUse)
-    """Shared by the sessions of its key; the table of sessions sets it."""
+    """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
     pace: Pace = field(default_factory=Pace)
     """Rate at which its streams end."""
     journal: Journal
@@ -206,7 +208,7 @@ class SessionTable:
         self.by_peer[peer] = session
 
     def detach(self, session: Session) -> None:
-        """Takes a session's connection from it."""
+        """Removes the connection of a session."""
         if session.peer is not None:
             self.by_peer.pop(session.peer, None)
             session.peer = None
@@ -254,14 +256,15 @@ class Worker:
     of an unchanged batch have equal manifests."""
     requests: dict[int, Request] = field(default_factory=dict)
     steers: dict[int, Request] = field(default_factory=dict)
-    """At a controller worker: the requests whose controllers it runs, or has a place for."""
+    """At a controller worker: the requests whose controllers it runs or has reserved a place
+    for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
-    """By session: streams that the worker has to drop, and may still send entries of."""
+    """By session: streams that the worker has to drop, but of which it may still send entries."""
     revoked: deque[Revocation] = field(default_factory=deque)
     """Revocations that it has not confirmed, in the order of its confirmations
     (``revocations.py``)."""
     process: int = 0
-    """Number of its process, which no other process has."""
+    """Number of its process, unique among processes."""
     registration: int = 0
     """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
 
@@ -355,7 +358,7 @@ class Interruption:
     at: float
     """When that worker last sent a message."""
     since: float
-    """When it was lost."""
+    """When the worker was lost."""
     sent: bytes
     """The entries that were routed for the request, as a body of TOKEN in msgpack; may be empty."""
 
@@ -379,17 +382,17 @@ class Request:
     move."""
     arrived: float
     by: str = ""
-    """The user whose request it is, where its client serves several."""
+    """The user of the request if its client serves several users, else ``""``."""
     group: str = ""
-    """The secret of the sessions with which its session takes turns as one group; empty if it is
-    alone."""
+    """The secret of the group of sessions that count as one in the turns of a queue; empty if the
+    session has no group."""
     trace: str = ""
     request_id: str = ""
     dispatched: float | None = None
     """When it went to its worker; None if it did not, because the worker's connection had
     closed."""
     error: str | None = None
-    """Why the broker has ended it, if it has."""
+    """The message of the error with which the broker ended it; None if it did not."""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""
@@ -399,9 +402,10 @@ class Request:
     controller_started: bool = False
     """Whether its controller has begun: START went to the worker that runs it."""
     served_as: str = ""
-    """Once its controller has begun: the pattern of the worker that served it."""
+    """The pattern of the worker that served its controller; ``""`` before the controller begins."""
     cancelled: CancelReason | None = None
-    """Why its worker was asked to end it; ``deadline`` is then when the broker itself ends it."""
+    """The reason of the CANCEL to its worker; None if none was sent. Once it is set, the broker
+    itself ends the request at ``deadline``."""
     queued_for: str = ""
     """The key in whose turn it waits in its queue: the key of its session when it was queued."""
     place: int = 0
@@ -409,9 +413,9 @@ class Request:
     open: bool = True
     """Whether the client still waits for it; a closed request only waits for the worker's end."""
     movable: bool = True
-    """Whether it can go on at another worker: the broker has what that needs."""
+    """Whether it can continue at another worker, because the broker has the frames and entries."""
     interruption: Interruption | None = None
-    """While it waits for another worker: how it lost the one that it had."""
+    """How it lost its worker; None unless it waits for another one."""
     began_with: ModelInfo | None = None
     """The model with which a moved request began, if it was loaded there."""
     entries: int = 0

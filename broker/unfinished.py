@@ -1,17 +1,19 @@
 """A guard against messages that never end.
 
 libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
-does not bound the frames of one message: ``pipe_t::write`` counts a message at its last frame, and
-stores 64 bytes even for an empty frame until then. No option and no event of libzmq concerns them.
+does not bound the frames of one message. The function ``pipe_t::write`` counts a message at its
+last frame, and stores 64 bytes even for an empty frame until then. Options and events of libzmq do
+not concern such messages.
 
 The guard asks the kernel how many bytes a TCP connection has received since its last complete
-message. With CURVE a frame has at least 35 bytes on the wire, and so these bytes bound the memory.
-Without keys an empty frame has two, and so the guard watches the memory of the process as well.
+message. With CURVE a frame has at least 35 bytes on the wire, so these bytes bound the memory.
+Without keys an empty frame has only two bytes, so the guard also observes the memory of the
+process.
 
 A handshake may have properties of any number and size, which libzmq keeps as long as the
 connection. So all bytes of a connection outside its messages count as unfinished, until they have
-been few at one time. A small property takes 40 times its bytes in memory. Unix sockets do not count
-bytes and are not guarded: only processes of the broker's own user can open them.
+once been at most ``QUIET_BYTES``. A small property takes 40 times its bytes in memory. Unix sockets
+do not count bytes and are not guarded: only processes of the broker's own user can open them.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from .tcp_counts import bytes_received, bytes_unread
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
-"""How often a part of the connections is looked at, in seconds."""
+"""Seconds between two checks, each of one part of the connections."""
 CONNECTIONS_AT_ONCE = 128
 """Connections in a part, unless there are more than ``TICKS`` times this number."""
 TICKS = 32
-"""A walk over all connections has at most this many parts."""
+"""Maximum number of parts in a walk over all connections."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
 """Bytes of one message on the wire. A smaller message above the protocol's limits is refused."""
 MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
 """Bytes of all unfinished messages of a key. Connections that have not sent a complete message yet,
 and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""Growth of the process that is allowed during one message of a peer without a key, or while a
-connection has received more than its messages."""
+"""Maximum growth of the process during one message of a peer without a key. It also applies while
+the bytes of a connection outside its messages count as unfinished."""
 QUIET_BYTES_PER_S = 16
 """A connection that has received at most this rate, plus ``QUIET_BYTES``, since its last message
 counts as idle: the bytes are ZeroMQ's heartbeats."""
@@ -64,8 +66,8 @@ class Unfinished:
         self._open: dict[Connection, int] = {}
         """Bytes of the unfinished message, minus what an idle connection receives."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """Connections above a bound, with the socket's round and the number of messages taken at
-        that time; None: the connection was shut."""
+        """Connections above a bound, with the round and the number of messages taken when they were
+        accused; None if the connection was shut."""
         self._rounds = 0
         """Number of rounds in which all connections had their turn while messages were
         unfinished."""
@@ -145,7 +147,7 @@ class Unfinished:
             return
         self._accused[connection] = None
         log.warning(
-            "a connection was closed: its message or its handshake has %d bytes, and no end",
+            "a connection was closed: its unfinished message or handshake has %d bytes",
             unfinished,
         )
         shut(connection)
@@ -153,8 +155,8 @@ class Unfinished:
     def _has_passed(self, connection: Connection, rounds: int, taken: int) -> bool:
         """Whether all messages that had arrived from a connection in a round have been taken since.
 
-        If only messages were counted for the connection, that is one message; otherwise it is as
-        many as a pipe may hold.
+        If the bytes of its messages are not counted, one later round suffices. Otherwise the socket
+        must have been empty, or as many messages as the pipes may hold must have been taken.
         """
         if connection.counted is None or rounds == self._rounds:
             return rounds != self._rounds

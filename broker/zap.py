@@ -54,7 +54,7 @@ class Zap:
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         number = frames[1] if len(frames) > 1 else b""
         if len(frames) < FRAMES or frames[0] != VERSION:
-            return [VERSION, number, b"400", b"this request is not one of ZAP 1.0", b"", b""]
+            return [VERSION, number, b"400", b"this is not a request of ZAP 1.0", b"", b""]
         if self._keyring is None and frames[5] == b"NULL":
             return [VERSION, number, b"200", b"OK", self._user(""), b""]
         if self._keyring is not None and frames[5] == b"CURVE" and len(frames) > FRAMES:

@@ -75,7 +75,7 @@ def test_streams_that_waited_are_one_line_when_they_continue_or_end(
     lines(log)
     bench.pass_time(130.0)
     assert lines(log) == [
-        "3 streams that waited for a worker end with an error, as no worker that can continue them "
+        "3 streams that waited for a worker end with an error: no worker that can continue them "
         "has registered for 120 s"
     ]
 

@@ -424,7 +424,7 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(benc
     gone(bench, "d")
     [(_, error)] = bench.to_client("c")
     assert (error["stream_id"], error["code"]) == (2, "quarantined")
-    assert "3 workers in a row" in error["message"]
+    assert "3 consecutive workers" in error["message"]
     [(header, _)] = got(bench, "e")
     assert header.request == good.request
 
@@ -582,7 +582,7 @@ def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request(
     gone(bench, "d")
     [error] = [body for kind, body in bench.to_client("c") if kind == "ERROR"]
     assert error["code"] == "quarantined"
-    assert "3 workers in a row" in error["message"]
+    assert "3 consecutive workers" in error["message"]
 
 
 def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> None:
