@@ -34,8 +34,8 @@ class WorkerState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """Waiting requests of all sessions of one key. Each session without a key has its own
-    ``KeyUse``."""
+    """Waiting requests and buffers of all sessions of one key. Each session without a key has its
+    own ``KeyUse``."""
 
     queued: int = 0
     queued_bytes: int = 0

@@ -413,7 +413,7 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(benc
     bench.tokens("a", good, FIRST)
     killer = begun(bench, "a", 2)
     bench.to_client("c")
-    for position, (lost, following) in enumerate(["ab", "bd"], 1):
+    for position, (lost, following) in enumerate([("a", "b"), ("b", "d")], 1):
         bench.worker(following, capacity=8)
         gone(bench, lost)
         moved = {header.request: header for header, _ in got(bench, following)}

@@ -186,7 +186,7 @@ def test_messages_that_arrive_before_the_broker_answers_are_sent_in_their_order(
         # The gateway has received messages meanwhile, as it sends a PING a second later.
         assert (await broker.receive())[:2] == (watch, b"PING")
         broker.welcome(watch)
-        numbers = []
+        numbers: list[int] = []
         while len(numbers) < len(lines):
             peer, _, body = await broker.receive()
             if peer != watch:

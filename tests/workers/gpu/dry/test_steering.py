@@ -14,6 +14,7 @@ from tokenbus.workers.gpu.engine.engine import Engine
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.sampling.distributions import TokenOptions
+from tokenbus.workers.gpu.sampling.under import Under
 
 from .device import PERIOD, Device, fake_device, llama_8b
 from .test_steps import LAYERS, STEPS, fill, make
@@ -142,7 +143,8 @@ def test_drafts_under_masks_wait_for_nothing(device: Device, loaded: LoadedModel
             step = engine.begin()
             for request, seq in step.ready:
                 engine.set_mask(request, seq, mask)
-                engine.mask_along(request, seq, [mask] * len(drafts.get((request, seq), ())))
+                along = [Under(mask)] * len(drafts.get((request, seq), ()))
+                engine.sample_along(request, seq, along)
             engine.finish(step)
             drafts = engine.draft_ahead([(number, 0) for number in range(4)])
     assert not device.faults
