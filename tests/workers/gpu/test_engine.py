@@ -76,6 +76,36 @@ def test_the_same_tokens_with_preemption_and_small_chunks(
     assert tight == roomy
 
 
+def test_a_client_with_all_slots_gives_one_to_another_client(
+    embedded: LoadedModel, overlap: bool
+) -> None:
+    prompts = shapes.prompts(6, 60, 4096)
+    long = Sampling(max_tokens=200, temperature=0.0, ignore_eos=True)
+    short = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+    def make(max_num_seqs: int) -> Engine:
+        config = EngineConfig(kv_cache_bytes=64 * 2**20, max_num_seqs=max_num_seqs, overlap=overlap)
+        return Engine(embedded, config)
+
+    engine = make(4)
+    for number, prompt in enumerate(prompts[:5]):
+        engine.add(number, prompt, long, client=1)
+    outputs = [output for _ in range(8) for output in engine.step()]
+    engine.add(5, prompts[5], short, client=2)
+    outputs += run(engine)
+    ends = [output.request for output in outputs if output.finish_reason is not None]
+    assert ends[0] == 5
+    assert sorted(ends) == list(range(6))
+    assert engine.stats()["preemptions"] >= 1
+    roomy = make(8)
+    for number, prompt in enumerate(prompts):
+        roomy.add(number, prompt, short if number == 5 else long)
+    alone = run(roomy)
+    for number, prompt in enumerate(prompts):
+        wanted, got = tokens(alone, number), tokens(outputs, number)
+        assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+
+
 def test_a_prefix_that_was_seen_is_not_computed_again(engine: Engine) -> None:
     prompt = shapes.prompts(10, 300, 4096)[9]
     engine.add(1, prompt, Sampling(max_tokens=5, ignore_eos=True))

@@ -75,6 +75,66 @@ def test_the_client_with_fewest_running_sequences_goes_first() -> None:
     assert shape(s.schedule()) == [(1, 0, 4), (4, 0, 4)]
 
 
+def test_a_client_without_a_running_sequence_gets_a_slot_of_the_largest_client() -> None:
+    s = scheduler(running=4)
+    first = [sequence(number, 4, client=1) for number in range(6)]
+    for one in first:
+        s.add(one)
+    compute(s.schedule())
+    assert list(s.running) == first[:4]
+    late = [sequence(10 + number, 4, client=2) for number in range(2)]
+    for one in late:
+        s.add(one)
+    compute(s.schedule())
+    compute(s.schedule())
+    # The last of the largest client is preempted, once: the second of the late client waits.
+    assert set(s.running) == {*first[:3], late[0]}
+    for _ in range(3):
+        compute(s.schedule())
+    assert set(s.running) == {*first[:3], late[0]}
+    assert s.preemptions == 1
+    # The preempted sequence is computed again after the end of others.
+    s.remove(late[1])
+    s.remove(late[0])
+    compute(s.schedule())
+    assert set(s.running) == set(first[:4])
+
+
+def test_a_client_without_a_running_sequence_gets_blocks_of_the_largest_client() -> None:
+    s = scheduler(blocks=20, running=8)
+    first = [sequence(number, 12, client=1) for number in range(4)]
+    for one in first:
+        s.add(one)
+    for _ in range(4):
+        compute(s.schedule())
+    assert s.running
+    late = sequence(10, 40, client=2)
+    s.add(late)
+    for _ in range(8):
+        compute(s.schedule())
+    assert late in s.running
+    assert any(one in s.running for one in first)
+
+
+def test_no_slot_is_taken_for_a_lower_priority_or_from_a_client_with_one_sequence() -> None:
+    s = scheduler(running=2)
+    held = [sequence(0, 4, 1, client=1), sequence(1, 4, 1, client=1)]
+    for one in held:
+        s.add(one)
+    compute(s.schedule())
+    s.add(sequence(2, 4, 0, client=2))
+    for _ in range(3):
+        compute(s.schedule())
+    assert set(s.running) == set(held)
+    s = scheduler(running=2)
+    each = [sequence(number, 4, client=number) for number in range(3)]
+    for one in each:
+        s.add(one)
+    for _ in range(3):
+        compute(s.schedule())
+    assert set(s.running) == set(each[:2])
+
+
 def test_no_more_sequences_run_than_max_num_seqs() -> None:
     s = scheduler(running=2)
     for number in (1, 2, 3):

@@ -3,7 +3,8 @@
 A step computes at most ``max_num_batched_tokens``. Decodes need one token each and go first, so
 that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
 admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
-waits and is computed again later.
+waits and is computed again later. A client that has no running sequence waits for no other client:
+if it finds no slot or too few blocks, the last sequence of the client with the most is preempted.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ class Scheduler:
         is unchanged, a batch of decodes is followed by a batch of the same sequences."""
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
+        self._refused: Sequence | None = None
+        """The first waiting sequence if the last step had no slot or too few blocks for it."""
+        self.owes_room = False
+        """Whether the next step preempts a sequence for the refused one, and so must be
+        scheduled."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
         because deferred sequences leave too few blocks or are too many. ``schedule`` sets it; a
@@ -191,6 +197,10 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work."""
         self._rescheduled.clear()
+        victim = self._victim_of_largest()
+        if victim is not None:
+            self._preempt(victim)
+        self._refused = None
         batch = Batch()
         room = self._max_num_batched_tokens
         active: Iterable[Sequence] = self.running
@@ -210,15 +220,28 @@ class Scheduler:
             if not preempted and self._grow(batch, sequence, room, scheduled):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
+        self._admit_waiting(batch, room, len(ending))
+        self.owes_room = self._victim_of_largest() is not None
+        batch.rescheduled = [s for s in active if s.row is not None]
+        self._stalled = not self.running and bool(self.waiting)
+        return batch
+
+    # --- the parts of a step --------------------------------------------------------------------
+
+    def _admit_waiting(self, batch: Batch, room: int, num_ending: int) -> None:
+        """Admits waiting sequences, up to ``room`` tokens. ``num_ending``: the running sequences
+        that end with their next token."""
         while room > 0 and self.waiting:
-            slots = len(self.running) - len(ending) + sum(s.pending_forks for s in self.running)
-            if self.running and slots >= self._max_num_seqs:
-                break
+            slots = len(self.running) - num_ending + sum(s.pending_forks for s in self.running)
             sequence = self.waiting.first()
+            if self.running and slots >= self._max_num_seqs:
+                self._refused = sequence
+                break
             if sequence.drawn >= 0:
                 # The sequence was preempted in this step, and its token is still on the device.
                 break
             if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
+                self._refused = sequence
                 break
             if sequence.row is not None:
                 # A fork that found no slot has logits already and needs no forward.
@@ -232,12 +255,27 @@ class Scheduler:
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
             elif self.running or not self._evict_for(sequence):
+                self._refused = sequence
                 break
-        batch.rescheduled = [s for s in active if s.row is not None]
-        self._stalled = not self.running and bool(self.waiting)
-        return batch
 
-    # --- the parts of a step --------------------------------------------------------------------
+    def _victim_of_largest(self) -> Sequence | None:
+        """The sequence to preempt so that the refused one can be admitted: the last in order of the
+        client with the most running sequences.
+
+        None if the client of the refused sequence has a running sequence, if no client has two, or
+        if the sequences of the largest client have a higher priority.
+        """
+        refused = self._refused
+        if refused is None or not self.waiting or self.waiting.first() is not refused:
+            return None
+        if not self.running or self.waiting.num_running(refused.client):
+            return None
+        largest = self.waiting.largest_client()
+        if self.waiting.num_running(largest) < 2:
+            return None
+        of_client = [s for s in self.running if s.client == largest]
+        victim = min(of_client, key=_rank, default=None)
+        return victim if victim is not None and victim.priority <= refused.priority else None
 
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)

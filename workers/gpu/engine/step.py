@@ -243,7 +243,9 @@ class Stepper:
 
     def _continues(self, decodes: Decodes, before: Sampling | None) -> bool:
         """Whether the next step computes one more token of each sequence of the last one."""
-        if decodes.changes != self._scheduler.changes or self._speculation.any_drafts:
+        if decodes.changes != self._scheduler.changes or self._scheduler.owes_room:
+            return False
+        if self._speculation.any_drafts:
             return False
         if before is not None and before.batch.sequences != decodes.sequences:
             return False
