@@ -77,6 +77,7 @@ class Dispatcher:
         recovery: Recovery,
     ) -> None:
         self._settings = settings
+        self._sessions = sessions
         self._recovery = recovery
         self._out = out
         self.workers: dict[int, Worker] = {}
@@ -121,6 +122,8 @@ class Dispatcher:
             if not self._recovery.awaits_workers(error, self.now):
                 raise
             worker, early = None, True
+        if worker is None and not early:
+            worker = self._beyond_capacity(request)
         if worker is None:
             self._check_queues(request)
         else:
@@ -524,6 +527,26 @@ class Dispatcher:
         # the request.
         serving = self._may_continue_at(request)
         free = (w for w in serving if self._has_room(w) and not w.handed_over)
+        return min(free, key=pool.rank, default=None)
+
+    def _beyond_capacity(self, request: Request) -> Worker | None:
+        """The worker for a request if all are full, but the key of the request has no request at a
+        worker; None if the request must wait.
+
+        A key would otherwise wait until one of the long streams ends with which other keys have
+        taken all places. An eighth of each worker's capacity is added for such requests.
+        """
+        queue = self.queues.get((request.role, request.model))
+        if self.moves.waiting or (queue is not None and queue.priority > request.priority):
+            return None
+        key = request.session.key
+        sessions = self._sessions.of_key(key) if key else [request.session]
+        streams = (stream for session in sessions for stream in session.streams.values())
+        if any(stream.worker is not None for stream in streams):
+            return None
+        pool = self._candidates(request.role, request.model)
+        ready = (w for w in pool.workers.values() if w.state is WorkerState.READY)
+        free = (w for w in ready if w.has_room_beyond and not self.is_hung(w))
         return min(free, key=pool.rank, default=None)
 
     def _with_prefix(self, request: Request, worker: Worker) -> Worker:

@@ -322,6 +322,12 @@ class Worker:
         return len(self.requests) + others < self.capacity
 
     @property
+    def has_room_beyond(self) -> bool:
+        """Whether one more request fits into the capacity and an eighth more."""
+        others = self.elsewhere if self.role == "gpu" else 0
+        return len(self.requests) + others < self.capacity + self.capacity // 8
+
+    @property
     def fill(self) -> float:
         """The part of its capacity that this broker and others use, 0 to 1."""
         return (len(self.requests) + len(self.steers) + self.elsewhere) / self.capacity

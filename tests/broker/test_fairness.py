@@ -7,6 +7,7 @@ from typing import Any
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Unregister
 
 from ..worlds.broker import Bench, generate
 
@@ -71,6 +72,36 @@ def test_keys_take_turns_however_many_sessions_they_have() -> None:
     places = [request.stream_id for request, _ in queue.places()]
     assert places == [10, 20, 11, 21, 12, 13]
     assert served(bench, 7) == [1, *places]
+
+
+def test_a_key_without_a_stream_at_a_worker_waits_for_no_other_key() -> None:
+    bench = keyed()
+    bench.send("w", "UNREGISTER", Unregister())
+    bench.worker("big", capacity=16)
+    for stream in range(20):
+        ask(bench, "ann", stream, ANN)
+    [worker] = bench.broker.dispatcher.workers.values()
+    assert len(worker.requests) == 16
+    assert ask(bench, "ben", 100, BEN) == ""
+    assert [r.stream_id for r in worker.requests.values()][16:] == [100]
+    # Its second stream waits, and so does another one of the key that has all places.
+    ask(bench, "ben 2", 101, BEN)
+    ask(bench, "ann 2", 102, ANN)
+    assert len(worker.requests) == 17
+
+
+def test_places_beyond_the_capacity_are_bounded_and_for_no_lower_priority() -> None:
+    bench = Bench(max_priority=5)
+    bench.worker("w", capacity=16)
+    for stream in range(16):
+        ask(bench, "c", stream)
+    ask(bench, "c", 16, priority=3)
+    [worker] = bench.broker.dispatcher.workers.values()
+    ask(bench, "d", 1)
+    assert len(worker.requests) == 16
+    for client in "efg":
+        ask(bench, client, 1, priority=3)
+    assert len(worker.requests) == 18
 
 
 def test_the_room_in_the_queue_is_shared_by_keys() -> None:
