@@ -76,7 +76,7 @@ def test_an_upload_to_a_full_disk_is_refused_and_changes_nothing(
             with pytest.raises(UnavailableError) as refused:
                 system.client.upload_controller(other, "other")
             assert refused.value.code == "store_failed"
-            assert "make room on its disk" in refused.value.message
+            assert "free space on its disk" in refused.value.message
         with pytest.raises(UnavailableError):
             system.client.tag_controller("counts", "more")
         assert system.client.controllers() == before

@@ -196,4 +196,4 @@ def test_a_replay_sends_the_last_bias_and_refuses_a_token_that_it_forbids(dense:
     [result] = replayed(kind, 4)  # type: ignore[arg-type]
     assert result.action == "error"
     assert result.error is not None
-    assert "it does not allow token 4, which was sampled then" in result.error
+    assert "it forbids token 4, which was sampled the first time" in result.error
