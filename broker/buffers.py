@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from ..protocol.buffers import buffer_bytes
 from ..protocol.errors import Code, RequestError, UnavailableError
-from ..protocol.messages import Buffer
+from ..protocol.messages import MAX_BODY_BYTES, Buffer
 from ..protocol.shares import fits_share
 from .settings import BrokerSettings
 from .tables import RETRY_AFTER_S, Session
+
+MAX_NAMED = 1_024
+"""Maximum number of buffers that a request names."""
+MAX_NAMED_BYTES = MAX_BODY_BYTES
+"""Maximum number of bytes of the buffers that a request names, each counted as often as it is
+named: as many as a prompt in the request's body may have."""
 
 
 class Buffers:
@@ -74,7 +80,16 @@ class Buffers:
         self._add(session, -session.buffer_bytes)
 
     def named(self, session: Session, names: list[str]) -> list[bytes]:
-        """The buffers that a request names; raises ``unknown_buffer``."""
+        """The buffers that a request names, each as often as it is named; raises
+        ``unknown_buffer``, or ``too_large`` if they are more than a prompt may have."""
+        if len(names) > MAX_NAMED:
+            raise RequestError(
+                Code.TOO_LARGE,
+                f"this request names {len(names)} buffers; at most {MAX_NAMED} are allowed; store "
+                "several parts as one buffer",
+                path="$.buffers",
+            )
+        size = 0
         for index, name in enumerate(names):
             if name not in session.buffers:
                 raise RequestError(
@@ -82,6 +97,14 @@ class Buffers:
                     f"this session has no buffer {name!r}; send it with BUFFER first",
                     path=f"$.buffers[{index}]",
                 )
+            size += len(session.buffers[name])
+        if size > MAX_NAMED_BYTES:
+            raise RequestError(
+                Code.TOO_LARGE,
+                f"the buffers that this request names have {size} bytes; at most {MAX_NAMED_BYTES} "
+                "are allowed",
+                path="$.buffers",
+            )
         return [session.buffers[name] for name in names]
 
     def _add(self, session: Session, added: int) -> None:

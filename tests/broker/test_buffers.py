@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenbus.broker.buffers import MAX_NAMED, MAX_NAMED_BYTES
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import encode_header
@@ -84,3 +85,18 @@ def test_a_buffer_that_is_refused_leaves_the_one_of_its_name(fields: dict[str, A
     bench.client("c", "GENERATE", generate(1, buffers=["b"]))
     [message] = [m for m in bench.sent if m.frames[0] == b"GENERATE"]
     assert message.frames[-1] == b"skept"
+
+
+@pytest.mark.parametrize(
+    ("size", "times"), [(1, MAX_NAMED + 1), (MAX_NAMED_BYTES // 2 + 1, 2)], ids=["number", "bytes"]
+)
+def test_a_request_that_names_a_buffer_very_often_is_refused(size: int, times: int) -> None:
+    bench = Bench()
+    bench.worker("a")
+    assert buffer(bench, "c", "b", text="x" * size) == []
+    [(kind, error)] = bench.client("c", "GENERATE", generate(1, buffers=["b"] * times))
+    assert (kind, error["code"], error["path"]) == ("ERROR", "too_large", "$.buffers")
+    assert bench.to_worker("a") == []
+    bench.client("c", "GENERATE", generate(1, buffers=["b"] * (times - 1)))
+    [(kind, _)] = bench.to_worker("a")
+    assert kind == "GENERATE"
