@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -135,6 +135,17 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
     return (f"{where}: {shown}" if where else shown), path
 
 
+def check_inner(texts: Sequence[str]) -> None:
+    """Raises ApiError 413 if texts of a body, each of which is JSON itself, have more values than
+    the event loop can decode in time."""
+    if sum(map(len, texts)) <= SMALL_BODY_BYTES:
+        return
+    counts = [_counts(text.encode(errors="surrogatepass")) for text in texts]
+    num_strings, num_values = (sum(counted) for counted in zip(*counts, strict=True))
+    if num_strings + num_values > MAX_STRINGS:
+        raise _too_many(num_strings + num_values, "values in texts that are JSON", MAX_STRINGS)
+
+
 def ignored_header(names: list[str]) -> dict[str, str]:
     """The header that lists ``names``, the fields that have no effect; empty without names."""
     return {IGNORED_HEADER: ", ".join(names)} if names else {}
@@ -145,15 +156,23 @@ def _check_values(body: bytes) -> None:
 
     The values are counted in the raw bytes, because decoding them would already take too long.
     """
+    num_strings, num_values = _counts(body)
+    if num_strings > MAX_STRINGS:
+        raise _too_many(num_strings, "strings (with field names)", MAX_STRINGS)
+    if num_values > MAX_VALUES:
+        raise _too_many(num_values, "values", MAX_VALUES)
+
+
+def _counts(body: bytes) -> tuple[int, int]:
+    """The numbers of strings and of values in a JSON text. Beyond MAX_STRINGS strings the values
+    are not counted."""
     # If no quote is escaped, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise _too_many(num_strings, "strings (with field names)", MAX_STRINGS)
+        return num_strings, 0
     structure = b"".join(plain.split(b'"')[::2])
-    num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
-    if num_values > MAX_VALUES:
-        raise _too_many(num_values, "values", MAX_VALUES)
+    return num_strings, len(structure) - len(structure.translate(None, _STRUCTURE))
 
 
 def _too_many(count: int, what: str, limit: int) -> ApiError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..bodies import Body
+from ..bodies import Body, check_inner
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
 
@@ -101,7 +101,16 @@ def text_of(content: Content | None) -> str:
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages for templates. Each content is a text, and arguments are objects."""
+    """The messages for templates. Each content is a text, and arguments are objects. Raises
+    ApiError 413 if the arguments have too many values."""
+    check_inner(
+        [
+            call.function.arguments
+            for message in messages
+            if isinstance(message, AssistantMessage)
+            for call in message.tool_calls or ()
+        ]
+    )
     return [_for_template(message) for message in messages]
 
 

@@ -14,6 +14,12 @@ from tokenbus.clients.gateway.bodies import (
     decode_body,
 )
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.messages import (
+    AssistantMessage,
+    CalledFunction,
+    MessageCall,
+    for_template,
+)
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.lines import line_frames
@@ -46,6 +52,36 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_decoded(value: Any)
     with pytest.raises(ApiError) as refused:
         read(value)
     assert (refused.value.status, refused.value.code) == (413, "too_large")
+
+
+def conversation(arguments: str, times: int = 1) -> list[AssistantMessage]:
+    """A conversation in which the assistant has called a function ``times`` times."""
+    call = MessageCall(id="1", function=CalledFunction(name="f", arguments=arguments))
+    return [AssistantMessage(tool_calls=[call])] * times
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        (json.dumps({"a": [[]] * MAX_VALUES}), 1),
+        (json.dumps({"a": [""] * MAX_VALUES}), 1),
+        (json.dumps({"a": [[]] * (MAX_STRINGS // 4)}), 8),
+    ],
+    ids=["lists", "strings", "several calls"],
+)
+def test_arguments_with_too_many_values_are_refused_before_they_are_decoded(
+    arguments: str, times: int
+) -> None:
+    assert read(arguments) == arguments
+    with pytest.raises(ApiError) as refused:
+        for_template(conversation(arguments, times))
+    assert (refused.value.status, refused.value.code) == (413, "too_large")
+
+
+def test_a_long_text_in_arguments_is_one_value() -> None:
+    text = ANY_TEXT * (SMALL_BODY_BYTES // len(ANY_TEXT))
+    [message] = for_template(conversation(json.dumps({"file": text})))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"file": text}
 
 
 def test_a_long_text_is_one_value() -> None:
