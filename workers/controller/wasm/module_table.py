@@ -114,6 +114,14 @@ class Table(Struct, omit_defaults=True):
             tagged={tag: self.tagged.get(tag, earlier) for tag in sorted(tags)},
         )
 
+    def all_stored(self) -> list[StoredModule]:
+        """All modules in the form for clients. Each tag is read once, because a tenant may have
+        1,000 modules and 10,000 tags."""
+        tags: dict[str, list[str]] = {module: [] for module in self.modules}
+        for tag, module in self.tags.items():
+            tags[module].append(tag)
+        return [self.stored(module, named) for module, named in tags.items()]
+
     def assign(self, tags: Iterable[str], module: str, by: str) -> None:
         """Assigns ``tags`` to a module, at the request of ``by``."""
         tagged = Tagged(at=time.time(), by=by or self.tenant)

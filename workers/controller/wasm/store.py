@@ -184,9 +184,7 @@ class ModuleStore:
 
     def list(self, tenant: str) -> Stored:
         """The modules of a tenant, the latest first."""
-        table = self._read(tenant)
-        modules = [table.stored(module) for module in table.modules]
-        return sorted(modules, key=lambda m: -m.uploaded)
+        return sorted(self._read(tenant).all_stored(), key=lambda m: -m.uploaded)
 
     def delete(self, tenant: str, name: str) -> StoredModule:
         """Removes a tag, or a module with all its tags; the answer lists the removed tags."""

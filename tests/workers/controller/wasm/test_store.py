@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -112,6 +113,25 @@ def test_a_tag_moves_from_module_to_module(modules: ModuleStore) -> None:
     assert modules.resolve("anna", "y") == one
     assert modules.tag("anna", "x", ["y"]).tags == ["x", "y"]
     assert {m.module: m.tags for m in modules.list("anna")} == {one: [], two: ["x", "y"]}
+
+
+def test_a_list_of_modules_reads_each_tag_once() -> None:
+    reads = []
+
+    class Tags(dict[str, str]):
+        def items(self) -> Any:
+            for item in super().items():
+                reads.append(item)
+                yield item
+
+    entry = module_table.Entry(1, 1, 1.0, "native")
+    names = [f"{number:064x}" for number in range(10)]
+    tags = Tags((f"tag {number}", names[number % 10]) for number in range(50))
+    table = module_table.Table("anna", dict.fromkeys(names, entry), tags)
+    found = table.all_stored()
+    assert len(reads) == 50
+    assert [m.module for m in found] == names
+    assert found[3].tags == ["tag 13", "tag 23", "tag 3", "tag 33", "tag 43"]
 
 
 def test_a_module_says_what_compiling_it_took_and_who_tagged_it_when(
