@@ -36,7 +36,7 @@ from .keyring import Keyring
 from .outgoing import Outgoing, Outgoings
 from .sessions import Sessions
 from .settings import BrokerSettings
-from .status import Counters, add_metrics, live_streams, status_of
+from .status import Counters, add_metrics, check_lists, live_streams, status_of
 from .tables import Session, SessionTable
 
 log = logging.getLogger(__name__)
@@ -193,19 +193,21 @@ class Front:
             case ModelInfoRequest():
                 self._model_info(session, message, frames, now)
             case StatusRequest():
-                status = status_of(
-                    self._dispatcher, len(self._table), self._counters, self._started, now
-                )
-                if message.streams:
-                    status.live = live_streams(
-                        self._dispatcher, self._shown_to(session, message.own), now
-                    )
-                if message.metrics:
-                    add_metrics(status, self._dispatcher, self._counters)
-                answer = Msg(stream_id=message.stream_id, status=status)
-                self._out.to_session(session, b"MSG", answer)
+                self._status(session, message, now)
             case _:
                 raise AssertionError(f"no code handles {message_type!r}")
+
+    def _status(self, session: Session, message: StatusRequest, now: float) -> None:
+        shown = self._shown_to(session, message.own) if message.streams else []
+        if shown and not self._is_operator(session):
+            check_lists(session, shown, now)
+        dispatcher, counters = self._dispatcher, self._counters
+        status = status_of(dispatcher, len(self._table), counters, self._started, now)
+        if message.streams:
+            status.live = live_streams(dispatcher, shown, now)
+        if message.metrics:
+            add_metrics(status, dispatcher, counters)
+        self._out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, status=status))
 
     def _is_operator(self, session: Session) -> bool:
         """Whether a client may perform operator actions: a client without a key, which is on the

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..protocol.errors import Code, UnavailableError
 from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
 from ..protocol.metrics import Tally
 from ..protocol.worker_messages import ANY_MODULE
 from .dispatch import Dispatcher
 from .tables import Request, Session
+
+LISTED_S = 50e-6
+"""Seconds for which a listed stream counts. To list it takes the broker some 1 to 2 µs."""
+MAX_LISTED_S = 1.0
+"""A client may not list streams while its earlier lists count for longer than this."""
 
 
 @dataclass(slots=True)
@@ -80,6 +86,25 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
         if role == "gpu":
             waiting.add(model or dispatcher.default_model(), len(queue))
     status.metrics = [*counters.errors.series(), *waiting.series()]
+
+
+def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
+    """Counts the list of the streams of ``shown`` for the key of a session. A session that carries
+    users counts by itself, because its users share a key.
+
+    Raises UnavailableError before anything is listed: a list of thousands of streams keeps the
+    broker for milliseconds, and a client can ask for hundreds of lists at once.
+    """
+    counted = session if session.carries_users else session.use
+    ahead_s = counted.lists_until - now
+    if ahead_s > MAX_LISTED_S:
+        raise UnavailableError(
+            Code.CLIENT_LIMIT,
+            "this client has listed its streams too often; ask again later, or for fewer streams",
+            retry_after_s=round(ahead_s - MAX_LISTED_S, 3),
+        )
+    num_streams = sum(len(each.streams) for each in shown)
+    counted.lists_until = max(counted.lists_until, now) + LISTED_S * num_streams
 
 
 def live_streams(

@@ -40,6 +40,8 @@ class KeyUse:
     queued: int = 0
     queued_bytes: int = 0
     buffer_bytes: int = 0
+    lists_until: float = 0.0
+    """When the streams that were listed for STATUS are paid for (``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -97,6 +99,8 @@ class Session:
     queued: int = 0
     """Number of the session's requests that wait for a worker."""
     queued_bytes: int = 0
+    lists_until: float = 0.0
+    """As in ``KeyUse``, for a session that carries users."""
     use: KeyUse = field(default_factory=KeyUse)
     """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
     pace: Pace = field(default_factory=Pace)

@@ -99,6 +99,28 @@ def test_whoever_asks_for_the_streams_of_its_session_gets_these_only() -> None:
     assert answer["status"].get("live", []) == []
 
 
+def test_a_client_that_lists_many_streams_again_and_again_has_to_wait() -> None:
+    bench = Bench()
+    bench.worker("a")
+    for stream in range(4_000):
+        bench.client("c", "GENERATE", generate(stream), "key-c")
+    bench.client("d", "GENERATE", generate(1), "key-d")
+    num_streams = len(live(bench, "c", "key-c"))
+    assert num_streams > 2_000
+    lists = []
+    asked = {"stream_id": 9, "streams": True}
+    for number in range(100):
+        # The answers come to each of two connections of the key.
+        [(kind, body)] = bench.client(f"e {number % 2}", "STATUS", asked, "key-c")[-1:]
+        lists.append(kind)
+    assert 1 < lists.count("MSG") <= 10
+    assert (kind, body["code"]) == ("ERROR", "client_limit")
+    assert len(live(bench, "d", "key-d")) == 1
+    assert bench.client("c", "STATUS", {"stream_id": 9}, "key-c")[-1][0] == "MSG"
+    bench.pass_time(body["retry_after_s"] + 0.25)
+    assert len(live(bench, "c", "key-c")) == num_streams
+
+
 def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
