@@ -65,6 +65,9 @@ ROLES = {
 
 MAX_TOKENIZERS = 4
 """Tokenizers that one session may have requested at a time; a tokenizer has up to about 20 MB."""
+MAX_TOKENIZERS_OF_KEY = 16
+"""Tokenizers that all sessions of one key may have requested at a time. A worker copies each answer
+between two steps."""
 UNREAD_FACTOR = 16
 """A client may have this many times ``max_pending_bytes`` of large answers unread when it asks for
 another tokenizer."""
@@ -162,6 +165,14 @@ class Admission:
                 Code.CLIENT_LIMIT,
                 f"this session waits for {len(waiting)} tokenizers; {MAX_TOKENIZERS} are "
                 "allowed; wait for one of them",
+                retry_after_s=1.0,
+            )
+        of_key = self._dispatcher.tokenizers[session.key] if session.key else 0
+        if of_key >= MAX_TOKENIZERS_OF_KEY:
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                f"the sessions of this key wait for {of_key} tokenizers; {MAX_TOKENIZERS_OF_KEY} "
+                "are allowed; try again when one has arrived",
                 retry_after_s=1.0,
             )
         most = UNREAD_FACTOR * self._settings.max_pending_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -82,6 +83,8 @@ class Dispatcher:
         self._out = out
         self.workers: dict[int, Worker] = {}
         self.requests: dict[int, Request] = {}
+        self.tokenizers = Counter[str]()
+        """By key: the requests for tokenizers that have not ended."""
         self.queues: dict[tuple[str, str], FairQueue] = {}
         self._unserved: dict[tuple[str, str], float] = {}
         """By queue that no worker serves: when the broker first found that, in seconds."""
@@ -131,6 +134,8 @@ class Dispatcher:
         if request.controller:
             request.controller_awaited = self.controllers.check(request.controller)
         self.requests[request.id] = request
+        if request.type == b"TOKENIZER":
+            self.tokenizers[request.session.key] += 1
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
         logs.begin(request.id, request.request_id, request.trace)
@@ -208,6 +213,9 @@ class Dispatcher:
         if request.session.streams.get(request.stream_id) is request:
             del request.session.streams[request.stream_id]
         self.deadlines.remove(request)
+        if request.type == b"TOKENIZER":
+            self.tokenizers.subtract({request.session.key: 1})
+            self.tokenizers = +self.tokenizers
         self.moves.forget(request)
         if request.trace:
             record_span(request)

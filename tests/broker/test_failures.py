@@ -370,3 +370,24 @@ def test_a_client_waits_for_a_bounded_number_of_tokenizers(bench: Bench) -> None
         answers += bench.client("c", "TOKENIZER", {"stream_id": stream, "model": "m"})
     assert [error["code"] for _, error in answers] == ["client_limit"] * 2
     assert len(bench.to_worker("a")) == 4
+
+
+def test_all_sessions_of_a_key_wait_for_a_bounded_number_of_tokenizers(bench: Bench) -> None:
+    bench.worker("a", capacity=1000)
+
+    def ask(client: str, key: str) -> list[tuple[str, Any]]:
+        return bench.client(client, "TOKENIZER", {"stream_id": 1, "model": "m"}, key)
+
+    answers = [answer for number in range(20) for answer in ask(f"eve {number}", "eve")]
+    assert [error["code"] for _, error in answers] == ["client_limit"] * 4
+    sent = bench.to_worker("a")
+    assert len(sent) == 16
+    assert ask("ann", "ann") == []
+    # The end of a session does not make room: its worker still has the request.
+    bench.client("eve 0", "BYE", key="eve")
+    [(_, error)] = ask("eve again", "eve")
+    assert error["code"] == "client_limit"
+    _, (request, session, _) = sent[0]
+    head = encode_header(request, session, Flag.FINAL)
+    bench.broker.on_worker(peer_of("a"), [b"MSG", head, b'{"stream_id":1}'], bench.now)
+    assert ask("eve again", "eve") == []
