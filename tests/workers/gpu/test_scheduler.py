@@ -159,6 +159,46 @@ def test_when_blocks_run_out_the_last_to_arrive_is_preempted_and_recomputed() ->
     assert shape(s.schedule())[0][0] == 2
 
 
+def with_suspended(clients: list[int]) -> tuple[Scheduler, list[Sequence]]:
+    """A scheduler of 30 blocks: client 1 has a running sequence, and each of ``clients`` a
+    suspended one of 8 blocks."""
+    s = scheduler(blocks=31, room=64)
+    s.add(sequence(1, 3, client=1))
+    compute(s.schedule())
+    held = [sequence(number, 31, client=client) for number, client in enumerate(clients, 2)]
+    for each in held:
+        s.add(each)
+        compute(s.schedule())
+        s.suspend(each)
+    return s, held
+
+
+def test_suspended_sequences_make_room_for_another_client_while_others_run() -> None:
+    s, (first, second, third) = with_suspended([1, 1, 2])
+    s.add(sequence(9, 20, client=3))
+    assert [request for request, _, _ in shape(s.schedule())] == [1, 9]
+    assert not second.block_table.blocks, "the last of the client with the most blocks"
+    assert first.block_table.blocks
+    assert third.block_table.blocks
+    s.resume(second)
+    s.remove(first)
+    assert 3 in [request for request, _, _ in shape(s.schedule())]
+
+
+def test_suspended_sequences_keep_their_blocks_before_another_of_their_client() -> None:
+    s, held = with_suspended([1, 1, 1])
+    s.add(sequence(9, 20, client=1))
+    assert [request for request, _, _ in shape(s.schedule())] == [1]
+    assert all(each.block_table.blocks for each in held)
+
+
+def test_suspended_sequences_keep_their_blocks_if_these_are_not_enough() -> None:
+    s, held = with_suspended([1, 1, 2])
+    s.add(sequence(9, 130, client=3))
+    assert [request for request, _, _ in shape(s.schedule())] == [1]
+    assert all(each.block_table.blocks for each in held)
+
+
 @settings(max_examples=examples(40))
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),

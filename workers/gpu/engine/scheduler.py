@@ -254,7 +254,7 @@ class Scheduler:
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
-            elif self.running or not self._evict_for(sequence):
+            elif not (self._evict_suspended if self.running else self._evict_for)(sequence):
                 self._refused = sequence
                 break
 
@@ -366,6 +366,28 @@ class Scheduler:
             return False
         return True
 
+    def _evict_suspended(self, sequence: Sequence) -> bool:
+        """Frees blocks of suspended sequences of other clients for a waiting sequence while others
+        run; the client with the most blocks loses its sequences first. Does nothing if that is
+        not enough, or if blocks are available already."""
+        of_client: dict[int, list[Sequence]] = {}
+        for other in self.suspended:
+            if other.block_table.blocks and other.client != sequence.client:
+                of_client.setdefault(other.client, []).append(other)
+        wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
+        wanted += len(self.running) + len(self.deferred) - self._blocks.num_available
+        if not 0 < wanted <= sum(map(_num_blocks, of_client.values())):
+            return False
+        enough = self._blocks.num_available + wanted
+        while of_client and self._blocks.num_available < enough:
+            client = max(of_client, key=lambda each: _num_blocks(of_client[each]))
+            victim = min(of_client[client], key=_rank)
+            of_client[client].remove(victim)
+            if not of_client[client]:
+                del of_client[client]
+            self._preempt(victim)
+        return True
+
     def _idle(self) -> list[Sequence]:
         """Sequences that have blocks and are suspended or waiting."""
         return [s for s in (*self.suspended, *self.waiting.returned) if s.block_table.blocks]
@@ -403,6 +425,11 @@ class Scheduler:
         else:
             self.suspended.pop(sequence, None)
         self.changed()
+
+
+def _num_blocks(sequences: Iterable[Sequence]) -> int:
+    """The blocks of sequences; those that several share count several times."""
+    return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
