@@ -177,8 +177,8 @@ class Front:
             raise RequestError(
                 Code.NOT_ALLOWED,
                 f"this client may not send {message_type.decode()}: send it with the operator's "
-                "key, or, if the broker has no keys, on a connection that is not a gateway's; "
-                "SIGTERM to a worker drains it too",
+                "key, or, if the broker has no keys, from a client that is not a gateway; a "
+                "SIGTERM also drains a worker",
             )
         message = decode_as(kind, frames[1])
         match message:
@@ -210,9 +210,9 @@ class Front:
         self._out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, status=status))
 
     def _is_operator(self, session: Session) -> bool:
-        """Whether a client may perform operator actions: a client without a key, which is on the
-        broker's machine, or one whose key allows it. A gateway may not, because its users would
-        then be able to."""
+        """Whether a client may perform operator actions. A client without a key may, because it is
+        on the broker's machine. A client with a key may if the key allows it. A gateway may not,
+        because its users could then perform them."""
         allowed = self._keyring.client(session.key)
         local = not session.key
         return not session.carries_users and (local or (allowed is not None and allowed.operator))
@@ -286,7 +286,8 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     """The streams that end with a TOKEN message, except those that were cancelled.
 
-    Bodies that cannot be decoded are skipped: the broker has not read them before.
+    Bodies that cannot be decoded are skipped. The broker routes bodies without decoding them, so a
+    malformed body can reach this function.
     """
     if frames[0] != b"TOKEN":
         return set()

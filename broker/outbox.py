@@ -36,7 +36,7 @@ class Outbox:
     connection.
 
     A message that ``must`` be sent may exceed the bound and may have any size. It is dropped if
-    messages of at least ``max_must_bytes`` wait before it (None: never).
+    the messages that wait before it have ``max_must_bytes`` or more together (None: never).
     """
 
     def __init__(

@@ -8,9 +8,10 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
-    The tenant is the last attachment of a ``START``, of messages for the store of modules, and of a
-    ``VARIABLE`` of a tenant with a key. In the latter two, ``quota_bytes`` is the quota of the
-    store or of variables.
+    The tenant is the last attachment of a ``START`` and of a message for the store of modules. If
+    the tenant has a key, it is also the last attachment of a ``VARIABLE``. In a message for the
+    store, ``quota_bytes`` is the quota of the store. In a ``VARIABLE``, it is the quota of
+    variables.
     """
 
     key: str = ""

@@ -6,9 +6,10 @@ number cannot fit. A tokenizer may shorten a text, because it normalizes (as Uni
 has one token for all unknown text. Then four times as much text is allowed. Text that would shrink
 even more, such as a long run of spaces that becomes one, is refused although it might fit.
 
-Most texts have far more tokens than this bound suggests. So the tokens of a long text are first
-counted in segments, and counting stops at twice the allowed number of tokens. A border between two
-segments can add tokens, but does not double them.
+Most tokens are much shorter than the longest one, so a text within this bound may still have far
+too many tokens. Therefore the tokens of a long text are first counted in segments, and counting
+stops at twice the allowed number of tokens. A border between two segments can add tokens, but does
+not double them.
 """
 
 from __future__ import annotations
@@ -91,12 +92,13 @@ class TextBound(NamedTuple):
     def check_bytes(self, num_bytes: int, path: str = "$.prompt") -> None:
         """Raises RequestError if the model cannot take ``num_bytes`` of text."""
         if num_bytes > self.max_bytes:
-            times = f" times {MAX_SHORTENING}" if self.size.shortens else ""
+            shortens = f", times {MAX_SHORTENING} because the tokenizer may shorten text"
+            factor = shortens if self.size.shortens else ""
             raise RequestError(
                 Code.PROMPT_TOO_LONG,
                 f"the text has {num_bytes} bytes or more; {self.model} takes at most "
-                f"{self.max_tokens} tokens of at most {self.size.max_bytes} bytes each{times}, "
-                f"which is {self.max_bytes} bytes of text; send a shorter text",
+                f"{self.max_bytes} bytes of text ({self.max_tokens} tokens of at most "
+                f"{self.size.max_bytes} bytes each{factor}); send a shorter text",
                 path=path,
             )
 
@@ -109,7 +111,8 @@ class TextBound(NamedTuple):
     ) -> None:
         """Counts a long text in segments; raises RequestError if it has too many tokens.
 
-        ``count`` returns the tokens of a segment. It is not called again once ``go_on`` is false.
+        ``count`` returns the number of tokens of a segment. It is not called again once ``go_on``
+        is false.
         """
         found = 0
         for start in range(0, len(text) if len(text) > SEGMENT_CHARS else 0, SEGMENT_CHARS):

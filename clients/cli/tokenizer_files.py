@@ -1,4 +1,4 @@
-"""Reads the vocabulary that ``--tokenizer`` names: a checkpoint's, a file, or the embedded model's.
+"""Reads the vocabulary that ``--tokenizer`` names: a checkpoint, a file, or the embedded model.
 
 Neither torch nor transformers is needed.
 """
@@ -129,8 +129,8 @@ def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
 
 
 def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokenizer:
-    """A tokenizer from tokens by rank, as in tiktoken: it merges the two neighbours whose merged
-    token has the lowest rank first. ``first`` is the id of rank 0."""
+    """A tokenizer from tokens by rank, as in tiktoken: each step merges the two neighbours whose
+    merged token has the lowest rank. ``first`` is the id of rank 0."""
     rank = {token: number for number, token in enumerate(tokens)}
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []

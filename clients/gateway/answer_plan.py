@@ -1,4 +1,4 @@
-"""Finds the form of the answer to a prompt from the template that made the prompt."""
+"""Determines the parts of an answer from the chat template that made its prompt."""
 
 from __future__ import annotations
 

@@ -81,13 +81,15 @@ FAMILIES = {
     ),
     "num_requests_deferred": Family("gauge", "Sequences whose controller has not decided yet."),
     "num_requests_suspended": Family("gauge", "Sequences that a controller has suspended."),
-    "deferrals": Family("counter", "Steps without a sequence, as its decision was not ready."),
+    "deferrals": Family(
+        "counter", "Times that a step left out a sequence whose decision was not ready."
+    ),
     "forks": Family("counter", "Forked sequences."),
     "splices": Family("counter", "Splices: replaced or appended ends of sequences."),
     "fast_forward_tokens": Family("counter", "Tokens that controllers have appended."),
     "backtracked_tokens": Family("counter", "Tokens that controllers have removed."),
     "controller_rounds": Family(
-        "counter", "Rounds of controllers, by the requests' name of the controller."
+        "counter", "Rounds of controllers, by the name of the controller in the request."
     ),
     "controller_cpu_seconds": Family("counter", "CPU time of controllers' rounds."),
     "grammar_compile_seconds": Family(
@@ -103,7 +105,7 @@ FAMILIES = {
     "sessions": Family("gauge", "Sessions of clients at the broker."),
     "streams": Family("gauge", "Live requests of all clients."),
     "workers": Family("gauge", "Workers, by role and state."),
-    "attention": Family("gauge", "1 for the attention backend of a worker's model."),
+    "attention": Family("gauge", "Always 1; the label attention names the attention backend."),
     "cuda_graphs": Family("gauge", "Number of CUDA graphs of a model."),
     "fallbacks": Family("gauge", "Fast paths of the device that a worker does not use."),
     "worker_requests": Family("gauge", "Requests assigned to a worker."),
@@ -175,7 +177,7 @@ class Snapshot(Collector):
 
 
 def of_status(status: Status | None) -> Iterator[Series]:
-    """The series of the broker's answer; empty without an answer."""
+    """The series of the broker's answer; only ``up`` if the broker has not answered."""
     yield Series("up", {}, float(status is not None))
     if status is None:
         return

@@ -13,8 +13,8 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Maximum transitions, by label, of an automaton that is minimised, which takes about half a
-second."""
+"""Maximum number of transitions of an automaton that is minimised; each label counts as one
+transition. Minimising an automaton of this size takes about half a second."""
 
 State = TypeVar("State", bound=Hashable)
 
@@ -40,10 +40,11 @@ class Source(Protocol[State]):
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
     """The table of the combination; None if it matches no text.
 
-    An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
-    in the order in which ascending bytes reach them. So a language has one table, whether it comes
-    from a combination or from a pattern. The states are added to ``reached`` as they are found, so
-    that the caller can find the part that is too large. Raises Exhausted beyond the limits.
+    An automaton of at most ``MAX_MINIMISED`` transitions is minimised. Its states are numbered in
+    the order of a breadth-first search that follows the bytes in ascending order. So a language has
+    one table, whether it comes from a combination or from a pattern. The states are added to
+    ``reached`` as they are found, so that the caller can find the part that is too large. Raises
+    Exhausted beyond the limits.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

@@ -111,7 +111,7 @@ def literal_tree(text: str) -> Tree:
 
 
 def void(tree: Tree) -> Tree | None:
-    """The part because of which a tree does not match any text; None if the tree matches a text."""
+    """The part that prevents a tree from matching any text; None if the tree matches a text."""
     match tree:
         case Chars():
             return None if tree.chars else tree

@@ -26,17 +26,17 @@ then these arrays, each at the next multiple of 8 bytes, padded with zeros:
     classes      u8  [256]      class of a byte
     transitions  u16 [L * C]    next lexer state
     accepted     u16 [L]        terminal that the lexer state matched, 0xFFFF for none
-    reachable    u32 [L * W]    set of terminals that it can still match, its own included
+    reachable    u32 [L * W]    set of terminals that the lexer state has matched or can still match
     actions      u16 [S * T]    0 error, else number << 2 | kind: 1 shift to a state, 2 reduce a
                                 production, 3 accept
     gotos        u16 [S * N]    state after a nonterminal, 0 for none
     lhs          u16 [P]        nonterminal of a production
     length       u16 [P]        its number of symbols
     shifted      u32 [S * W]    set of terminals that the state shifts or accepts
-    first        u32 [S + 1]    where the state's reductions start in the next two
+    first        u32 [S + 1]    where the state's reductions start in reduced, lookahead
     reduced      u16 [R]        a production
     lookahead    u32 [R * W]    the set of terminals at which it is reduced
-    first_rest   u32 [S + 1]    where the state's rests start in the next four (closing.py)
+    first_rest   u32 [S + 1]    where the state's rests start in rest_* (closing.py)
     rest_lhs     u16 [Q]        nonterminal that a rest completes
     rest_pops    u16 [Q]        states that are then popped
     rest_cost    u32 [Q]
@@ -104,7 +104,8 @@ class CompiledGrammar:
     shifted: tuple[int, ...]
     """Set of terminals that a parser state shifts or accepts."""
     reduced: tuple[tuple[tuple[int, int], ...], ...]
-    """For each parser state its (production, set of terminals at which it is reduced)."""
+    """For each parser state, pairs of a production and the set of terminals at which the production
+    is reduced."""
     rests: tuple[tuple[Rest, ...], ...]
     """For each parser state, the rests that complete its items."""
     shortest: tuple[bytes, ...]

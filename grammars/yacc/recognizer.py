@@ -1,9 +1,9 @@
 """Checks byte by byte whether a text can still become a sentence of a grammar.
 
 This recognizer is the reference for the guest engine. Lexer and parser run in lockstep as in AICI.
-The lexer reads up to its dead state, then goes back by one byte; the lexeme is the match at that
-place. A byte is refused at once if the parser cannot accept any of the lexemes that the lexer can
-still match: after ``int `` the ``1`` of ``123456`` is refused.
+If a byte leads the lexer to its dead state, the lexeme ends before this byte, and the byte begins
+the next lexeme. A byte is refused at once if the parser cannot accept any of the lexemes that the
+lexer can still match: after ``int `` the ``1`` of ``123456`` is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Refusal:
     """The place at which a text is refused, after ``offset`` bytes. ``line`` and ``column`` count
     from 1, columns in characters.
 
-    ``found`` is the character that cannot follow, "" at the end of a text that is not complete;
-    ``expected`` are the lexemes that could, by name.
+    ``found`` is the character that cannot follow, or "" at the end of a text that is not complete.
+    ``expected`` has the names of the lexemes that can follow.
     """
 
     offset: int

@@ -38,7 +38,7 @@ def test_a_tokenizer_that_normalizes_or_has_other_letters_may_shorten_text() -> 
 def test_all_texts_of_a_request_together_have_a_bound_in_bytes(shortens: bool, most: int) -> None:
     bound = TextBound("m", 10, TokenSize(3, shortens))
     assert bound.check(["\u00e9" * (most // 2 - 1), "ab"]) == most
-    with pytest.raises(RequestError, match=f"{most + 1} bytes .* 10 tokens of at most 3 bytes"):
+    with pytest.raises(RequestError, match=rf"{most + 1} bytes .* \(10 tokens of at most 3 bytes"):
         bound.check(["\u00e9" * (most // 2), "a"])
 
 

@@ -39,8 +39,9 @@ class IdleQueue:
         """A heap with the next turn of each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """By tenant: the time from which the tenant is within its rate, after its rounds so far.
-        Times in the past have no effect."""
+        """By tenant: the time at which rounds at the average rate would have reached the tenant's
+        rounds so far (the algorithm's theoretical arrival time). Times in the past have no
+        effect."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that is idle since ``now``."""
@@ -79,7 +80,7 @@ class IdleQueue:
 
 
 class IdleGroups:
-    """Wakes idle groups at their times, on a thread of its own, which the first group starts.
+    """Wakes idle groups when they are due, on a thread that is started for the first group.
 
     ``wake`` is called for each group, without a lock.
     """

@@ -1,7 +1,8 @@
 """The shares of tenants and of their requests in the memory of the state worker.
 
-A tenant may have as much as it leaves free: a single tenant gets half of the room, and each of n
-greedy tenants gets 1 / (n + 1). Likewise a request may have as much as it leaves to its tenant.
+A tenant's bytes may not exceed the free bytes. So a single tenant gets half of the memory, and each
+of n greedy tenants gets 1 / (n + 1). Likewise, the bytes of a request may not exceed the bytes that
+its tenant may still take.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Shares:
         self._tenants: dict[str, int] = {}
 
     def key(self, request: int) -> str:
-        """The key of the tenant of a request; ``""`` for all without a key."""
+        """The key of a request's tenant; ``""`` if the tenant does not have a key."""
         return self._requests.get(request, _NOTHING).key
 
     def size(self, request: int) -> int:
@@ -40,29 +41,30 @@ class Shares:
         return self._requests.get(request, _NOTHING).bytes
 
     def refusal(self, tenant: Tenant, request: int, cost: int) -> str | None:
-        """The error for an operation of a request that adds up to ``cost`` bytes, if its tenant or
-        the request has no room for it; None otherwise."""
+        """The error if the tenant or the request does not have room for an operation, otherwise
+        None. ``cost``: the maximum number of bytes that the operation adds."""
         used = self._tenants.get(tenant.key, 0)
         quota = tenant.quota_bytes
         if quota is not None and used + cost > quota:
             return (
                 "the quota variable_bytes of this key is used up: the variables of its live "
-                f"requests take {used} bytes, this operation up to {cost}, and it is {quota}; try "
-                f"again when other requests have ended, in {RETRY_AFTER_S:g} s or later"
+                f"requests take {used} bytes, this operation takes up to {cost}, and the quota is "
+                f"{quota} bytes; try again when other requests have ended, in {RETRY_AFTER_S:g} s "
+                "or later"
             )
         free = self._total_bytes - self._bytes
         if used + cost > free:
             return (
                 f"the state worker is full: the variables of this key's live requests take {used} "
-                f"bytes, this operation up to {cost}, and {free} bytes are free; a key may have as "
-                "much as is free; try again when other requests have ended"
+                f"bytes, this operation takes up to {cost}, and a key may have at most the {free} "
+                "bytes that are free; try again when other requests have ended"
             )
         own = self.size(request)
         if own + cost > free - used:
             return (
                 f"the state worker is full: the variables of this request take {own} bytes, this "
-                f"operation up to {cost}, and {free - used} bytes are free for its key; a request "
-                "may have as much as is free; try again when other requests have ended"
+                f"operation takes up to {cost}, and a request may have at most the {free - used} "
+                "bytes that its key may still take; try again when other requests have ended"
             )
         return None
 

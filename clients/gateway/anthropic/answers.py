@@ -226,6 +226,6 @@ class Answer:
 
 
 def _usage(first: Token, output: int) -> Usage:
-    """The usage, whose prompt tokens are in the first entry of a stream."""
+    """The usage of a message. The first entry of its stream has the number of prompt tokens."""
     read = first.cached_tokens
     return Usage(first.prompt_tokens - read, 0, read, output)

@@ -86,7 +86,8 @@ Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Tool(Body):
-    """A tool of the client. Tools that run on Anthropic's servers are refused, by their type."""
+    """A tool of the client. Tools that run on Anthropic's servers are refused, because they have
+    another type."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
@@ -145,7 +146,7 @@ class Thinking(Body):
 
 
 class Conversation(Body):
-    """The conversation to continue: the common fields of both requests."""
+    """The conversation to continue: the common fields of ``CountTokens`` and ``CreateMessage``."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "speed", "user_profile_id", "workspace_id"}

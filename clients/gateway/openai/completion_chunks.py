@@ -86,7 +86,7 @@ class CompletionChunks:
     def _text(self, place: int, seq: int, text: str) -> bytes:
         head = self._heads.get((place, seq))
         if head is None:
-            # The head ends with the first two fields of a choice.
+            # The head has the bytes of a chunk before the text of its choice.
             whole = self._chunk(self._indexes.of(place, seq), "", None, None, None)
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail

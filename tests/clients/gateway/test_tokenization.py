@@ -32,7 +32,11 @@ def served(context: int, size: TokenSize) -> ServedModel:
 @pytest.mark.parametrize(
     ("length", "size", "message"),
     [
-        (15_000_000, TokenSize(7, False), r"15000000 bytes .* 100 tokens of at most 7 bytes each"),
+        (
+            15_000_000,
+            TokenSize(7, False),
+            r"15000000 bytes .* \(100 tokens of at most 7 bytes each",
+        ),
         (15_000_000, TokenSize(150_000, False), rf"the first {SEGMENT_CHARS} of 15000000 char"),
     ],
 )

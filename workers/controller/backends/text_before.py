@@ -1,5 +1,4 @@
-"""Functions for the end of a text: its tokens before the end or before a stop string, and a log
-line."""
+"""The tokens of a text before its end or before a stop string, and the log line about the end."""
 
 from __future__ import annotations
 

@@ -66,5 +66,5 @@ def _bytes(name: str, value: object) -> bytes:
         return value
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"variable {name!r} is set to {value!r}; right would be text or bytes",
+        f"variable {name!r} was set to {value!r}; expected text or bytes",
     )

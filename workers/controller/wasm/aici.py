@@ -60,7 +60,7 @@ class AiciProgram:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
     ):
-        """``why_no_fork``: why instances cannot be copied; None: all can be. Raises
+        """``why_no_fork``: why instances cannot be copied; None if they can. Raises
         wasmtime.WasmtimeError for an unknown import."""
         self._template = Template(_linker(engine), module, engine)
         self._why_no_fork = why_no_fork
@@ -328,7 +328,7 @@ def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: in
 def _check_size(what: str, size: int, most: int) -> None:
     if size > most:
         raise ControllerError(
-            Code.CONTROLLER_FAILED, f"{what} has at most {most} bytes; this one has {size}"
+            Code.CONTROLLER_FAILED, f"{what} may have at most {most} bytes; this one has {size}"
         )
 
 

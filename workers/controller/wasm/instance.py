@@ -27,7 +27,8 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The same library as ``_dll``, for calls that are shorter than releasing the interpreter lock."""
+"""The same library as ``_dll``. Its calls keep the interpreter lock, because they take less time
+than releasing the lock."""
 
 # Functions have no argtypes: all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
@@ -91,9 +92,9 @@ class Spares:
     """Instances whose sequences have finished, which are reused for the next forks of their
     modules.
 
-    Most of the cost of a fork is the allocation of its memory by the system, page by page. A spare
-    instance has its pages. Its memory is completely overwritten, so that a sequence never reads the
-    memory of another sequence.
+    Most of the cost of a fork is the allocation of its memory by the system, page by page. The
+    pages of a spare instance are already allocated. Its memory is completely overwritten, so that a
+    sequence never reads the memory of another sequence.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -180,8 +181,8 @@ class Guest:
         self._ticked_at: float | None = None
         self._timed_out = False
         self.host_work = 0
-        """Work of host functions since the guest's CPU time was last checked, in units
-        (``CHECKED_WORK``)."""
+        """Work of host functions since the guest's CPU time was last checked, in the units of
+        ``CHECKED_WORK``."""
         self.host_bytes = 0
         """Bytes that the host stores for the guest. The controller sets this number before
         ``count``."""
@@ -255,8 +256,8 @@ class Guest:
         return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
 
     def function_names(self) -> dict[int, str]:
-        """The guest's exported functions by the address of a reference, if its tables are
-        copied."""
+        """The names of the guest's exported functions, by the address in a reference to the
+        function. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -287,7 +288,8 @@ class Guest:
         return self._limit_s
 
     def charge(self, size: int) -> None:
-        """Counts host work for this guest before it is done, in bytes copied."""
+        """Counts the work of a host function before the work is done. ``size``: the work as a
+        number of copied bytes."""
         if size >= BULK_BYTES and self._ticked_at is None:
             self._ticked_at = time.thread_time()
         self.host_work += size // WORK_BYTES

@@ -1,4 +1,4 @@
-"""The models that a client may have loaded: names and paths in the setting ``allow``."""
+"""The models that a worker loads at a client's request, as names and paths (setting ``allow``)."""
 
 from __future__ import annotations
 

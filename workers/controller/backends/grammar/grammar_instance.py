@@ -184,8 +184,9 @@ class GrammarInstance:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
         in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
 
-        A sequence takes part only if its token can follow, and the next mask is cached, allows a
-        token and forces none. Returns which sequences took part; the others are unchanged.
+        A sequence takes part only if its token can follow and its next mask is cached, allows a
+        token, and does not force a byte. Returns which sequences took part; the others are
+        unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
@@ -203,8 +204,8 @@ class GrammarInstance:
 
     def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes the mask after each token of a draft; returns the number of masks written. Writing
-        stops at a token that the grammar does not allow, after which it allows no token, or after
-        which a byte is forced. The sequence is unchanged."""
+        stops at a token that the grammar does not allow. It also stops at a token that no token can
+        follow, or after which a byte is forced. The sequence is unchanged."""
         with self._lock:
             self._alive()[_ARG] = place
             copy = self._call("fork")
@@ -243,8 +244,9 @@ class GrammarInstance:
             return tokens[:kept]
 
     def closing(self, place: int) -> bytes | None:
-        """Text that completes the text so far, close to the fewest bytes possible; empty if it is
-        complete. None if no such text was found, for example for a very deeply nested text."""
+        """Text that completes the text so far, with about as few bytes as possible; empty if the
+        text is already complete. None if no such text was found, for example for a very deeply
+        nested text."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("closing")

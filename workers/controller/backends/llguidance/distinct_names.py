@@ -20,7 +20,8 @@ _CHARACTERS = [character.encode() for character in digits + ascii_letters]
 
 
 class Name(NamedTuple):
-    """A name that its object already has, in its written form."""
+    """A repeated name of an object, as it is written in the text: names with different escapes are
+    different."""
 
     begin: int
     end: int
@@ -29,12 +30,12 @@ class Name(NamedTuple):
 
 
 def counts_names(grammar: str) -> bool:
-    """Whether a schema of the grammar requires two or more properties with any names."""
+    """Whether a schema of the grammar has a ``minProperties`` of at least 2."""
     return _COUNTED.search(grammar) is not None
 
 
 def repeated(text: bytes, begin: int) -> Name | None:
-    """The first repeated name of a text, of the names that end at byte ``begin`` or later."""
+    """The first repeated name that ends at byte ``begin`` of the text or later."""
     return next(_repeated(text, begin), None)
 
 
@@ -75,8 +76,8 @@ def _repeated(text: bytes, begin: int) -> Iterator[Name]:
 
 
 def _others(name: bytes) -> Iterator[bytes]:
-    """Candidates for another name: the shortest first, then names with another end, and longer
-    names."""
+    """Candidates for another name: single characters, then the name with another last character,
+    with one more character, and with two characters in place of the last."""
     yield from _CHARACTERS
     for one in _CHARACTERS:
         yield name[:-1] + one

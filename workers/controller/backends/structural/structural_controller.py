@@ -20,7 +20,7 @@ StartValue = Callable[[str, Arg, Host], Constraint]
 """Makes the controller of a value: a built-in constraint with its argument."""
 
 MAX_CHARACTER_BYTES = 4
-"""Maximum bytes of a character in UTF-8, and so maximum tokens that complete one."""
+"""Maximum bytes of a character in UTF-8. A character has at most as many tokens as bytes."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -120,7 +120,8 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # A backtrack closes the value; all appended tokens belong to the value.
+            # Only the controller of the value backtracks, to complete its text. So all appended
+            # tokens belong to the value.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -168,8 +169,8 @@ class StructuralController:
         return state.mode == "text" and self._automaton.structure.phases[state.phase].text
 
     def _settle(self, state: State, mask: memoryview) -> None:
-        """Caches the mask of a state of free text: most tokens stay in one state, and then take
-        hardly any time."""
+        """Caches the mask of a state of free text. Most tokens do not change the state, and their
+        rounds only copy the cached mask."""
         tag = self._automaton.structure.tags[state.tags[0]] if state.mode == "content" else None
         most = tag.max_tokens if tag is not None else None
         self._settled, self._settled_mask = state, bytes(mask)
@@ -177,7 +178,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part with this many tokens has room only for those that close it."""
+        """Whether a part with ``spent`` tokens has reached its tag's ``max_tokens`` and must be
+        closed."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens
@@ -201,7 +203,7 @@ class StructuralController:
         return self._automaton.closings[tag]
 
     def _free_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """``masks_along`` in text, and in the begins and ends of tags."""
+        """``masks_along`` for text, and for the beginnings and ends of tags."""
         state, spent = self._state, self._spent
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             before, data = state, self._masks.bytes_of(token)
@@ -227,8 +229,8 @@ class StructuralController:
         return min(len(draft), len(masks))
 
     def _json_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """The number of the schema's masks along a draft that are valid in a tag, after the tag's
-        forbidden tokens are removed."""
+        """Removes the tokens that the tag forbids from the schema's masks along a draft; returns
+        the number of masks that are then valid in the tag."""
         state = self._state
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             state = self._masks.follow(state, self._masks.bytes_of(token))
@@ -356,7 +358,8 @@ class StructuralController:
             self._inner = self._start_value("json_schema", schema, host)
 
     def _within(self, host: Host) -> Host:
-        """The host of a value, with the remaining tokens minus those that must follow."""
+        """The host of a value. Its ``max_tokens`` are the remaining tokens minus the tokens of the
+        text that must follow the value."""
         left = host.max_tokens - len(self._tokens)
         if self._state.mode == "content":
             end = self._automaton.shortest_end(self._state.tags[0])

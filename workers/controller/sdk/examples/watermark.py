@@ -1,8 +1,8 @@
 """A watermark: the text looks as usual, but its tokens show that a model wrote it.
 
-The previous token and a key choose half of the vocabulary, the green tokens, which get a bias. The
-detector counts green tokens: in unmarked text about half of the tokens are green, and in marked
-text more. Source: Kirchenbauer et al., "A Watermark for Large Language Models" (2023).
+The previous token and a key select half of the vocabulary: the green tokens. Their logits get a
+bias. The detector counts green tokens: in unmarked text about half of the tokens are green, and in
+marked text more. Source: Kirchenbauer et al., "A Watermark for Large Language Models" (2023).
 
     tokenbus controller serve watermark:Watermark
     tokenbus controller run watermark:Watermark --arg '{"key": 42}' --prompt 'def add(a, b):'
@@ -39,8 +39,9 @@ def green(before: int, key: int, size: int) -> np.ndarray:
 
 def z_score(tokens: Sequence[int], key: int, size: int) -> float:
     """The number of standard deviations by which a text has more green tokens than the average text
-    without the watermark. A text with a score above 4 is marked, with one error in 30,000 texts.
-    Each pair of neighbours counts once, so that repetitions do not distort the count."""
+    without the watermark. If the score is above 4, the text is marked; one of 30,000 texts without
+    the watermark has such a score. Each pair of neighbours counts once, so that repetitions do not
+    distort the count."""
     pairs = set(pairwise(tokens))
     hits = sum(bool(green(before, key, size)[token]) for before, token in pairs)
     count = len(pairs)
@@ -71,7 +72,7 @@ class Watermark(Controller):
         return sample(bias=marked * np.float32(self.delta))
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Records the tokens of the sequence, as a later backtrack may drop some of them."""
+        """Stores all tokens of the sequence, because a later backtrack may remove some of them."""
         del self.tokens[len(self.tokens) - backtrack :]
         self.tokens += tokens
         return super().post_process(tokens, backtrack)
