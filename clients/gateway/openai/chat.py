@@ -33,7 +33,7 @@ from .choices import check_some_succeeded, finish_reason, receipt_of
 from .constraints import Constraint
 from .conversations import prompt_ids
 from .generations import Generations, begun
-from .logprobs import ChatLogprobs, Sampled, token_logprobs
+from .logprobs import ChatLogprobs, Sampled, compose, token_logprobs
 from .messages import for_template
 from .tools import for_template as tools_for_template
 from .usage import Counter
@@ -109,7 +109,9 @@ def chat_generations(
 async def _answer(job: ChatJob) -> ChatCompletion:
     [sequences] = await job.generations.wait()
     check_some_succeeded(sequences)
-    choices = [_choice(job, sequence) for sequence in sequences]
+    choices = await compose(
+        job.counter.alternatives, lambda: [_choice(job, sequence) for sequence in sequences]
+    )
     return ChatCompletion(
         job.id,
         "chat.completion",

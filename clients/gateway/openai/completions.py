@@ -25,7 +25,14 @@ from .choices import Indexes, check_some_succeeded, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .completion_chunks import CompletionChunks
 from .generations import Generations, Prompt, begun
-from .logprobs import Sampled, completion_logprobs, cumulative, reported
+from .logprobs import (
+    Sampled,
+    check_alternatives,
+    completion_logprobs,
+    compose,
+    cumulative,
+    reported,
+)
 from .usage import Counter
 
 
@@ -79,6 +86,9 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     echoes = [Echo() for _ in prompts]
     if body.echo:
         prompts, echoes = await _echoes(gateway, body, model, prompts)
+        # Each choice repeats the prompt.
+        sizes = (len(echo.sampled.tokens) for echo in echoes if echo.sampled is not None)
+        counter.alternatives = sum(sizes) * (body.n or 1) * (1 + (body.logprobs or 0))
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
@@ -99,6 +109,8 @@ async def _echoes(
     ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]
+    num_tokens = sum(map(len, ids))
+    check_alternatives(num_tokens * (body.n or 1) * (1 + body.logprobs))
     sampled = await asyncio.gather(*(_scored(gateway, body, model, one) for one in ids))
     return [*ids], [Echo(text, one) for text, one in zip(texts, sampled, strict=True)]
 
@@ -124,28 +136,33 @@ async def _scored(
 
 
 async def _answer(job: Job) -> Completion:
+    found = None if job.generations is None else await job.generations.wait()
+    choices = await compose(job.counter.alternatives, lambda: _choices(job, found))
+    choices.sort(key=lambda choice: choice.index)
+    usage = job.counter.usage()
+    return Completion(job.id, "text_completion", job.created, job.model.name, choices, usage)
+
+
+def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[CompletionChoice]:
+    """The choices of all prompts. ``found``: the sequences of each prompt; None if the request asks
+    only for the prompts."""
     body = job.body
     n = body.n or 1
     indexes = Indexes(len(job.echoes), n)
     choices = []
-    if job.generations is None:
-        for place, echo in enumerate(job.echoes):
-            ended = [GeneratedSequence(seq, finish_reason="length") for seq in range(n)]
-            choices += [_choice(job, echo, s, indexes.of(place, s.seq)) for s in ended]
-    else:
-        for place, sequences in enumerate(await job.generations.wait()):
-            if body.best_of is not None:
-                best = sorted(sequences, key=cumulative, reverse=True)[:n]
-                numbered = list(enumerate(best))
-            else:
-                numbered = [(s.seq, s) for s in sequences]
-            choices += [
-                _choice(job, job.echoes[place], s, indexes.of(place, seq)) for seq, s in numbered
-            ]
+    for place, echo in enumerate(job.echoes):
+        if found is None:
+            sequences = [GeneratedSequence(seq, finish_reason="length") for seq in range(n)]
+        else:
+            sequences = found[place]
             check_some_succeeded(sequences)
-    choices.sort(key=lambda choice: choice.index)
-    usage = job.counter.usage()
-    return Completion(job.id, "text_completion", job.created, job.model.name, choices, usage)
+        if found is not None and body.best_of is not None:
+            best = sorted(sequences, key=cumulative, reverse=True)[:n]
+            numbered = list(enumerate(best))
+        else:
+            numbered = [(s.seq, s) for s in sequences]
+        choices += [_choice(job, echo, s, indexes.of(place, seq)) for seq, s in numbered]
+    return choices
 
 
 def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> CompletionChoice:

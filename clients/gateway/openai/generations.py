@@ -16,6 +16,7 @@ from ... import AsyncClient, AsyncStream, GeneratedSequence, GenerateOptions
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from .constraints import Constraint
+from .logprobs import check_alternatives
 from .usage import Counter
 
 Prompt = str | list[int]
@@ -73,17 +74,21 @@ class Generations:
             if len(self.streams) == 1:
                 [stream] = self.streams
                 while entries := await _next(stream):
-                    self.counter.add(entries)
+                    self._count(entries)
                     yield 0, entries
             else:
                 async with aclosing(self._of_several()) as batches:
                     async for place, entries in batches:
-                        self.counter.add(entries)
+                        self._count(entries)
                         yield place, entries
         except TokenbusError as error:
             raise self._named(error) from None
         finally:
             self.close()
+
+    def _count(self, entries: list[Token]) -> None:
+        self.counter.add(entries)
+        check_alternatives(self.counter.alternatives)
 
     async def _of_several(self) -> AsyncGenerator[Batch, None]:
         reading = {

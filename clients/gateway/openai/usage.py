@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from ....protocol.messages import Token
 
@@ -30,6 +30,8 @@ class Counter:
 
     def __init__(self) -> None:
         self.prompt = self.cached = self.completion = 0
+        self.alternatives = 0
+        """Number of log-probabilities of alternatives to tokens."""
 
     def add(self, entries: Iterable[Token]) -> None:
         """Counts entries. Removed tokens do not count."""
@@ -37,6 +39,8 @@ class Counter:
             if entry.prompt_tokens:
                 self.prompt += entry.prompt_tokens
                 self.cached += entry.cached_tokens
+            if entry.top_logprobs is not UNSET:
+                self.alternatives += len(entry.top_logprobs)
             self.completion += (entry.token is not None) - entry.backtrack
 
     def usage(self) -> Usage:

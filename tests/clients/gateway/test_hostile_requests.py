@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.openai.logprobs import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
 
@@ -45,7 +48,7 @@ def test_a_template_says_at_length_why_it_cannot_be_rendered(gateway: Gateway) -
 
 
 def test_the_arguments_of_a_call_in_a_message_are_nested_deeply(gateway: Gateway) -> None:
-    function = {"name": "f", "arguments": '{"a":' * 100_000}
+    function = {"name": "f", "arguments": '{"a":' * 10_000}
     call = {"id": "1", "type": "function", "function": function}
     assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages: Any = HELLO["messages"]
@@ -61,6 +64,44 @@ def test_bodies_that_are_nested_deeply(gateway: Gateway, depth: int) -> None:
     headers = {"content-type": "application/json"}
     response = httpx.post(gateway.url + CHAT, content=body, headers=headers, timeout=300.0)
     assert response.status_code in (200, 400, 413)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_a_million_alternatives_ends_early(
+    gateway: Gateway, path: str, stream: bool
+) -> None:
+    num_tokens = MAX_ALTERNATIVES // (MAX_N * MAX_TOP_LOGPROBS)
+    body: dict[str, Any] = {
+        "n": MAX_N,
+        "max_tokens": 4 * num_tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    if path == CHAT:
+        body |= {**HELLO, **body, "logprobs": True, "top_logprobs": MAX_TOP_LOGPROBS}
+    else:
+        body |= {"prompt": "Hello", "logprobs": MAX_TOP_LOGPROBS}
+    response = httpx.post(gateway.url + path, json=body, timeout=300.0)
+    if stream:
+        error = json.loads(response.text.rstrip().rsplit("data: ", 1)[1])["error"]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("too_large", "logprobs")
+
+
+def test_a_prompt_is_not_repeated_with_a_million_alternatives(gateway: Gateway) -> None:
+    body = {"prompt": "Hello, " * 40, "echo": True, "n": MAX_N, "logprobs": MAX_TOP_LOGPROBS}
+    response = httpx.post(gateway.url + "/v1/completions", json=body, timeout=300.0)
+    assert error_of(response) == (400, "too_large")
+
+
+@pytest.mark.anyio
+async def test_many_alternatives_are_composed_on_another_thread() -> None:
+    loop = threading.current_thread()
+    assert await compose(MAX_ON_LOOP, threading.current_thread) is loop
+    assert await compose(MAX_ON_LOOP + 1, threading.current_thread) is not loop
 
 
 class Watched:
