@@ -40,4 +40,4 @@ def test_without_a_gpu_the_first_stage_fails_and_says_why(tmp_path: Path) -> Non
     assert status == 1
     found = {line["name"]: line["value"] for line in lines}
     assert "torch does not find a CUDA device" in found["error"]
-    assert found["stage"] == "exit status 1"
+    assert found["stage"] == "the stage ended with exit status 1"
