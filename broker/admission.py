@@ -26,6 +26,7 @@ from .quotas import Quotas
 from .settings import BrokerSettings
 from .status import Counters
 from .tables import Request, Session, SessionTable
+from .unread import UNREAD_FACTOR
 
 
 class RoutingFields(Struct, kw_only=True):
@@ -68,9 +69,6 @@ MAX_TOKENIZERS = 4
 MAX_TOKENIZERS_OF_KEY = 16
 """Tokenizers that all sessions of one key may have requested at a time. A worker copies each answer
 between two steps."""
-UNREAD_FACTOR = 16
-"""A client may have this many times ``max_pending_bytes`` of large answers unread when it asks for
-another tokenizer."""
 
 
 class Admission:

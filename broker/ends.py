@@ -14,13 +14,20 @@ from typing import Any
 
 from ..protocol.bodies import decode_as, encode_body, encoding_of, error_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
-from ..protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
+from ..protocol.errors import (
+    Code,
+    ConnectionLostError,
+    RequestError,
+    SlowClientError,
+    TokenbusError,
+)
 from ..protocol.messages import FinishReason, Token
 from .kept_ends import MAX_ENDS, End
 from .moves import STREAMS
 from .outgoing import Outgoing, Outgoings, Side
 from .settings import BrokerSettings
 from .tables import Request, Session, SessionTable
+from .unread import LARGE_BYTES, UNREAD_FACTOR
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +56,7 @@ class Ends:
         self._sessions = sessions
         self._out = out
         self._now = now
+        self._max_unread = UNREAD_FACTOR * settings.max_pending_bytes
         self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
         if settings.max_journal_bytes:
             self._max_closing = MAX_CLOSING_BYTES
@@ -67,10 +75,23 @@ class Ends:
         self._close(request, (b"TOKEN", encode_body([entry], request.session.encoding)))
 
     def answered(self, request: Request, frames: Sequence[bytes]) -> None:
-        """Ends a request with its worker's answer, an ERROR or a MSG."""
-        peer = request.session.peer
+        """Ends a request with its worker's answer, an ERROR or a MSG; or with an ERROR if the
+        answer is large and the client has not read many earlier ones."""
+        peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
-            self._sessions.unread.add(peer, sum(map(len, frames[1:])))
+            unread = self._sessions.unread.bytes_of(peer)
+            if size >= LARGE_BYTES and unread >= self._max_unread:
+                self.error(
+                    request,
+                    SlowClientError(
+                        Code.SLOW_CLIENT,
+                        f"the answer has {size} bytes, and up to {unread} bytes of answers to this "
+                        f"connection are unread; an answer is sent if they are less than "
+                        f"{self._max_unread}; read them first, or use a new connection",
+                    ),
+                )
+                return
+            self._sessions.unread.add(peer, size)
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:

@@ -14,6 +14,9 @@ PIPE_MESSAGES = 256
 pipe are bounded in bytes."""
 LARGE_BYTES = 64 * 1024
 """Smaller answers do not count: a full pipe of them has 16 MiB."""
+UNREAD_FACTOR = 16
+"""A client may have this many times ``max_pending_bytes`` of large answers unread when another one
+is sent to it."""
 MAX_CONNECTIONS = 20_000
 """Connections that are counted. Above it, the connection whose first large answer is oldest is
 dropped."""

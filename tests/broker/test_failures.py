@@ -391,3 +391,17 @@ def test_all_sessions_of_a_key_wait_for_a_bounded_number_of_tokenizers(bench: Be
     head = encode_header(request, session, Flag.FINAL)
     bench.broker.on_worker(peer_of("a"), [b"MSG", head, b'{"stream_id":1}'], bench.now)
     assert ask("eve again", "eve") == []
+
+
+def test_answers_to_requests_that_were_sent_at_once_are_bounded_in_bytes() -> None:
+    bench = Bench(max_pending_bytes=100_000)
+    bench.worker("k", role="controller", patterns=["*"], default="", capacity=1000)
+    for stream in range(8):
+        assert bench.client("c", "TAGS", {"stream_id": stream}) == []
+    for _, (request, session, _) in bench.to_worker("k"):
+        head = encode_header(request, session, Flag.FINAL)
+        large = b'{"result":"' + b"x" * 400_000 + b'"}'
+        bench.sent += bench.broker.on_worker(peer_of("k"), [b"MSG", head, large], bench.now)
+    answers = bench.to_client("c")
+    assert [kind for kind, _ in answers] == ["MSG"] * 4 + ["ERROR"] * 4
+    assert {error["code"] for _, error in answers[4:]} == {"slow_client"}
