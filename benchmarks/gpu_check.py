@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "build" / "gpu_check"
 """A folder for PYTHONPATH, in which ``tokenbus`` links to the packages of this checkout."""
 PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
-DRY_LIMIT_S = 300.0
+DRY_LIMIT_S = 540.0
 """Time limit of a stage in a dry run, in seconds. The limit is long because the machine may be
 busy."""
 DRY_JOBS = 2

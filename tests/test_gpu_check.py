@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 def check(results: Path, *arguments: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of a run, and the lines of its results."""
     command = [sys.executable, str(SCRIPT), "--results", str(results), *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment}, timeout=500)
+    done = subprocess.run(command, env={**os.environ, **environment}, timeout=570)
     return done.returncode, [json.loads(line) for line in results.read_text().splitlines()]
 
 

@@ -28,7 +28,7 @@ Part = tuple[SequenceGroup, list[StepResult]]
 class Submit(Protocol):
     """Queues jobs on other threads, in the share of a tenant (``Pool.submit``)."""
 
-    def __call__(self, jobs: Iterable[Job], *, tenant: str) -> None: ...
+    def __call__(self, jobs: Iterable[Job], /, *, tenant: str) -> None: ...
 
 
 class PendingResult:
