@@ -25,6 +25,7 @@ export class Composer extends EventTarget {
   #texts = {};
   #served = [];
   #stored = [];
+  #uploads = 0;
   #connection;
 
   constructor(connection) {
@@ -149,9 +150,16 @@ export class Composer extends EventTarget {
     byId("argument-label").textContent = label;
     byId("argument-hint").textContent = hint;
     this.#editor.text = this.#texts[this.#kind] ?? "";
+    this.#enable();
+  }
+
+  /** Disables the button if a request would name a controller whose upload has not ended. */
+  #enable() {
+    byId("generate").disabled = this.#kind === "controller" && this.#uploads > 0;
   }
 
   #submit() {
+    if (byId("generate").disabled) return;
     this.#clearFaults();
     const request = { prompt: this.#prompt.value, text: true, inspect: true };
     const model = byId("model").value.trim();
@@ -194,6 +202,8 @@ export class Composer extends EventTarget {
     this.#clearFaults();
     const said = byId("uploaded");
     said.textContent = `Uploading ${tag} …`;
+    this.#uploads += 1;
+    this.#enable();
     try {
       const file = await read();
       const { result } = await this.#connection.request("UPLOAD", {
@@ -209,6 +219,9 @@ export class Composer extends EventTarget {
     } catch (fault) {
       said.textContent = "";
       this.#faultAt("controller", fault.message);
+    } finally {
+      this.#uploads -= 1;
+      this.#enable();
     }
   }
 }

@@ -236,6 +236,37 @@ def test_the_sequence_that_a_controller_chose_is_marked_and_the_counts_agree(
     expect(console.page.locator("#progress")).to_have_text(f"finished: {total} tokens")
 
 
+def test_a_generation_waits_for_the_upload_of_its_controller(
+    console: Console, tmp_path: Path
+) -> None:
+    page = console.page
+    button = page.get_by_role("button", name="Generate")
+    page.evaluate("""() => {
+      const send = window.fetch;
+      const released = new Promise((release) => (window.release = release));
+      window.fetch = async (...request) => (await released, send(...request));
+    }""")
+    page.locator("#example").select_option(label="A word replaced, by backtracking")
+    expect(page.locator("#uploaded")).to_have_text("Uploading example-backtrack …")
+    expect(button).to_be_disabled()
+    page.locator("#prompt").press("Control+Enter")
+    expect(page.locator("#controller-fault")).to_be_hidden()
+    page.get_by_role("radio", name="regex", exact=True).check()
+    expect(button).to_be_enabled()
+    page.get_by_role("radio", name="controller", exact=True).check()
+    expect(button).to_be_disabled()
+    page.evaluate("release()")
+    expect(button).to_be_enabled()
+    console.generate(max_tokens=4)
+    console.finished()
+
+    file = tmp_path / "no-module.wasm"
+    file.write_bytes(b"no module")
+    page.locator("#upload").set_input_files(file)
+    expect(page.locator("#controller-fault")).to_be_visible()
+    expect(button).to_be_enabled()
+
+
 def test_a_seed_that_is_shown_gives_the_same_tokens_again(console: Console) -> None:
     example(console, "A word replaced, by backtracking")
     console.generate(max_tokens=12)
