@@ -44,6 +44,8 @@ from ...protocol.errors import RETRYABLE, Code, error_for
 OUTPUT = Path(__file__).parent / "src" / "messages.ts"
 WIDTH = 100
 CONSTANTS = ("PROTOCOL_VERSION", "MAX_MODULE_BYTES")
+OPTIONS = (messages.Generate, messages.Score)
+"""Messages whose fields are options of the client. The client checks the names of its options."""
 NAMES = {"Buffer": "BufferMessage", "Error": "ErrorMessage"}
 """Structs whose names already exist in JavaScript."""
 
@@ -75,6 +77,7 @@ def typescript() -> str:
     answers = [type_info(messages.StoredModule)]
     parts = [HEAD, *_constants(), *_codes()]
     parts += [_interface(struct, sent=True) for struct in _structs(client)]
+    parts += [_field_names(struct) for struct in _structs(client) if struct.cls in OPTIONS]
     for struct in _structs([*server, *answers]):
         parts += [_interface(struct, sent=False), _reader(struct)]
     parts.append(_table("The messages of a client: type to body.", "ClientMessages", client))
@@ -165,6 +168,16 @@ def _interface(struct: StructType, *, sent: bool) -> str:
     doc = _comment(inspect.getdoc(struct.cls) or "")
     body = f"{{\n{''.join(lines)}}}" if lines else "{}"
     return f"{doc}export interface {_name(struct)} {body}\n"
+
+
+def _field_names(struct: StructType) -> str:
+    """The list of the names of a struct's fields."""
+    name = _name(struct)
+    rows = "".join(f"  {json.dumps(field.encode_name)},\n" for field in struct.fields)
+    return (
+        f"/** The fields of `{name}`. */\n"
+        f"export const {name.upper()}_FIELDS: readonly (keyof {name})[] = [\n{rows}];\n"
+    )
 
 
 def _reader(struct: StructType) -> str:

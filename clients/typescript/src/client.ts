@@ -10,6 +10,7 @@ import {
   type TokenizerFiles,
   readStoredModule,
 } from "./messages.js";
+import { RUN_OPTIONS, checkOptions } from "./options.js";
 import {
   type AskOptions,
   type GenerateOptions,
@@ -18,11 +19,11 @@ import {
   type ScoreOptions,
   type StatusOptions,
   type UploadOptions,
-  askCall,
   bufferCall,
   generateCall,
   modelCall,
   scoreCall,
+  statusCall,
   storeCall,
   uploadCall,
 } from "./requests.js";
@@ -73,6 +74,7 @@ export class BaseClient {
    * a module, or the name of a built-in (`regex`, `json_schema`, …).
    */
   run(controller: string, prompt: Prompt, options: RunOptions = {}): TokenStream {
+    checkOptions(options, RUN_OPTIONS);
     const { arg, ...rest } = options;
     return this.generate(prompt, { ...rest, controller, controller_arg: arg });
   }
@@ -100,9 +102,7 @@ export class BaseClient {
 
   /** Workers, sessions and queues. With `streams`, also the live streams. */
   async status(options: StatusOptions = {}): Promise<Status> {
-    const body = { stream_id: 0, streams: options.streams };
-    const call = askCall({ type: "STATUS", body }, options);
-    return present((await this.#ask(call, options)).status, "status");
+    return present((await this.#ask(statusCall(options), options)).status, "status");
   }
 
   /** Stores a part of prompts at the broker, for `buffers: [name]`. null deletes the buffer. */

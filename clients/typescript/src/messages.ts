@@ -479,6 +479,57 @@ export interface Bye {
   readonly keep?: boolean | undefined;
 }
 
+/** The fields of `Generate`. */
+export const GENERATE_FIELDS: readonly (keyof Generate)[] = [
+  "temperature",
+  "max_tokens",
+  "logit_bias",
+  "top_logprobs",
+  "top_k",
+  "top_p",
+  "min_p",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
+  "seed",
+  "stop",
+  "ignore_eos",
+  "n",
+  "stream_id",
+  "model",
+  "prompt",
+  "buffers",
+  "save",
+  "text",
+  "controller",
+  "controller_arg",
+  "heal_prompt",
+  "priority",
+  "timeout_s",
+  "by",
+  "group",
+  "inspect",
+  "trace",
+  "request_id",
+];
+
+/** The fields of `Score`. */
+export const SCORE_FIELDS: readonly (keyof Score)[] = [
+  "stream_id",
+  "scored",
+  "model",
+  "prompt",
+  "buffers",
+  "text",
+  "top_logprobs",
+  "priority",
+  "timeout_s",
+  "by",
+  "group",
+  "trace",
+  "request_id",
+];
+
 /** `WELCOME`: the answer to `HELLO`. */
 export interface Welcome {
   readonly version: number;

@@ -3,6 +3,14 @@
 import { Call, type Request, type Timing } from "./calls.js";
 import { RequestError } from "./errors.js";
 import { type Generate, MAX_MODULE_BYTES, type Score, type System } from "./messages.js";
+import {
+  ASK_OPTIONS,
+  GENERATE_OPTIONS,
+  SCORE_OPTIONS,
+  STATUS_OPTIONS,
+  UPLOAD_OPTIONS,
+  checkOptions,
+} from "./options.js";
 
 /** Text, which the worker tokenizes, or token ids. */
 export type Prompt = string | readonly number[] | Uint32Array;
@@ -61,6 +69,7 @@ const STORE_RETRY_S = 10;
 
 /** The call of a GENERATE. A sampled request receives a seed, so that a retry has the same tokens. */
 export function generateCall(prompt: Prompt, options: GenerateOptions): Call {
+  checkOptions(options, GENERATE_OPTIONS);
   const { fields, timing } = split(options);
   if (fields.controller_arg != null && !fields.controller) {
     throw new RequestError(
@@ -82,6 +91,7 @@ export function generateCall(prompt: Prompt, options: GenerateOptions): Call {
 
 /** The call of a SCORE. */
 export function scoreCall(prompt: Prompt, scored: Prompt, options: ScoreOptions): Call {
+  checkOptions(options, SCORE_OPTIONS);
   const { fields, timing } = split(options);
   const body: Score = {
     text: typeof scored === "string",
@@ -104,6 +114,7 @@ export function bufferCall(name: string, content: Prompt | null, options: AskOpt
 
 /** The call of an UPLOAD. */
 export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
+  checkOptions(options, UPLOAD_OPTIONS);
   if (wasm.byteLength > MAX_MODULE_BYTES) {
     throw new RequestError(
       "too_large",
@@ -117,6 +128,7 @@ export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
 
 /** The call of a store request other than an upload. Store requests are idempotent. */
 export function storeCall(request: Request, options: AskOptions): Call {
+  checkOptions(options, ASK_OPTIONS);
   return checkedCall(request, storing(options, ASK_S));
 }
 
@@ -126,12 +138,15 @@ export function modelCall(request: Request, options: AskOptions): Call {
   return checkedCall(request, { ...timing, retryS: timing.timeoutS });
 }
 
-/** The call of a request that the broker itself answers. */
-export function askCall(request: Request, options: AskOptions): Call {
-  return checkedCall(request, asking(options));
+/** The call of a STATUS. */
+export function statusCall(options: StatusOptions): Call {
+  checkOptions(options, STATUS_OPTIONS);
+  const body = { stream_id: 0, streams: options.streams };
+  return checkedCall({ type: "STATUS", body }, { timeoutS: options.timeout_s ?? ASK_S });
 }
 
 function asking(options: AskOptions): Timing {
+  checkOptions(options, ASK_OPTIONS);
   return { timeoutS: options.timeout_s ?? ASK_S };
 }
 

@@ -74,6 +74,15 @@ overEachTransport((test, address) => {
     assert.ok((sequence?.cumulative_logprob ?? 0) < 0);
   });
 
+  test("run refuses an unknown option before anything is sent", (t) => {
+    const client = clientOf(t, address);
+    const options: object = { args: "[0-9]{3}" };
+    assert.throws(() => client.run("regex", PROMPT, options), {
+      name: "TypeError",
+      message: "unknown option args; did you mean arg?",
+    });
+  });
+
   test("token ids in give token ids out", async (t) => {
     const client = clientOf(t, address);
     const stream = client.generate(Uint32Array.of(5, 6, 7), { max_tokens: 4, top_logprobs: 3 });

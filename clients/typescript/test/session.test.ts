@@ -6,8 +6,25 @@ import { test } from "node:test";
 import { Call, type Event, type Outgoing } from "../src/calls.js";
 import { Row } from "../src/columns.js";
 import { type ServerMessages, readMessage, readToken } from "../src/messages.js";
-import { bufferCall, generateCall } from "../src/requests.js";
+import { bufferCall, generateCall, scoreCall, statusCall, uploadCall } from "../src/requests.js";
 import { Session } from "../src/session.js";
+
+const UNKNOWN: readonly [call: (options: object) => unknown, option: string, message: RegExp][] = [
+  [(options) => generateCall("x", options), "max_token", /^unknown option max_token; .*max_tokens\?$/],
+  [(options) => generateCall("x", options), "maxTokens", /did you mean max_tokens\?$/],
+  [(options) => generateCall("x", options), "streaming", /^unknown option streaming; the options are /],
+  [(options) => generateCall("x", options), "stream_id", /^unknown option stream_id; /],
+  [(options) => scoreCall("x", "y", options), "timeout", /did you mean timeout_s\?$/],
+  [(options) => bufferCall("x", "y", options), "timeout", /did you mean timeout_s\?$/],
+  [(options) => uploadCall(new Uint8Array(), options), "tags", /did you mean tag\?$/],
+  [(options) => statusCall(options), "stream", /did you mean streams\?$/],
+];
+
+for (const [call, option, message] of UNKNOWN) {
+  test(`the unknown option ${option} is refused`, () => {
+    assert.throws(() => call({ [option]: 1 }), { name: "TypeError", message });
+  });
+}
 
 /** A session whose time the test sets, and the events of its calls. */
 class Bench {
