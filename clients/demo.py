@@ -1,6 +1,6 @@
 """``make demo``: starts a system on this machine, shows it in under a minute, and stops it.
 
-The demo runs ``tokenbus up`` with its own port and folder, so that other systems are not affected.
+The demo runs ``tokenbus up`` with its own ports and folder, so that other systems are not affected.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ START_S = 300.0
 """Maximum time of the system's start, in seconds."""
 END_S = 40.0
 """Maximum time of the system's stop, in seconds."""
+FRONT_PORTS = range(20_000, 26_000)
+"""Ports of the broker. Outgoing connections use higher ports, so that they cannot take one."""
+HTTP_PORTS = range(26_000, 32_000)
+"""Ports of the gateway."""
 
 PROMPT = 'def read_lines(path):\n    """'
 EIGHT = [
@@ -95,15 +99,16 @@ class DemoError(Exception):
 def _system(console: Console) -> Iterator[str]:
     """Runs a system under supervisord; yields the address of its broker."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
-    front = f"tcp://127.0.0.1:{_free_port()}"
+    front = f"tcp://127.0.0.1:{_free_port(FRONT_PORTS)}"
+    http = f"127.0.0.1:{_free_port(HTTP_PORTS)}"
     command = [sys.executable, "-m", "tokenbus.clients.cli", "up"]
-    flags = ["--front", front, "--run-dir", str(folder / "run"), "--model", "embedded"]
+    own = ["--front", front, "--http", http, "--run-dir", str(folder / "run")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     output = folder / "output"
     console.rule("[bold]tokenbus up: a broker and its workers under supervisord", align="left")
     with output.open("w") as stream:
         process = subprocess.Popen(
-            [*command, *flags],
+            [*command, *own, "--model", "embedded"],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -212,10 +217,10 @@ def _steered(front: str, console: Console) -> None:
             console.print(shown, Text(f"of {', '.join(choices)}", style="dim"))
 
 
-def _free_port() -> int:
-    """A free port below the range of outgoing connections, which could otherwise take the port."""
+def _free_port(ports: range) -> int:
+    """A free port of the range."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.choice(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -49,4 +49,5 @@ def test_the_demo_shows_everything_and_leaves_nothing() -> None:
         "all processes have ended",
     ):
         assert shown in done.stdout
+    assert "http://127.0.0.1:8080" not in done.stdout  # The port of another system.
     assert _started_with(mark) == []
