@@ -65,7 +65,8 @@ Next steps:
   tokenbus client                         read prompts from the terminal
   tokenbus serve-model PATH               serve your own model
   tokenbus controller run choice --arg '["yes", "no"]'
-                                          generate under a controller: docs/controllers.md
+                                          generate under a controller
+  docs/controllers.md                     controllers of your own
   README.md, docs/                        the Python client, the protocol"""
 
 
