@@ -65,7 +65,7 @@ def _unreachable(run_dir: RunDir) -> SystemFault:
         return SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
     return SystemFault(
         f"supervisord (process {pid}) does not answer at its socket {run_dir.supervisor_socket}; "
-        "stop the system with 'tokenbus down' and start it again"
+        f"stop the system with: {run_dir.down_command}; then start it again"
     )
 
 

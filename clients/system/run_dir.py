@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class RunDir:
     def of(cls, settings: Settings) -> RunDir:
         """The run directory of these settings, as an absolute path. ``make`` creates it."""
         return cls(Path(os.path.abspath(settings.run_folder)))
+
+    @property
+    def down_command(self) -> str:
+        """The command that stops the system in this run directory."""
+        default = self == RunDir.of(Settings())
+        return "tokenbus down" + ("" if default else f" --run-dir {shlex.quote(str(self.path))}")
 
     @property
     def conf(self) -> Path:

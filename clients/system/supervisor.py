@@ -149,13 +149,13 @@ class Supervisor:
         if other is not None:
             raise SystemFault(
                 f"a system already runs in {self.run_dir.path} (supervisord is process {other}); "
-                "stop it with 'tokenbus down', or choose another --run-dir"
+                f"stop it with: {self.run_dir.down_command}; or choose another --run-dir"
             )
         left = started_by(self.run_dir)
         if left:
             raise SystemFault(
                 f"processes of a system whose supervisord has ended run in {self.run_dir.path} "
-                f"({', '.join(map(str, left))}); end them with 'tokenbus down'"
+                f"({', '.join(map(str, left))}); end them with: {self.run_dir.down_command}"
             )
 
     def start(self) -> None:

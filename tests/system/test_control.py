@@ -52,5 +52,10 @@ def test_a_second_system_in_a_run_directory_is_refused_by_its_folder_and_not_by_
         taken.listen()
         front = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         settings = Settings(run_dir=str(tmp_path), front=front)
-        with pytest.raises(SystemFault, match=r"already runs in .*; stop it with 'tokenbus down'"):
+        remedy = f"already runs in .*; stop it with: tokenbus down --run-dir {tmp_path};"
+        with pytest.raises(SystemFault, match=remedy):
             run_system(settings, [], lambda client: [])
+
+
+def test_the_command_that_stops_a_system_in_the_default_run_directory_has_no_flag() -> None:
+    assert RunDir.of(Settings()).down_command == "tokenbus down"
