@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...protocol.keys import KeyFolder
 from ...protocol.settings import Settings
 from .faults import NOT_RUNNING, WRONG_SETTING, SystemFault
 
@@ -219,7 +220,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
         return [
             f"ready: clients connect to {settings.front_endpoint}",
             *_http_lines(settings),
-            f"try:   {_example(settings)}",
+            f"try:   {example(settings)}",
         ]
 
     _check_model(settings)
@@ -355,12 +356,17 @@ def _port_dir(port: int) -> str:
     return str(Path(tempfile.gettempdir()) / name)
 
 
-def _example(settings: Settings) -> str:
+def example(settings: Settings) -> str:
+    """A shell command that generates from the system of these settings, in another terminal."""
     front = settings.front_endpoint
     where = "" if front == Settings().front else f" --front {shlex.quote(front)}"
     found = shutil.which("tokenbus")
     program = "tokenbus" if found else str(Path(sys.executable).parent / "tokenbus")
-    return f"{program} generate 'def add(a, b):'{where}"
+    key = KeyFolder(settings.keys_folder).own("client")
+    # Programs find the key of the default folder without a setting.
+    elsewhere = key.exists() and key != KeyFolder(Settings().keys_folder).own("client")
+    with_key = f"TOKENBUS_KEY={shlex.quote(os.path.abspath(key))} " if elsewhere else ""
+    return f"{with_key}{program} generate 'def add(a, b):'{where}"
 
 
 def _port(text: str) -> int:

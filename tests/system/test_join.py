@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients.cli.keys import new_pair
+from tokenbus.clients.system.commands import example
 from tokenbus.clients.system.faults import SystemFault
 from tokenbus.clients.system.up import joining
 from tokenbus.protocol.keys import KeyFolder
@@ -55,3 +56,13 @@ def test_joining_needs_a_workers_key(tmp_path: Path) -> None:
     key = str(keys.own("worker"))
     found = joining(Settings(run_dir=str(tmp_path), join="first", key=key))
     assert (found.back, found.http) == ("tcp://first:5556", "none")
+
+
+def test_the_example_of_up_has_the_key_of_a_system_in_a_run_directory_of_its_own(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(run_dir=str(tmp_path))
+    assert "TOKENBUS_KEY" not in example(settings)
+    keys = KeyFolder(settings.keys_folder)
+    keys.make(new_pair)
+    assert example(settings).startswith(f"TOKENBUS_KEY={keys.own('client')} ")
