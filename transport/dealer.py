@@ -211,8 +211,9 @@ class _Handshakes:
             if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 return None
             return (
-                f"{broker} accepts only connections with a key; make a key file with 'tokenbus "
-                "keys new NAME' and give it with the setting 'key' (TOKENBUS_KEY)"
+                f"{broker} accepts only connections with a key; if its run directory is on this "
+                "machine, set TOKENBUS_RUN_DIR to the directory, otherwise make a key file there "
+                "with 'tokenbus keys new NAME' and set TOKENBUS_KEY to the file"
             )
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
