@@ -41,15 +41,20 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
 
     def _check_order(self, args: Sequence[str]) -> None:
-        """Exits with an error if a command's flag precedes the command."""
+        """Exits with an error if the command is missing or a command's flag precedes it."""
         flag = args[0].split("=")[0] if args else ""
-        if not flag.startswith("--") or flag in self._option_string_actions:
+        if args and (not flag.startswith("-") or flag in self._option_string_actions):
             return
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 command = next((text for text in args if text in action.choices), None)
                 if command is not None:
                     self.error(f"{flag} must follow the command: {self.prog} {command} {flag} …")
+                valid = f"; valid: {', '.join(action.choices)}"
+                if not args:
+                    self.error(f"{action.metavar} is missing{valid}")
+                near = suggestion(flag, list(self._option_string_actions))
+                self.error(f"unknown flag {flag!r} before {action.metavar}{near or valid}")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((text for text in unknown if text.startswith("-")), None)

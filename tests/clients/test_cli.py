@@ -245,7 +245,10 @@ def test_parameters_are_split_from_a_line(
          "--front must follow the command: tokenbus controller run --front"),
         (["client", "gpt-9"], 4, "gpt-9"),
         (["fly"], 2, "COMMAND: unknown value 'fly'"),
-        ([], 2, "COMMAND"),
+        ([], 2, "COMMAND is missing; valid: up, down, "),
+        (["controller"], 2, "ACTION is missing; valid: upload, tag, list, delete, run, serve"),
+        (["--nonsense"], 2, "unknown flag '--nonsense' before COMMAND; valid: up, down, "),
+        (["--versoin"], 2, "did you mean '--version'?"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_and_an_exit_code(
