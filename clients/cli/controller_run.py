@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.errors import Code, RequestError, TokenbusError
+from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
 from .. import Client, Stream
 from .exits import report
@@ -45,10 +45,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
     options = parameters(args)
     for name in ("controller", "controller_arg"):
         if name in options:
-            raise RequestError(
-                Code.INVALID_FIELD,
-                f"--set {name} is not valid here; use the argument of run, and --arg",
-            )
+            raise FileFault(f"--set {name} is not valid here; use the argument of run, and --arg")
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
     options["controller"] = args.program
     if args.arg is not None:

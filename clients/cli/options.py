@@ -81,6 +81,7 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
         )
     parser.add_argument(
         "--set",
+        type=_assignment,
         dest="parameters",
         action="append",
         default=[],
@@ -91,18 +92,22 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
 
 def parameters(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_parameters`` and ``add_request``, as options of
-    ``generate``.
-
-    Raises RequestError if a ``--set`` is not valid.
-    """
+    ``generate``."""
     given = {name: getattr(args, f"p_{name}", None) for name in FLAGS}
     options = {name: value for name, value in given.items() if value is not None}
-    for item in args.parameters:
-        name, equals, text = item.partition("=")
-        options[name.strip()] = parameter(name.strip(), text if equals else None)
+    options.update(args.parameters)
     if args.timeout is not None:
         options["timeout_s"] = args.timeout
     return options
+
+
+def _assignment(item: str) -> tuple[str, Any]:
+    """Parses ``NAME=VALUE``, as argparse's ``type``. argparse adds the flag's name to errors."""
+    name, equals, text = item.partition("=")
+    try:
+        return name.strip(), parameter(name.strip(), text if equals else None)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def client_for(settings: Settings) -> Client:

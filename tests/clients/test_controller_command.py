@@ -205,15 +205,15 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         ),
         (["run", "x", "--timeout", "-1"], 2, "--timeout: expected a number above 0.0, not '-1'"),
         (["run", "x", "--temperature", "nan"], 2, "--temperature: expected"),
-        (["run", "x", "--set", "colour=red"], 4, "'colour'"),
-        (["run", "x", "--set", "controller=y"], 4, "--set controller"),
+        (["run", "x", "--set", "colour=red"], 2, "'colour'"),
+        (["run", "x", "--set", "controller=y"], 2, "--set controller"),
         (["run", "chioce"], 4, "built in: choice"),
         (["run", "my:Class"], 4, "a Python controller needs a worker: tokenbus controller serve"),
         (["run", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["run", "./nowhere"], 2, "nowhere"),
         (["tag", "x"], 2, "TAG"),
-        ([], 2, "ACTION"),
+        ([], 2, "ACTION is missing; valid: upload, tag, list"),
     ],
 )
 def test_what_is_wrong_is_reported_with_an_exit_code(
