@@ -523,7 +523,9 @@ def no_broker(front: str) -> str:
     """The error if no broker answers at ``front``, with the remedy."""
     if front == Settings().front:
         return f"no broker answers at {front}; start a system with: tokenbus up"
-    return f"no broker answers at {front}; is that the address of a running system?"
+    what = f"no broker answers at {front}; is that the address of a running system?"
+    # Several addresses belong to a system that has more settings.
+    return what if "," in front else f"{what} Start one with: tokenbus up --front {front}"
 
 
 def _buffer_name(call: Call) -> str:

@@ -272,7 +272,7 @@ def test_without_a_broker_the_error_says_how_to_start_one() -> None:
         assert done.returncode == 3
         assert done.stderr == (
             f"tokenbus: no broker answers at {front}; is that the address of a running system? "
-            "[connection_lost]\n"
+            f"Start one with: tokenbus up --front {front} [connection_lost]\n"
         )
 
 

@@ -76,7 +76,7 @@ def test_a_program_without_a_system_prints_the_remedy_while_it_waits() -> None:
         process.kill()
     assert line == (
         f"no broker answers at {front}; is that the address of a running system? "
-        "(waiting for 30 s)\n"
+        f"Start one with: tokenbus up --front {front} (waiting for 30 s)\n"
     )
 
 

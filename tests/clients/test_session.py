@@ -369,7 +369,8 @@ def test_a_call_without_a_broker_logs_the_remedy_once_and_then_fails_with_it(
 ) -> None:
     remedies = {
         "tcp://127.0.0.1:5555": "start a system with: tokenbus up",
-        "tcp://front": "is that the address of a running system?",
+        "tcp://front": "is that the address of a running system? "
+        "Start one with: tokenbus up --front tcp://front",
     }
     for front, remedy in remedies.items():
         caplog.clear()
