@@ -77,7 +77,8 @@ class Controllers:
         if not pools.of_role("controller"):
             raise UnavailableError(
                 Code.NO_WORKER,
-                "no controller worker is running; start one, or try again in a moment",
+                "no controller worker is running; if one is starting, try again in a moment, "
+                "otherwise start one",
                 retry_after_s=RETRY_AFTER_S,
             )
         serving = self._served_as(name, served_as) if served_as else self._serving(name)

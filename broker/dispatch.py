@@ -467,7 +467,8 @@ class Dispatcher:
         if not self.pools.of_role(role) or role != "gpu":
             raise UnavailableError(
                 Code.NO_WORKER,
-                f"no {role} worker is running; start one, or try again in a moment",
+                f"no {role} worker is running; if one is starting, try again in a moment, "
+                "otherwise start one",
                 retry_after_s=RETRY_AFTER_S,
             )
         names = ", ".join(sorted(self.pools.names(role))) or "none"
