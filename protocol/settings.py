@@ -11,12 +11,13 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
 
 from .endpoints import numbered, separate
+from .expected_values import expected
 
 Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -253,8 +254,7 @@ def resolve(
         try:
             msgspec.convert({name: value}, Settings, strict=False)
         except msgspec.ValidationError as error:
-            what = str(error).split(" - at ")[0].replace("`", "")
-            raise SettingError(f"{places[name]}: {value!r} is not valid: {what}") from None
+            raise SettingError(f"{places[name]}: {_fault(name, value, error)}") from None
     return _checked(msgspec.convert(values, Settings, strict=False))
 
 
@@ -312,6 +312,14 @@ def _from_text(name: str, text: str) -> Any:
     if name in _LISTS:
         return [part.strip() for part in text.split(",") if part.strip()]
     return text
+
+
+def _fault(name: str, value: object, error: msgspec.ValidationError) -> str:
+    """The values that a setting may have, and the value that it was given."""
+    kind = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
+    if get_origin(kind) is Literal:
+        return f"expected one of {', '.join(get_args(kind))}, not {value!r}"
+    return expected(error, value)
 
 
 def _known(name: str, place: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.errors import Code, RequestError
+from ...protocol.expected_values import expected
 from ...protocol.messages import Generate
 from ...protocol.settings import Settings
 from .. import Client
@@ -35,21 +35,6 @@ FLAGS = {
     "n": "number of sequences (default: 1)",
 }
 """The options that have their own flag, and the help text of the flag."""
-
-
-_PLAIN = {
-    r"\bint\b": "a whole number",
-    r"\bfloat\b": "a number",
-    r"\bstr\b": "a text",
-    r"\bbool\b": "true or false",
-    r"\barray\b": "a list",
-    r"\bobject\b": "a JSON object",
-    r" of length >= ": " with a length of at least ",
-    r" >= ": " of at least ",
-    r" <= ": " of at most ",
-    r" > ": " above ",
-}
-"""Patterns of msgspec's terms, and plain words for them."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +126,7 @@ def parameter(name: str, text: str | None) -> Any:
     try:
         return _value(name, text)
     except msgspec.ValidationError as error:
-        raise RequestError(Code.INVALID_FIELD, f"{name}: {_expected(error, text)}") from None
+        raise RequestError(Code.INVALID_FIELD, f"{name}: {expected(error, text)}") from None
 
 
 def _value(name: str, text: str) -> Any:
@@ -160,15 +145,6 @@ def _value(name: str, text: str) -> Any:
         raise
 
 
-def _expected(error: msgspec.ValidationError, text: str) -> str:
-    """Translates msgspec's error into the terms of the command line, and adds the faulty text."""
-    wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
-    wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
-    for term, plain in _PLAIN.items():
-        wanted = re.sub(term, plain, wanted)
-    return f"{wanted}, not {text!r}"
-
-
 def _number(name: str) -> Callable[[str], Any]:
     """Parses a numeric flag, as argparse's ``type``. argparse adds the flag's name to errors."""
 
@@ -176,7 +152,7 @@ def _number(name: str) -> Callable[[str], Any]:
         try:
             value = _value(name, text)
         except msgspec.ValidationError as error:
-            raise argparse.ArgumentTypeError(_expected(error, text)) from None
+            raise argparse.ArgumentTypeError(expected(error, text)) from None
         if value is None or not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"expected a number, not {text!r}")
         return value

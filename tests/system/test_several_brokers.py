@@ -53,6 +53,23 @@ def test_addresses_that_do_not_fit_are_refused(front: str) -> None:
         settings(brokers=2, front=front)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("gpu_workers", "two", "--gpu-workers: expected a whole number, not 'two'"),
+        ("brokers", "0", "--brokers: expected a whole number of at least 1, not '0'"),
+        ("drain_s", "0", "--drain-s: expected a number above 0.0, not '0'"),
+        ("log_format", "xml", "--log-format: expected one of human, json, not 'xml'"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_refused_in_plain_words(
+    name: str, value: str, says: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        settings(**{name: value})
+    assert str(caught.value) == says
+
+
 def test_one_broker_runs_as_ever() -> None:
     broker = configuration(Settings(), "python")["program:broker"]
     assert broker["command"].endswith("-m tokenbus.broker")

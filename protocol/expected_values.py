@@ -1,0 +1,30 @@
+"""Errors about a value, in the words of the command line."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+_PLAIN = {
+    r"\bint\b": "a whole number",
+    r"\bfloat\b": "a number",
+    r"\bstr\b": "a text",
+    r"\bbool\b": "true or false",
+    r"\barray\b": "a list",
+    r"\bobject\b": "a JSON object",
+    r" of length >= ": " with a length of at least ",
+    r" >= ": " of at least ",
+    r" <= ": " of at most ",
+    r" > ": " above ",
+}
+"""Patterns of msgspec's terms, and plain words for them."""
+
+
+def expected(error: msgspec.ValidationError, given: object) -> str:
+    """Translates msgspec's error into plain words, and adds the faulty value."""
+    wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
+    wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
+    for term, plain in _PLAIN.items():
+        wanted = re.sub(term, plain, wanted)
+    return f"{wanted}, not {given!r}"
