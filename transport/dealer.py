@@ -122,6 +122,10 @@ def _make_dealer(
 
 def _connect(socket: zmq.Socket[bytes], address: str) -> None:
     """Connects a socket; raises AddressError."""
+    port = address.rpartition(":")[2]
+    # ZeroMQ accepts a larger number and never connects.
+    if address.startswith("tcp://") and port.isdecimal() and not 1 <= int(port) <= 65535:
+        raise AddressError(f"{address!r} has no valid port; use a port from 1 to 65535")
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

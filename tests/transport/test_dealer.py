@@ -283,7 +283,9 @@ def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.Monkey
     dealer.close()
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "tcp://127.0.0.1", "carrier://pigeon"])
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "tcp://127.0.0.1", "carrier://pigeon", "tcp://127.0.0.1:70000"]
+)
 def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
     with pytest.raises(AddressError, match=re.escape(repr(address))):
         Dealer(address, Echo(), "test", linger_ms=0)
