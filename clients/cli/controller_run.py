@@ -36,8 +36,12 @@ def argument(given: str) -> str:
         return given
     try:
         return Path(given[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFault(f"--arg {given}: cannot read the file: {error}") from None
+    except OSError as error:
+        raise FileFault(f"--arg {given}: cannot read {given[1:]}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FileFault(
+            f"--arg {given}: {given[1:]} is not valid UTF-8 at byte {error.start}"
+        ) from None
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:

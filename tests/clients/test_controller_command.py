@@ -212,6 +212,11 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         (["run", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["upload", "my.py"], 2, "tokenbus controller serve my:NAME"),
         (["run", "./nowhere"], 2, "nowhere"),
+        (
+            ["run", "choice", "--arg", "@nowhere.y"],
+            2,
+            "--arg @nowhere.y: cannot read nowhere.y: No such file or directory",
+        ),
         (["tag", "x"], 2, "TAG"),
         ([], 2, "ACTION is missing; valid: upload, tag, list"),
     ],
