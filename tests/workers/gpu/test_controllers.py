@@ -524,7 +524,7 @@ def test_an_error_of_the_engine_is_reported_to_the_controller(
     results = [fork(update, 1), StepResult(1, 0, "suspend"), sample(update, 1, attachment=0)]
     bench.send(*results, masks=[only(SIZE)])
     bench.step()
-    assert "no token" in bench.client(1).errors[1]
+    assert "forbid all possible tokens" in bench.client(1).errors[1]
     assert [(update.seq, update.tokens, update.ended) for update in bench.updates] == [
         (1, [], "error")
     ]
@@ -570,7 +570,7 @@ def test_a_mask_of_the_wrong_size_ends_its_sequence(bench: Bench) -> None:
     bench.add(1, PROMPT, GREEDY)
     bench.send(StepResult(1, 0, "sample", attachment=0), masks=[only(64, 1)])
     bench.step()
-    assert "128 words" in bench.client(1).errors[0]
+    assert "expected (128,)" in bench.client(1).errors[0]
 
 
 def test_an_error_of_a_controller_has_its_code(bench: Bench) -> None:
