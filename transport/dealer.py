@@ -41,14 +41,14 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RECEIVE_AT_ONCE = 256
+"""Maximum number of messages that are received before the peer handles them and may send."""
+PAUSES_S = (0.05, 2.0)
 """The pause after the first of consecutive failures, and the longest pause, in seconds. Each pause
 is twice the previous one."""
-PAUSES_S = (0.05, 2.0)
-"""The longest pause if the next connection is to another broker, in seconds."""
 ELSEWHERE_S = 0.2
-"""How often the peer's deadlines are checked during a pause, in seconds."""
+"""The longest pause if the next connection is to another broker, in seconds."""
 OFFLINE_TICK_S = 0.1
-"""How often the peer's deadlines are checked during such a pause, in seconds."""
+"""How often the peer's deadlines are checked during a pause, in seconds."""
 MIN_WAIT_S = 0.001
 """The shortest wait of the thread if nothing has arrived, in seconds."""
 JOIN_S = 5.0
