@@ -25,8 +25,8 @@ PING_S = 1.0
 
 
 class BrokerWatch:
-    """A session with the broker at ``front``. When the session ends, it calls ``lost`` with this
-    object and the reason.
+    """A session with the broker at ``front``. When the session ends, it calls ``lost`` with
+    ``front`` and the reason.
 
     The session ends if another broker answers, if the broker is silent for the duration of a
     session, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
