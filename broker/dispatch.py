@@ -11,8 +11,6 @@ from ..protocol import logs
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import Flag, encode_header, waited_flags
 from ..protocol.messages import Cancel, System
-from ..protocol.pace import BOUNDS_S, Pace
-from ..protocol.shares import fits_share
 from .controllers import Controllers
 from .deadlines import Deadlines
 from .ends import Ends
@@ -22,6 +20,7 @@ from .moves import Moves, same_model
 from .outgoing import Outgoing, Outgoings, Side
 from .pools import Pool, Pools
 from .prefixes import Prefixes
+from .queue_bounds import QueueBounds
 from .recovery import Recovery
 from .revocations import revoke
 from .settings import BrokerSettings
@@ -29,19 +28,14 @@ from .spans import record_span
 from .tables import (
     RETRY_AFTER_S,
     CancelReason,
-    KeyUse,
     Loss,
     Request,
-    Session,
     SessionTable,
     Worker,
     WorkerState,
 )
 
 log = logging.getLogger(__name__)
-
-MAX_WAITING = 0.5
-"""A request is refused if its expected wait is more than this part of its ``timeout_s``."""
 
 CANCEL_GRACE_S = 10.0
 """Seconds that a worker has to end a cancelled request."""
@@ -54,17 +48,6 @@ MAX_LOOKED_AT = 2_000
 """Maximum requests without a worker that one event examines."""
 MAX_NOTICES = 400
 """Maximum notices of a place in the queue that one tick sends."""
-
-
-def room_for(priority: int, most: int) -> int:
-    """Returns how much of a queue's bound requests of this priority may fill.
-
-    The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
-    at least 0. So a full queue still accepts more urgent requests, and accepted requests are
-    never removed for them.
-    """
-    eighths = 8 if priority > 0 else 7 if priority == 0 else 6
-    return max(1, most * eighths // 8) if most else 0
 
 
 class Dispatcher:
@@ -98,8 +81,7 @@ class Dispatcher:
         self.moves = Moves(settings, sessions, self.requests, out)
         self.ends = Ends(settings, sessions, out, lambda: self.now)
         self.deadlines = Deadlines()
-        self._pace = Pace()
-        """Rate at which requests leave the queues for a worker."""
+        self._queue_bounds = QueueBounds(settings, self.queues)
         self.closing: TokenbusError | None = None
         """The error for new requests once the broker is about to stop."""
         self.behind = False
@@ -128,7 +110,7 @@ class Dispatcher:
         if worker is None and not early:
             worker = self._beyond_capacity(request)
         if worker is None:
-            self._check_queues(request)
+            self._queue_bounds.check(request, self.queued, self.now)
         else:
             worker = self._with_prefix(request, worker)
         if request.controller:
@@ -436,7 +418,7 @@ class Dispatcher:
                 # The client does not need its tokens any more.
                 self.cancel(request, self.now, "timeout")
                 continue
-            self._pace.note(self.now)
+            self._queue_bounds.pace.note(self.now)
             self._start(request, worker)
 
     def report_places(self) -> None:
@@ -566,75 +548,6 @@ class Dispatcher:
 
     def _model_of(self, request: Request) -> str:
         return request.model or self.pools.default_model
-
-    def _check_queues(self, request: Request) -> None:
-        """Raises an error if one more request cannot wait: ``queue_full``, or ``client_limit`` if
-        its own session has too many waiting requests."""
-        settings, session, queues = self._settings, request.session, self.queues.values()
-        number, size = self.queued, sum(queue.bytes for queue in queues)
-        most = room_for(request.priority, settings.max_queued)
-        max_bytes = room_for(request.priority, settings.max_queued_bytes)
-        if number >= most or size + request.bytes > max_bytes:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"the queues have {number} requests, and {size + request.bytes} bytes with this "
-                f"one; at its priority {most} requests and {max_bytes} bytes are allowed; try "
-                "again later",
-                retry_after_s=self._pace.retry_after_s(self.now),
-            )
-        if session.key:
-            use = session.use
-            self._check_share("key", use, request, (number, size), (most, max_bytes))
-            # A key may use half of the room that other keys leave. The same rule divides this half
-            # among the sessions of the key.
-            most = (most - number + use.queued) // 2
-            max_bytes = (max_bytes - size + use.queued_bytes) // 2
-            number, size = use.queued, use.queued_bytes
-        self._check_share("session", session, request, (number, size), (most, max_bytes))
-        self._check_wait(request)
-
-    def _check_share(
-        self,
-        whose: str,
-        own: Session | KeyUse,
-        request: Request,
-        total: tuple[int, int],
-        most: tuple[int, int],
-    ) -> None:
-        """Raises ``client_limit`` if with this request its key or session would exceed its share
-        of the requests or of the bytes."""
-        if own.queued == 0 or (
-            fits_share(own.queued, total[0], most[0])
-            and fits_share(own.queued_bytes, total[1], most[1], request.bytes)
-        ):
-            return
-        raise UnavailableError(
-            Code.CLIENT_LIMIT,
-            f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; it may "
-            f"have at most as much as stays free of {most[0]} requests and {most[1]} bytes; wait "
-            "until one of them ends",
-            retry_after_s=request.session.pace.retry_after_s(self.now),
-        )
-
-    def _check_wait(self, request: Request) -> None:
-        """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
-
-        Its time-out would end such a request before its computation is complete.
-        """
-        queue = self.queues.get((request.role, request.model))
-        rate = queue.pace.per_s(self.now) if queue is not None else None
-        if queue is None or rate is None or request.deadline is None:
-            return
-        ahead, left_s = queue.ahead(request), request.deadline - self.now
-        wait_s = (ahead + 1) / rate
-        if wait_s > MAX_WAITING * left_s:
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"about {ahead} requests precede this one, so it would wait about {wait_s:.1f} s; "
-                f"it may wait {MAX_WAITING:.0%} of its timeout_s, of which {left_s:g} s are left; "
-                "try again later, or with a longer timeout_s",
-                retry_after_s=round(max(wait_s - MAX_WAITING * left_s, BOUNDS_S[0]), 3),
-            )
 
     def _has_room(self, worker: Worker) -> bool:
         return worker.has_room and not self.is_hung(worker)

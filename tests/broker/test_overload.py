@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenbus.broker.dispatch import room_for
+from tokenbus.broker.queue_bounds import room_for
 from tokenbus.protocol.pace import BOUNDS_S, RETRY_AFTER_S, Pace
 from tokenbus.protocol.shares import fits_share
 

@@ -1,0 +1,108 @@
+"""The bounds of the queues: which requests may wait for a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..protocol.errors import Code, UnavailableError
+from ..protocol.pace import BOUNDS_S, Pace
+from ..protocol.shares import fits_share
+from .fair_queue import FairQueue
+from .settings import BrokerSettings
+from .tables import KeyUse, Request, Session
+
+MAX_WAITING = 0.5
+"""A request is refused if its expected wait is more than this part of its ``timeout_s``."""
+
+
+def room_for(priority: int, most: int) -> int:
+    """Returns how much of a queue's bound requests of this priority may fill.
+
+    The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
+    at least 0. So a full queue still accepts more urgent requests, and accepted requests are
+    never removed for them.
+    """
+    eighths = 8 if priority > 0 else 7 if priority == 0 else 6
+    return max(1, most * eighths // 8) if most else 0
+
+
+class QueueBounds:
+    """Refuses requests that the queues have no room for, or that would wait for too long."""
+
+    def __init__(
+        self, settings: BrokerSettings, queues: Mapping[tuple[str, str], FairQueue]
+    ) -> None:
+        self._settings = settings
+        self._queues = queues
+        self.pace = Pace()
+        """Rate at which requests leave the queues for a worker."""
+
+    def check(self, request: Request, number: int, now: float) -> None:
+        """Raises an error if one more request cannot wait: ``queue_full``, or ``client_limit`` if
+        its own session has too many waiting requests. ``number``: the requests that wait."""
+        settings, session = self._settings, request.session
+        size = sum(queue.bytes for queue in self._queues.values())
+        most = room_for(request.priority, settings.max_queued)
+        max_bytes = room_for(request.priority, settings.max_queued_bytes)
+        if number >= most or size + request.bytes > max_bytes:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"the queues have {number} requests, and {size + request.bytes} bytes with this "
+                f"one; at its priority {most} requests and {max_bytes} bytes are allowed; try "
+                "again later",
+                retry_after_s=self.pace.retry_after_s(now),
+            )
+        if session.key:
+            use = session.use
+            _check_share("key", use, request, (number, size), (most, max_bytes), now)
+            # A key may use half of the room that other keys leave. The same rule divides this half
+            # among the sessions of the key.
+            most = (most - number + use.queued) // 2
+            max_bytes = (max_bytes - size + use.queued_bytes) // 2
+            number, size = use.queued, use.queued_bytes
+        _check_share("session", session, request, (number, size), (most, max_bytes), now)
+        self._check_wait(request, now)
+
+    def _check_wait(self, request: Request, now: float) -> None:
+        """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
+
+        Its time-out would end such a request before its computation is complete.
+        """
+        queue = self._queues.get((request.role, request.model))
+        rate = queue.pace.per_s(now) if queue is not None else None
+        if queue is None or rate is None or request.deadline is None:
+            return
+        ahead, left_s = queue.ahead(request), request.deadline - now
+        wait_s = (ahead + 1) / rate
+        if wait_s > MAX_WAITING * left_s:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"about {ahead} requests precede this one, so it would wait about {wait_s:.1f} s; "
+                f"it may wait {MAX_WAITING:.0%} of its timeout_s, of which {left_s:g} s are left; "
+                "try again later, or with a longer timeout_s",
+                retry_after_s=round(max(wait_s - MAX_WAITING * left_s, BOUNDS_S[0]), 3),
+            )
+
+
+def _check_share(
+    whose: str,
+    own: Session | KeyUse,
+    request: Request,
+    total: tuple[int, int],
+    most: tuple[int, int],
+    now: float,
+) -> None:
+    """Raises ``client_limit`` if with this request its key or session would exceed its share of the
+    requests or of the bytes."""
+    if own.queued == 0 or (
+        fits_share(own.queued, total[0], most[0])
+        and fits_share(own.queued_bytes, total[1], most[1], request.bytes)
+    ):
+        return
+    raise UnavailableError(
+        Code.CLIENT_LIMIT,
+        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; it may "
+        f"have at most as much as stays free of {most[0]} requests and {most[1]} bytes; wait "
+        "until one of them ends",
+        retry_after_s=request.session.pace.retry_after_s(now),
+    )
