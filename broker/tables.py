@@ -322,14 +322,17 @@ class Worker:
     @property
     def has_room(self) -> bool:
         """Whether one more request fits, in addition to those of this broker and of others."""
-        others = self.elsewhere if self.role == "gpu" else 0
-        return len(self.requests) + others < self.capacity
+        return self._num_requests < self.capacity
 
     @property
     def has_room_beyond(self) -> bool:
         """Whether one more request fits into the capacity and an eighth more."""
-        others = self.elsewhere if self.role == "gpu" else 0
-        return len(self.requests) + others < self.capacity + self.capacity // 8
+        return self._num_requests < self.capacity + self.capacity // 8
+
+    @property
+    def _num_requests(self) -> int:
+        """The requests of this broker and of others."""
+        return len(self.requests) + (self.elsewhere if self.role == "gpu" else 0)
 
     @property
     def fill(self) -> float:
