@@ -16,6 +16,7 @@ from heapq import nlargest
 from typing import NamedTuple
 
 from .block_manager import BlockManager
+from .preemption import from_largest_client, num_blocks, rank, victim_of_largest
 from .sequence import Sequence
 from .waiting import WaitingQueue
 
@@ -197,7 +198,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work."""
         self._rescheduled.clear()
-        victim = self._victim_of_largest()
+        victim = victim_of_largest(self._refused, self.running, self.waiting)
         if victim is not None:
             self._preempt(victim)
         self._refused = None
@@ -205,7 +206,7 @@ class Scheduler:
         room = self._max_num_batched_tokens
         active: Iterable[Sequence] = self.running
         if len(self.running) > self._max_num_seqs:
-            active = nlargest(self._max_num_seqs, self.running, key=_rank)
+            active = nlargest(self._max_num_seqs, self.running, key=rank)
         # Rescheduled sequences have their logits already and need no forward.
         ending = [s for s in active if s.ends_with_next]
         if ending:
@@ -221,7 +222,7 @@ class Scheduler:
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         self._admit_waiting(batch, room, len(ending))
-        self.owes_room = self._victim_of_largest() is not None
+        self.owes_room = victim_of_largest(self._refused, self.running, self.waiting) is not None
         batch.rescheduled = [s for s in active if s.row is not None]
         self._stalled = not self.running and bool(self.waiting)
         return batch
@@ -257,25 +258,6 @@ class Scheduler:
             elif not (self._evict_suspended if self.running else self._evict_for)(sequence):
                 self._refused = sequence
                 break
-
-    def _victim_of_largest(self) -> Sequence | None:
-        """The sequence to preempt so that the refused one can be admitted: the last in order of the
-        client with the most running sequences.
-
-        None if the client of the refused sequence has a running sequence, if no client has two, or
-        if the sequences of the largest client have a higher priority.
-        """
-        refused = self._refused
-        if refused is None or not self.waiting or self.waiting.first() is not refused:
-            return None
-        if not self.running or self.waiting.num_running(refused.client):
-            return None
-        largest = self.waiting.largest_client()
-        if self.waiting.num_running(largest) < 2:
-            return None
-        of_client = [s for s in self.running if s.client == largest]
-        victim = min(of_client, key=_rank, default=None)
-        return victim if victim is not None and victim.priority <= refused.priority else None
 
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
@@ -357,9 +339,9 @@ class Scheduler:
         """Frees blocks for a waiting sequence while no sequence runs: first the blocks of sequences
         that are not admitted, then the blocks of deferred sequences that come later in order."""
         idle = [s for s in self._idle() if s is not sequence]
-        after = [s for s in self.deferred if _rank(s) < _rank(sequence)]
+        after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:
-            self._preempt(min(idle or after, key=_rank))
+            self._preempt(min(idle or after, key=rank))
         elif sequence.block_table.blocks and not self.deferred:
             self._preempt(sequence)
         else:
@@ -370,21 +352,16 @@ class Scheduler:
         """Frees blocks of suspended sequences of other clients for a waiting sequence while others
         run; the client with the most blocks loses its sequences first. Does nothing if that is
         not enough, or if blocks are available already."""
-        of_client: dict[int, list[Sequence]] = {}
-        for other in self.suspended:
-            if other.block_table.blocks and other.client != sequence.client:
-                of_client.setdefault(other.client, []).append(other)
+        others = (s for s in self.suspended if s.client != sequence.client)
+        held = [s for s in others if s.block_table.blocks]
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available
-        if not 0 < wanted <= sum(map(_num_blocks, of_client.values())):
+        if not 0 < wanted <= num_blocks(held):
             return False
         enough = self._blocks.num_available + wanted
-        while of_client and self._blocks.num_available < enough:
-            client = max(of_client, key=lambda each: _num_blocks(of_client[each]))
-            victim = min(of_client[client], key=_rank)
-            of_client[client].remove(victim)
-            if not of_client[client]:
-                del of_client[client]
+        for victim in from_largest_client(held):
+            if self._blocks.num_available >= enough:
+                break
             self._preempt(victim)
         return True
 
@@ -400,7 +377,7 @@ class Scheduler:
         step. One always exists, because the running sequence itself is not yet in the step.
         """
         admitted = (*self.running, *self.deferred)
-        return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=_rank)
+        return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=rank)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Frees a sequence's blocks and logits. If the sequence was admitted, it waits again."""
@@ -425,13 +402,3 @@ class Scheduler:
         else:
             self.suspended.pop(sequence, None)
         self.changed()
-
-
-def _num_blocks(sequences: Iterable[Sequence]) -> int:
-    """The blocks of sequences; those that several share count several times."""
-    return sum(len(sequence.block_table.blocks) for sequence in sequences)
-
-
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """The order of sequences: the lowest rank is preempted or skipped first."""
-    return sequence.priority, -sequence.arrival, -sequence.seq
