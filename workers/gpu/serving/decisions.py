@@ -96,25 +96,8 @@ def mask_of(one: StepResult, file: MaskFile | None, attachments: list[bytes]) ->
     if one.row is not None:
         return _mask_in_row(one.row, file)
     if one.attachment is not None:
-        return _attached_mask(one.attachment, attachments)
+        return _attached("mask", one.attachment, attachments)
     return None
-
-
-def _mask_in_row(row: int, file: MaskFile | None) -> np.ndarray:
-    if file is None or not 0 <= row < len(file.rows):
-        rows = 0 if file is None else len(file.rows)
-        raise _no_mask(f"row {row} of a mask file with {rows} rows")
-    found: np.ndarray = file.rows[row]
-    return found
-
-
-def _attached_mask(place: int, attachments: list[bytes]) -> np.ndarray:
-    if not 0 <= place < len(attachments):
-        raise _no_mask(f"attachment {place} of a message with {len(attachments)} attachments")
-    mask = attachments[place]
-    if len(mask) % 4:
-        raise _no_mask(f"an attachment of {len(mask)} bytes, which is not a multiple of 4")
-    return np.frombuffer(mask, dtype=np.uint32)
 
 
 def bias_of(
@@ -125,24 +108,39 @@ def bias_of(
     if one.bias_row is not None:
         return _bias_in_row(one.bias_row, file, vocab)
     if one.bias_attachment is not None:
-        return _attached_bias(one.bias_attachment, attachments, vocab)
+        return read_bias(_attached("bias", one.bias_attachment, attachments), vocab)
     return None
 
 
+def _mask_in_row(row: int, file: MaskFile | None) -> np.ndarray:
+    found: np.ndarray = _with_row("mask", row, file).rows[row]
+    return found
+
+
 def _bias_in_row(row: int, file: MaskFile | None, vocab: int) -> Bias:
+    return read_bias(_with_row("bias", row, file).biases[row], vocab)
+
+
+def _with_row(what: str, row: int, file: MaskFile | None) -> MaskFile:
+    """The file, which must have the row of ``what``."""
     if file is None or not 0 <= row < len(file.rows):
         rows = 0 if file is None else len(file.rows)
-        raise _no_bias(f"row {row} of a mask file with {rows} rows")
-    return read_bias(file.biases[row], vocab)
+        raise _wrong(what, f"row {row} of a mask file with {rows} rows")
+    return file
 
 
-def _attached_bias(place: int, attachments: list[bytes], vocab: int) -> Bias:
+def _attached(what: str, place: int, attachments: list[bytes]) -> np.ndarray:
+    """The words of an attachment, which must exist, as ``what``."""
     if not 0 <= place < len(attachments):
-        raise _no_bias(f"attachment {place} of a message with {len(attachments)} attachments")
-    bias = attachments[place]
-    if len(bias) % 4:
-        raise _no_bias(f"an attachment of {len(bias)} bytes, which is not a multiple of 4")
-    return read_bias(np.frombuffer(bias, dtype=np.uint32), vocab)
+        raise _wrong(what, f"attachment {place} of a message with {len(attachments)} attachments")
+    data = attachments[place]
+    if len(data) % 4:
+        raise _wrong(what, f"an attachment of {len(data)} bytes, which is not a multiple of 4")
+    return np.frombuffer(data, dtype=np.uint32)
+
+
+def _wrong(what: str, fault: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's {what} is {fault}")
 
 
 def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
@@ -168,16 +166,13 @@ def unders_along(
     found: list[Under] = []
     with contextlib.suppress(ControllerError):
         for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):
-            bias = None
+            decision = StepResult(one.request, one.seq, one.action)
             if one.row is not None:
-                mask = _mask_in_row(place, file)
-                if bias_place is not None:
-                    bias = _bias_in_row(bias_place, file, vocab)
+                decision.row, decision.bias_row = place, bias_place
             else:
-                mask = _attached_mask(place, attachments)
-                if bias_place is not None:
-                    bias = _attached_bias(bias_place, attachments, vocab)
-            found.append(Under(mask, bias))
+                decision.attachment, decision.bias_attachment = place, bias_place
+            mask = mask_of(decision, file, attachments)
+            found.append(Under(mask, bias_of(decision, file, attachments, vocab)))
     return found
 
 
@@ -185,11 +180,3 @@ def just_samples(one: StepResult) -> bool:
     """Whether a decision only samples, with at most a mask, a bias and options."""
     more = one.backtrack or one.ff_tokens or one.logs or one.storage or one.wakes
     return one.action == "sample" and not more
-
-
-def _no_bias(fault: str) -> ControllerError:
-    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's bias is {fault}")
-
-
-def _no_mask(fault: str) -> ControllerError:
-    return ControllerError(Code.CONTROLLER_FAILED, f"the controller's mask is {fault}")
