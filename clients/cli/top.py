@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
-from rich.console import Console, Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +23,51 @@ from .options import add_connection
 
 MAX_STREAMS = 20
 """Maximum number of streams in a picture. The number of further streams is printed below."""
+
+MAX_CELL = 40
+"""Maximum width of a cell, in characters, of a column that a narrow terminal may drop."""
+
+FILE_WIDTH = 200
+"""Width of a picture, in characters, if stdout is not a terminal."""
+
+GAP = 2
+"""Number of spaces between two columns."""
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    name: str
+    right: bool = False
+    """Whether the cells are aligned to the right."""
+    drop: int = 0
+    """A narrow terminal drops the columns above 0, the highest number first."""
+
+
+WORKER_COLUMNS = (
+    Column("worker"),
+    Column("role", drop=6),
+    Column("state"),
+    Column("models", drop=2),
+    Column("requests", right=True),
+    Column("running", right=True, drop=3),
+    Column("waiting", right=True, drop=5),
+    Column("deferred", right=True, drop=7),
+    Column("cache", right=True, drop=4),
+    Column("rate", right=True),
+    Column("heartbeat", right=True, drop=1),
+)
+STREAM_COLUMNS = (
+    Column("request"),
+    Column("type", drop=5),
+    Column("client", drop=3),
+    Column("model", drop=4),
+    Column("worker", drop=1),
+    Column("controller", drop=2),
+    Column("state"),
+    Column("priority", right=True, drop=6),
+    Column("age", right=True),
+)
 
 
 def add_command(commands: Any) -> None:
@@ -43,7 +90,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Shows pictures until Ctrl-C, or only one with ``--once``. If stdout is not a terminal, the
     pictures are printed one after another."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     pictures = Pictures()
     with Brokers(settings) as brokers:
         status = brokers.status(streams=True)
@@ -60,6 +107,40 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(pictures.after(brokers, args.interval), refresh=True)
+
+
+class FittedTable:
+    """A table without the columns that its terminal has no room for."""
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        shown = self._shown(options.max_width)
+        for index in shown:
+            column = self._columns[index]
+            justify: Literal["left", "right"] = "right" if column.right else "left"
+            width = MAX_CELL if column.drop else None
+            table.add_column(column.name, justify=justify, max_width=width, no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[index] for index in shown))
+        yield table
+
+    def _shown(self, max_width: int) -> list[int]:
+        """The columns, by number, that fit into ``max_width`` characters."""
+        widths = []
+        for i, column in enumerate(self._columns):
+            width = max(map(cell_len, (column.name, *(row[i] for row in self._rows))))
+            widths.append(min(width, MAX_CELL) if column.drop else width)
+        shown = list(range(len(self._columns)))
+        while sum(widths[i] + GAP for i in shown) - GAP > max_width:
+            last = max(shown, key=lambda i: self._columns[i].drop)
+            if not self._columns[last].drop:
+                break
+            shown.remove(last)
+        return shown
 
 
 class Pictures:
@@ -99,24 +180,24 @@ class Pictures:
     def _workers(self, status: Status, before: tuple[Status, float] | None, now: float) -> Any:
         if not status.workers:
             return Text("no workers are registered")
-        table = _table("worker", "role", "state", "models")
-        for name in ("requests", "running", "waiting", "deferred", "cache", "rate", "heartbeat"):
-            table.add_column(name, justify="right", no_wrap=True)
         earlier = {w.name: w for w in before[0].workers} if before is not None else {}
+        rows = []
         for worker in status.workers:
             last = earlier.get(worker.name)
             load = last.load if last is not None else None
-            table.add_row(
-                worker.name,
-                worker.role,
-                worker.state,
-                ", ".join(worker.models),
-                f"{worker.requests}/{worker.capacity}",
-                *_load(worker),
-                _work(worker, rate(worker.load, load, "rounds", before, now)),
-                f"{worker.heartbeat_age_s:.1f} s",
+            rows.append(
+                [
+                    worker.name,
+                    worker.role,
+                    worker.state,
+                    ", ".join(worker.models),
+                    f"{worker.requests}/{worker.capacity}",
+                    *_load(worker),
+                    _work(worker, rate(worker.load, load, "rounds", before, now)),
+                    f"{worker.heartbeat_age_s:.1f} s",
+                ]
             )
-        return table
+        return FittedTable(WORKER_COLUMNS, rows)
 
 
 def _load(worker: WorkerStatus) -> list[str]:
@@ -134,14 +215,11 @@ def _work(worker: WorkerStatus, rounds: str) -> str:
     return f"{rounds} rounds/s" if worker.role == "controller" else ""
 
 
-def _streams(status: Status) -> Table:
-    table = _table("request", "type", "client", "model", "worker", "controller", "state")
-    table.add_column("priority", justify="right")
-    table.add_column("age", justify="right", no_wrap=True)
-    for stream in status.live[:MAX_STREAMS]:
-        # Shows the lower half of a request number, which is a counter. The upper half identifies
-        # the broker's run.
-        table.add_row(
+def _streams(status: Status) -> FittedTable:
+    rows = [
+        [
+            # Shows the lower half of a request number, which is a counter. The upper half
+            # identifies the broker's run.
             str(stream.request & 0xFFFF_FFFF),
             stream.type,
             stream.client or "anonymous",
@@ -151,15 +229,10 @@ def _streams(status: Status) -> Table:
             stream.state,
             str(stream.priority),
             duration(stream.age_s),
-        )
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
-    return table
+        ]
+        for stream in status.live[:MAX_STREAMS]
+    ]
+    return FittedTable(STREAM_COLUMNS, rows)
 
 
 def rate(

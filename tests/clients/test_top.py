@@ -40,9 +40,9 @@ def worker(role: str, **load: float) -> WorkerStatus:
     )
 
 
-def drawn(pictures: Pictures, at: float, shown: Status) -> str:
+def drawn(pictures: Pictures, at: float, shown: Status, width: int = 200) -> str:
     output = io.StringIO()
-    Console(width=200, file=output).print(pictures.of(shown, at, "broker tcp://here:1"))
+    Console(width=width, file=output).print(pictures.of(shown, at, "broker tcp://here:1"))
     return output.getvalue()
 
 
@@ -168,6 +168,48 @@ def test_many_streams_are_cut_and_counted() -> None:
     shown = drawn(Pictures(), 1.0, status(live=live))
     assert shown.count("GENERATE") == MAX_STREAMS
     assert "and 5 more" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "workers", "streams"),
+    [
+        (60, "worker state requests rate", "request worker controller state age"),
+        (80, "worker state requests rate heartbeat",
+         "request client worker controller state age"),
+        (120, "worker state models requests running cache rate heartbeat",
+         "request type client model worker controller state age"),
+        (200, "worker role state models requests running waiting deferred cache rate heartbeat",
+         "request type client model worker controller state priority age"),
+    ],
+)  # fmt: skip
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_cells(
+    width: int, workers: str, streams: str
+) -> None:
+    load = {"tokens_per_s": 12345.0, "running": 250, "waiting": 100, "deferred": 0}
+    gpu = worker("gpu", kv_blocks=100, kv_blocks_used=25, **load)
+    gpu.name, gpu.models = "gpu-on-a-machine-12345", ["qwen3-30b-a3b-instruct-2507"]
+    live = StreamStatus(
+        request=7,
+        type="GENERATE",
+        state="running",
+        age_s=1.0,
+        client="tokenbus-python",
+        model=gpu.models[0],
+        worker=gpu.name,
+        controller="json_schema",
+    )
+    lines = drawn(Pictures(), 1.0, status(workers=[gpu], live=[live]), width).splitlines()
+    assert workers.split() in (words := [line.split() for line in lines])
+    assert streams.split() in words
+    assert all(len(line) <= width for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_a_long_cell_is_cut_where_its_column_may_be_dropped() -> None:
+    gpu = worker("gpu")
+    gpu.models = ["a-model-of-thirty-characters-1", "a-model-of-thirty-characters-2"]
+    shown = drawn(Pictures(), 1.0, status(workers=[gpu]), 100)
+    assert "a-model-of-thirty-characters-1, a-model…" in shown
 
 
 @pytest.mark.parametrize(
