@@ -135,6 +135,87 @@ def test_no_slot_is_taken_for_a_lower_priority_or_from_a_client_with_one_sequenc
     assert set(s.running) == set(each[:2])
 
 
+def with_client(count: int, prompt: int, blocks: int, client: int = 1) -> Scheduler:
+    """A scheduler with ``count`` slots, all of which have sequences of one client."""
+    s = scheduler(blocks=blocks, running=count, room=64)
+    for number in range(count):
+        one = sequence(number, prompt, client=client)
+        one.max_length = 10_000
+        s.add(one)
+    while len(s.running) < count:
+        compute(s.schedule())
+    return s
+
+
+def test_no_sequence_is_preempted_for_a_prompt_that_does_not_fit_then() -> None:
+    s = with_client(8, 30, blocks=300)
+    # One running sequence remains, so not all blocks can become free.
+    s.add(sequence(100, 298 * BLOCK, client=2))
+    for _ in range(12):
+        compute(s.schedule())
+    assert (len(s.running), s.preemptions) == (8, 0)
+
+
+def test_a_client_keeps_as_many_sequences_as_the_forks_for_which_others_are_preempted() -> None:
+    for forks, expected in ((7, 0), (4, 0), (3, 4)):
+        s = with_client(8, 30, blocks=300)
+        late = sequence(100, 8, client=2)
+        late.pending_forks = forks
+        s.add(late)
+        for _ in range(4):
+            compute(s.schedule())
+        assert s.preemptions == expected
+        assert (late in s.running) == (expected > 0)
+
+
+def test_short_requests_one_after_another_cost_a_bounded_part_of_the_steps() -> None:
+    s = with_client(4, 240, blocks=2000)
+    first, num_tokens, num_steps = list(s.running), 0, 0
+    for number in range(60):
+        late = sequence(100 + number, 4, client=2 + number)
+        s.add(late)
+        for _ in range(6):
+            batch = s.schedule()
+            # The test commits no blocks, so a preempted sequence is computed again from its start.
+            num_tokens += sum(c.end - c.start for c in batch.chunks if c.sequence in first)
+            num_steps += 1
+            compute(batch)
+            if late in s.running:
+                s.remove(late)
+        s.remove(late)
+    assert s.preemptions > 2
+    again = num_tokens - sum(len(one.tokens) for one in first)
+    assert again <= num_steps * 64 // 8 + 2 * len(first[0].tokens)
+
+
+def test_an_overdue_sequence_is_not_preempted_for_another_client() -> None:
+    s = with_client(4, 30, blocks=300)
+    *_, before, last = s.running
+    last.overtaken = 1024
+    late = sequence(100, 4, client=2)
+    s.add(late)
+    for _ in range(8):
+        compute(s.schedule())
+    assert late in s.running
+    assert before not in s.running
+    assert s.preemptions == 1
+
+
+def test_a_client_with_deferred_sequences_does_not_shield_the_one_with_the_slots() -> None:
+    s = with_client(4, 30, blocks=300)
+    for one in list(s.running):
+        s.defer(one)
+    for number in range(4):
+        s.add(sequence(10 + number, 30, client=2))
+    while len(s.running) < 4:
+        compute(s.schedule())
+    late = sequence(100, 4, client=3)
+    s.add(late)
+    for _ in range(3):
+        compute(s.schedule())
+    assert late in s.running
+
+
 def test_no_more_sequences_run_than_max_num_seqs() -> None:
     s = scheduler(running=2)
     for number in (1, 2, 3):

@@ -74,6 +74,15 @@ class BlockManager:
         """Number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
+    def num_unshared(self, table: BlockTable) -> int:
+        """Number of a table's blocks that other sequences do not share."""
+        return sum(self._ref_counts[block] == 1 for block in table.blocks)
+
+    def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
+        """Number of blocks that stay free for the growth of a running sequence of ``num_tokens``
+        known tokens: those that it still needs, at least one."""
+        return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
+
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
         """Fills an empty ``table`` with the registered blocks of a prefix of ``tokens``.
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
+from .block_manager import BlockManager
 from .sequence import Sequence
-from .waiting import WaitingQueue
+from .waiting import MAX_OVERTAKEN
+
+
+class Lack(NamedTuple):
+    """The room that is missing before a waiting sequence can be admitted."""
+
+    slots: int
+    blocks: int
 
 
 def rank(sequence: Sequence) -> tuple[int, int, int]:
@@ -18,25 +29,39 @@ def num_blocks(sequences: Iterable[Sequence]) -> int:
     return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 
-def victim_of_largest(
-    refused: Sequence | None, running: Collection[Sequence], waiting: WaitingQueue
-) -> Sequence | None:
-    """The sequence to preempt so that the refused one can be admitted: the last in order of the
-    client with the most running sequences.
+def choose_victims(
+    refused: Sequence, running: Collection[Sequence], lack: Lack, blocks: BlockManager
+) -> list[Sequence]:
+    """The sequences whose preemption makes room for ``refused``; empty if that is not possible.
 
-    None if the client of the refused sequence has a running sequence, if no client has two, or if
-    the sequences of the largest client have a higher priority.
+    The client with the most running sequences loses its last in order, one after another. Each
+    client keeps as many as ``refused`` gets with its forks. Sequences of a higher priority are not
+    chosen. Overdue ones are not either, because the waiting queue would admit them again first.
     """
-    if refused is None or not waiting or waiting.first() is not refused:
-        return None
-    if not running or waiting.num_running(refused.client):
-        return None
-    largest = waiting.largest_client()
-    if waiting.num_running(largest) < 2:
-        return None
-    of_client = [s for s in running if s.client == largest]
-    victim = min(of_client, key=rank, default=None)
-    return victim if victim is not None and victim.priority <= refused.priority else None
+    sizes = Counter(sequence.client for sequence in running)
+    chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
+    for sequence in sorted(running, key=rank, reverse=True):
+        if sequence.priority <= refused.priority and sequence.overtaken < MAX_OVERTAKEN:
+            chosen_from[sequence.client].append(sequence)
+    largest = [(-size, client) for client, size in sizes.items()]
+    heapq.heapify(largest)
+    victims: list[Sequence] = []
+    slots, needed = lack
+    while slots > 0 or needed > 0:
+        if not largest or -largest[0][0] <= 1 + refused.pending_forks:
+            return []
+        size, client = largest[0]
+        if not chosen_from[client]:
+            heapq.heappop(largest)
+            continue
+        victim = chosen_from[client].pop()
+        heapq.heapreplace(largest, (size + 1, client))
+        victims.append(victim)
+        slots -= 1 + victim.pending_forks
+        needed -= blocks.num_unshared(victim.block_table) + blocks.num_reserved(
+            victim.block_table, victim.target
+        )
+    return victims
 
 
 def from_largest_client(sequences: Iterable[Sequence]) -> Iterator[Sequence]:

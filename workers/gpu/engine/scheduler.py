@@ -4,7 +4,8 @@ A step computes at most ``max_num_batched_tokens``. Decodes need one token each 
 that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
 admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
 waits and is computed again later. A client that has no running sequence waits for no other client:
-if it finds no slot or too few blocks, the last sequence of the client with the most is preempted.
+if it finds no slot or too few blocks, sequences of the clients with the most are preempted
+(``victims.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from heapq import nlargest
 from typing import NamedTuple
 
 from .block_manager import BlockManager
-from .preemption import from_largest_client, num_blocks, rank, victim_of_largest
+from .preemption import Lack, choose_victims, from_largest_client, num_blocks, rank
 from .sequence import Sequence
 from .waiting import WaitingQueue
 
@@ -28,6 +29,12 @@ MAX_ADMITTED = 4
 sequences are not admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` *
 4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
 to be admitted and deferred, and the device would run out of memory."""
+
+
+RECOMPUTED = 8
+"""Sequences that were preempted for other clients compute again at most one part in ``RECOMPUTED``
+of the tokens of the steps. Otherwise short requests, one after another, could make the engine
+compute a long text again for each of them."""
 
 
 class Chunk(NamedTuple):
@@ -111,8 +118,13 @@ class Scheduler:
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence if the last step had no slot or too few blocks for it."""
+        self._made_room_for: Sequence | None = None
+        """The last sequence for which others were preempted, which happens once."""
+        self._recomputed = 0
+        """Tokens that preempted sequences of other clients compute again, less those that the steps
+        since then have allowed."""
         self.owes_room = False
-        """Whether the next step preempts a sequence for the refused one, and so must be
+        """Whether a next step preempts sequences for the refused one, so that each must be
         scheduled."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
@@ -198,9 +210,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's work."""
         self._rescheduled.clear()
-        victim = victim_of_largest(self._refused, self.running, self.waiting)
-        if victim is not None:
-            self._preempt(victim)
+        self._recomputed = max(0, self._recomputed - self._max_num_batched_tokens // RECOMPUTED)
+        self._make_room()
         self._refused = None
         batch = Batch()
         room = self._max_num_batched_tokens
@@ -222,7 +233,7 @@ class Scheduler:
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
                 scheduled.add(id(sequence))
         self._admit_waiting(batch, room, len(ending))
-        self.owes_room = victim_of_largest(self._refused, self.running, self.waiting) is not None
+        self.owes_room = bool(self._victims_of_others())
         batch.rescheduled = [s for s in active if s.row is not None]
         self._stalled = not self.running and bool(self.waiting)
         return batch
@@ -258,6 +269,45 @@ class Scheduler:
             elif not (self._evict_suspended if self.running else self._evict_for)(sequence):
                 self._refused = sequence
                 break
+
+    def _make_room(self) -> None:
+        """Preempts sequences of the largest clients for the refused sequence, unless room was made
+        for it before or the last preempted ones still take too many tokens of the steps."""
+        victims = self._victims_of_others() if self._recomputed <= 0 else []
+        for victim in victims:
+            victim.displaced = True
+            self._preempt(victim)
+        if victims:
+            self._made_room_for = self._refused
+
+    def _victims_of_others(self) -> list[Sequence]:
+        """The sequences to preempt so that the refused one can be admitted, if its client has no
+        running sequence."""
+        refused = self._refused
+        if refused is None or refused is self._made_room_for or not self.running:
+            return []
+        if not self.waiting or self.waiting.first() is not refused:
+            return []
+        if self.waiting.num_running(refused.client):
+            return []
+        forks = sum(s.pending_forks for s in self.running)
+        slots = len(self.running) + forks + 1 + refused.pending_forks - self._max_num_seqs
+        if slots > 0 and not choose_victims(refused, self.running, Lack(slots, 0), self._blocks):
+            return []
+        lack = Lack(slots, self._lacking_blocks(refused))
+        return choose_victims(refused, self.running, lack, self._blocks)
+
+    def _lacking_blocks(self, sequence: Sequence) -> int:
+        """The blocks that are missing for a waiting sequence and the growth of all others."""
+        table, kept = sequence.block_table, bool(sequence.block_table.blocks)
+        if not kept:
+            self._blocks.match(table, sequence.tokens, self._match_limit(sequence))
+        needed = self._blocks.blocks_for(sequence.target + 1) - len(table.blocks)
+        lacking = needed - self._blocks.num_available
+        if not kept:
+            self._blocks.free(table)
+        admitted = (*self.running, *self.deferred)
+        return lacking + sum(self._blocks.num_reserved(s.block_table, s.target) for s in admitted)
 
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
@@ -297,12 +347,11 @@ class Scheduler:
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Admits a waiting sequence if blocks for all of its known tokens are available."""
-        # The last token is computed in any case, for its logits.
         kept = bool(sequence.block_table.blocks)
         if kept:
             hit = sequence.num_computed_tokens
         else:
-            limit = sequence.scored_from - 1 if sequence.scored else sequence.target - 1
+            limit = self._match_limit(sequence)
             hit = self._blocks.match(sequence.block_table, sequence.tokens, limit)
         needed = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         chunk = self._chunk(sequence, hit, room)
@@ -319,6 +368,9 @@ class Scheduler:
         if not kept:
             self.prefix_hit_tokens += hit
             self.prefix_query_tokens += sequence.target
+        if sequence.displaced:
+            sequence.displaced = False
+            self._recomputed += sequence.target - hit
         batch.admitted.append(sequence)
         if sequence.prompt_usage.cached is None:
             sequence.prompt_usage.cached = hit
@@ -326,6 +378,10 @@ class Scheduler:
         batch.chunks.append(chunk)
         batch.copies += copies
         return True
+
+    def _match_limit(self, sequence: Sequence) -> int:
+        """The last token is computed in any case, for its logits."""
+        return sequence.scored_from - 1 if sequence.scored else sequence.target - 1
 
     def _admit(self, sequence: Sequence) -> None:
         self.waiting.admit(sequence)

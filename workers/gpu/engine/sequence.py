@@ -144,6 +144,8 @@ class Sequence:
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
     """Number of later arrivals that were admitted before this sequence."""
+    displaced: bool = False
+    """Whether the sequence was preempted for another client, and has not been admitted again."""
     mask: np.ndarray | None = None
     """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None

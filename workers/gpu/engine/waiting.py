@@ -107,10 +107,6 @@ class WaitingQueue:
         """The number of a client's running sequences."""
         return self._shares.get(client, 0)
 
-    def largest_client(self) -> int:
-        """The client with the most running sequences, of which there must be some."""
-        return max(self._shares, key=self._shares.__getitem__)
-
     def count_running(self, client: int, change: int) -> None:
         """Adds ``change`` to a client's number of running sequences."""
         orders = self._ordinary, self._overdue
