@@ -107,12 +107,11 @@ class Dispatcher:
             if not self._recovery.awaits_workers(error, self.now):
                 raise
             worker, early = None, True
-        if worker is None and not early:
-            worker = self._beyond_capacity(request)
-        if worker is None:
-            self._queue_bounds.check(request, self.queued, self.now)
-        else:
+        beyond = self._beyond_capacity(request) if worker is None and not early else None
+        if worker is not None:
             worker = self._with_prefix(request, worker)
+        elif beyond is None:
+            self._queue_bounds.check(request, self.queued, self.now)
         if request.controller:
             request.controller_awaited = self.controllers.check(request.controller)
         self.requests[request.id] = request
@@ -121,6 +120,9 @@ class Dispatcher:
         request.session.streams[request.stream_id] = request
         self.deadlines.add(request)
         logs.begin(request.id, request.request_id, request.trace)
+        if beyond is not None:
+            beyond.take_beyond(request)
+            worker = beyond
         if worker is not None:
             self._start(request, worker)
             return
@@ -525,20 +527,23 @@ class Dispatcher:
         worker; None if the request must wait.
 
         A key would otherwise wait until one of the long streams ends with which other keys have
-        taken all places. An eighth of each worker's capacity is added for such requests.
+        taken all places. An eighth of each worker's capacity is added for such requests. Its places
+        are looked for first, because a key may have thousands of sessions.
         """
         queue = self.queues.get((request.role, request.model))
         if self.moves.waiting or (queue is not None and queue.priority > request.priority):
             return None
-        key = request.session.key
-        sessions = self._sessions.of_key(key) if key else [request.session]
-        streams = (stream for session in sessions for stream in session.streams.values())
-        if any(stream.worker is not None for stream in streams):
-            return None
         pool = self._candidates(request.role, request.model)
         ready = (w for w in pool.workers.values() if w.state is WorkerState.READY)
         free = (w for w in ready if w.has_room_beyond and not self.is_hung(w))
-        return min(free, key=pool.rank, default=None)
+        worker = min(free, key=pool.rank, default=None)
+        if worker is None:
+            return None
+        key = request.session.key
+        sessions = self._sessions.of_key(key) if key else [request.session]
+        # As no request has lost its worker, those that do not wait in a queue are at workers.
+        at_worker = any(len(session.streams) > session.queued for session in sessions)
+        return None if at_worker else worker
 
     def _with_prefix(self, request: Request, worker: Worker) -> Worker:
         """The worker for a request for which ``worker`` is the least loaded: possibly another one

@@ -259,6 +259,8 @@ class Worker:
     """The manifest of its last TOKEN: the frame, its content, and the sessions that it names. Steps
     of an unchanged batch have equal manifests."""
     requests: dict[int, Request] = field(default_factory=dict)
+    beyond: set[int] = field(default_factory=set)
+    """Requests that it received above its capacity, and possibly some that have ended."""
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers it runs or has reserved a place
     for."""
@@ -277,6 +279,11 @@ class Worker:
         self.requests[request.id] = request
         if self.withdrawn:
             self.dropped(request.session.id, request.stream_id)
+
+    def take_beyond(self, request: Request) -> None:
+        """Counts a request that is about to be taken as one above the capacity."""
+        self.beyond &= self.requests.keys()
+        self.beyond.add(request.id)
 
     def may_send(self, request: Request) -> bool:
         """Whether it may still send entries of an earlier attempt of a request."""
@@ -321,8 +328,11 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request fits, in addition to those of this broker and of others."""
-        return self._num_requests < self.capacity
+        """Whether one more request fits, in addition to those of this broker and of others.
+        Requests above the capacity take no place in it, so that queued requests get each place that
+        becomes free."""
+        beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
+        return self._num_requests - beyond < self.capacity
 
     @property
     def has_room_beyond(self) -> bool:

@@ -90,6 +90,25 @@ def test_a_key_without_a_stream_at_a_worker_waits_for_no_other_key() -> None:
     assert len(worker.requests) == 17
 
 
+def test_a_queued_request_gets_a_place_although_others_go_above_the_capacity() -> None:
+    bench = Bench()
+    bench.worker("w", capacity=16)
+    for stream in range(20):
+        ask(bench, f"client {stream}", stream)
+    [worker] = bench.broker.dispatcher.workers.values()
+    assert len(worker.requests) == 18
+    ended: set[int] = set()
+    for _ in range(40):
+        running = next(iter(worker.requests.values()))
+        ended.add(running.stream_id)
+        entry = Token(token=1, stream_id=running.stream_id, logprob=0.0, finish_reason="stop")
+        bench.tokens("w", Header(running.id, running.session.id), entry, final=True)
+        # The client whose stream has ended begins the next one at once.
+        ask(bench, f"client {running.stream_id}", running.stream_id)
+        assert len(worker.requests) <= 18
+    assert ended == set(range(20))
+
+
 def test_places_beyond_the_capacity_are_bounded_and_for_no_lower_priority() -> None:
     bench = Bench(max_priority=5)
     bench.worker("w", capacity=16)
