@@ -34,6 +34,8 @@ class Turn:
     """CPU time of its previous job."""
     running: int = 0
     """Slots that its jobs have."""
+    waiting: int = 0
+    """Its jobs that have begun and have no slot now."""
     placed: bool = False
     """Whether it has a place in the order: its next job may begin."""
 
@@ -122,12 +124,34 @@ class FairJobs:
     def pause(self, taken: Taken) -> None:
         """Takes the slot from a job that waits."""
         with self._lock:
+            taken.turn.waiting += 1
             self._free_slot(taken.turn)
 
-    def resume(self, taken: Taken) -> None:
-        """Gives a slot to a job whose wait is over."""
+    def resume(self, taken: Taken) -> bool:
+        """Gives a slot to a job whose wait is over, unless its tenant has as many as it may."""
         with self._lock:
+            if not self._may_begin(taken.turn):
+                return False
             taken.turn.running += 1
+            taken.turn.waiting -= 1
+            return True
+
+    def add_resumed(self, taken: Taken, job: Job) -> None:
+        """Queues ``job``, which takes a slot for one whose wait is over, before those of its
+        tenant."""
+        with self._lock:
+            turn = taken.turn
+            turn.jobs.appendleft(job)
+            self._size += 1
+            if len(turn.jobs) == 1:
+                turn.used_s = max(turn.used_s, self._now_s)
+            self._place(turn)
+
+    def resumed(self, taken: Taken) -> None:
+        """Counts a job from ``add_resumed`` as the one whose slot it has taken."""
+        with self._lock:
+            taken.turn.used_s -= taken.expected_s
+            taken.turn.waiting -= 1
 
     def _end(self, ended: Taken, cpu_s: float) -> None:
         turn = ended.turn
@@ -162,5 +186,5 @@ class FairJobs:
             self._turns = {
                 tenant: turn
                 for tenant, turn in self._turns.items()
-                if turn.jobs or turn.running or turn.used_s > self._now_s
+                if turn.jobs or turn.running or turn.waiting or turn.used_s > self._now_s
             }

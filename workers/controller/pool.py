@@ -6,7 +6,8 @@ Quick rounds run one after another on one thread, because passing Python's lock 
 costs more than the rounds. If rounds are queued after a slow round, another thread is woken.
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
-job, and is started if all threads are in use. So waiting guests do not delay other rounds.
+job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job
+whose wait is over gets a slot by its tenant's share, before the queued jobs of its tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ...protocol.errors import Code, UnavailableError
@@ -58,8 +59,6 @@ class Pool:
         """Threads that have freed their slot; idle threads are neither active nor waiting."""
         self._waits: Counter[str] = Counter()
         """Waiting threads by tenant."""
-        self._returning: deque[threading.Lock] = deque()
-        """Waiting threads whose wait is over and that need a slot to continue, in order."""
         for _ in range(slots):
             self._start_thread()
 
@@ -119,13 +118,12 @@ class Pool:
             self._waits[tenant] += 1
             self._waiting += 1
             self._jobs.pause(taken)
-            self._free_slot()
+            self._active -= 1
         self.help()
         try:
             yield
         finally:
-            self._take_slot_again()
-            self._jobs.resume(taken)
+            self._take_slot_again(taken)
             with self._lock:
                 self._waits[tenant] -= 1
                 if not self._waits[tenant]:
@@ -146,17 +144,23 @@ class Pool:
                 if self._active >= self._slots:
                     continue
                 self._active += 1
-            self._run_jobs()
-            with self._lock:
-                self._free_slot()
-            # A job that was submitted meanwhile found all slots in use.
-            self.help()
+            if self._run_jobs():
+                with self._lock:
+                    self._active -= 1
+                # A job that was submitted meanwhile found all slots in use.
+                self.help()
 
-    def _run_jobs(self) -> None:
-        """Runs jobs until none may begin, or a thread whose wait is over needs the slot."""
+    def _run_jobs(self) -> bool:
+        """Runs jobs until none may begin; returns False if the slot went to a thread whose wait is
+        over."""
         clock = _JobClock()
-        taken = None if self._returning else self._jobs.take()
+        taken = self._jobs.take()
         while taken is not None:
+            if isinstance(taken.run, _Resumption):
+                _this_thread.job = None
+                self._jobs.resumed(taken)
+                taken.run()
+                return False
             _this_thread.job = taken
             try:
                 taken.run()
@@ -164,12 +168,9 @@ class Pool:
                 # This includes SystemExit and panics of native libraries: the pool's threads
                 # survive them.
                 log.exception("a job of the thread pool %r failed", self._name)
-            cpu_s = clock.lap()
-            if self._returning:
-                self._jobs.end(taken, cpu_s)
-                break
-            taken = self._jobs.take(taken, cpu_s)
+            taken = self._jobs.take(taken, clock.lap())
         _this_thread.job = None
+        return True
 
     def _check_waiting(self, tenant: str) -> None:
         """Called under the lock: raises UnavailableError if too many jobs wait."""
@@ -185,24 +186,19 @@ class Pool:
             retry_after_s=1.0,
         )
 
-    def _free_slot(self) -> None:
-        """Called under the lock: gives the slot to the first thread that needs one to continue."""
-        if self._returning:
-            self._waiting -= 1
-            self._returning.popleft().release()
-        else:
-            self._active -= 1
-
-    def _take_slot_again(self) -> None:
+    def _take_slot_again(self, taken: Taken) -> None:
         with self._lock:
-            if self._active < self._slots:
+            if self._active < self._slots and self._jobs.resume(taken):
                 self._waiting -= 1
                 self._active += 1
                 return
-            turn = threading.Lock()
-            turn.acquire()
-            self._returning.append(turn)
-        turn.acquire()
+        resumption = _Resumption()
+        self._jobs.add_resumed(taken, resumption)
+        # A slot may have become free meanwhile.
+        self.help()
+        resumption.wait()
+        with self._lock:
+            self._waiting -= 1
 
     def _ends(self) -> bool:
         """Whether an idle thread is surplus and should end."""
@@ -222,6 +218,21 @@ class Pool:
                 log.error("no thread for the pool %r can be started: %s", self._name, error)
             finally:
                 threading.stack_size(before)
+
+
+class _Resumption:
+    """A queued job that passes the slot of its thread to a thread whose wait is over."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Lock()
+        self._passed.acquire()
+
+    def __call__(self) -> None:
+        self._passed.release()
+
+    def wait(self) -> None:
+        """Blocks the thread until it has the slot."""
+        self._passed.acquire()
 
 
 class _JobClock:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from tokenbus.protocol.bodies import encode_body
@@ -58,7 +62,7 @@ def test_a_job_whose_wait_is_over_goes_on_when_a_slot_is_free_and_before_queued_
 
     def second() -> None:
         answered.set()
-        until(lambda: pool._returning, BOUND_S, "the first job wants its slot back")
+        until(lambda: len(pool._jobs) == 3, BOUND_S, "the first job wants its slot back")
         happens(may_end, "the test is over")
         order.append("the second job ended")
 
@@ -131,6 +135,29 @@ def test_a_tenant_whose_jobs_wait_leaves_places_to_wait_to_others() -> None:
     assert len(refused) == 2
 
 
+def test_jobs_whose_wait_is_over_leave_a_slot_to_another_tenant() -> None:
+    pool = Pool(2)
+    answered, over, quick = (threading.Event() for _ in range(3))
+    begun: list[int] = []
+
+    def waits_then_is_slow() -> None:
+        with waiting():
+            happens(answered, "no answer")
+        begun.append(1)
+        happens(over, "the test is over")
+
+    pool.submit([waits_then_is_slow] * 20, 2, "eve")
+    until(lambda: pool.waiting_jobs == 20, BOUND_S, "all jobs of the first tenant wait")
+    answered.set()
+    until(lambda: len(pool._jobs) >= 18, BOUND_S, "all waits are over")
+    pool.submit([quick.set], tenant="ann")
+    happens(quick, "a job waits behind those of another tenant whose wait is over")
+    assert len(begun) == 1
+    over.set()
+    until(lambda: not pool.busy, BOUND_S, "all jobs run")
+    assert len(begun) == 20
+
+
 def test_a_pool_without_places_to_wait_keeps_the_slots_of_its_jobs() -> None:
     pool = Pool(2, max_waiting=0)
     end, quick = threading.Event(), threading.Event()
@@ -182,3 +209,70 @@ def test_a_job_that_fails_costs_no_thread(error: Callable[[], BaseException]) ->
 def _runs(pool: Pool, event: threading.Event) -> None:
     pool.submit([event.set])
     happens(event, "a job does not run")
+
+
+class Gates:
+    """The waits of jobs; a thread ends them in random order."""
+
+    def __init__(self, seed: int) -> None:
+        self._closed: list[threading.Event] = []
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+        self.over = False
+        threading.Thread(target=self._open, daemon=True).start()
+
+    def wait(self) -> None:
+        """Waits as for another process, or not if too many jobs do."""
+        gate = threading.Event()
+        with self._lock:
+            self._closed.append(gate)
+        with contextlib.suppress(UnavailableError), waiting():
+            happens(gate, "no answer")
+
+    def _open(self) -> None:
+        while not self.over:
+            with self._lock:
+                if self._closed:
+                    place = self._random.randrange(len(self._closed))
+                    self._closed.pop(place).set()
+            time.sleep(0.0002)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_every_job_runs_however_jobs_arrive_wait_and_end(seed: int) -> None:
+    draw = random.Random(seed)
+    pool = Pool(draw.randint(1, 4), max_waiting=draw.choice([0, 2, 4, 256]))
+    tenants = ["", "ann", "ben", "eve"][: draw.randint(1, 4)]
+    gates, ended, submitted = Gates(seed), [0], [0]
+    lock = threading.Lock()
+
+    def submit(jobs: list[Job], hands: int, tenant: str) -> None:
+        with lock:
+            submitted[0] += len(jobs)
+        pool.submit(jobs, hands, tenant)
+
+    def job(waits: int, slow: bool, more: str | None) -> None:
+        for _ in range(waits):
+            gates.wait()
+        if slow:
+            end_s = time.thread_time() + 0.001
+            while time.thread_time() < end_s:
+                pass
+        if more is not None:
+            submit([partial(job, waits, slow, None)], 1, more)
+        with lock:
+            ended[0] += 1
+
+    for _ in range(60):
+        waits, slow = draw.choice([0, 0, 1, 2]), draw.random() < 0.2
+        more = draw.choice([None, *tenants])
+        count = draw.randint(1, 6)
+        submit(
+            [partial(job, waits, slow, more)] * count,
+            draw.choice([1, 2, count]),
+            draw.choice(tenants),
+        )
+    until(lambda: ended == submitted and not pool.busy, BOUND_S, "every job runs")
+    gates.over = True
+    assert not any(turn.running or turn.waiting for turn in pool._jobs._turns.values())
+    pool.close()
