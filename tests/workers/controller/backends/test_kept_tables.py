@@ -32,6 +32,15 @@ def test_a_tenant_with_many_small_tables_evicts_only_its_own() -> None:
     assert sum(kept.get(f"{number}") is not None for number in range(50)) == 9
 
 
+def test_a_tenant_with_many_small_tables_does_not_evict_a_large_one() -> None:
+    kept = KeptTables()
+    kept.add("ann", "hers", b"x" * 80)
+    for number in range(20):
+        kept.add("eve", f"{number}", b"y")
+    assert kept.get("hers")
+    assert sum(kept.get(f"{number}") is not None for number in range(20)) == 9
+
+
 def test_the_least_recently_used_tables_are_evicted_first() -> None:
     kept = KeptTables()
     for name in "abc":

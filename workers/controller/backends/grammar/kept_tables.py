@@ -20,8 +20,9 @@ class _Kept(NamedTuple):
 class KeptTables:
     """Tables by key. Thread-safe.
 
-    If they take too much, the tenant with the most bytes loses those that it has not used for the
-    longest time. So a tenant with many grammars does not evict those of others.
+    If they take too many bytes, the tenant with the most bytes loses those that it has not used for
+    the longest time; if they are too many, the tenant with the most tables does. So a tenant with
+    many grammars does not evict those of others.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class KeptTables:
         """By key, the least recently used first."""
         self._bytes: Counter[str] = Counter()
         """By tenant."""
+        self._number: Counter[str] = Counter()
+        """By tenant: its tables."""
 
     @property
     def size(self) -> int:
@@ -51,17 +54,21 @@ class KeptTables:
             self._drop(key)
             self._kept[key] = _Kept(tenant, tables)
             self._bytes[tenant] += len(tables)
-            while self._bytes.total() > MAX_KEPT_BYTES or len(self._kept) > MAX_KEPT:
-                self._drop_one()
+            self._number[tenant] += 1
+            while self._bytes.total() > MAX_KEPT_BYTES:
+                self._drop_one(self._bytes)
+            if len(self._kept) > MAX_KEPT:
+                self._drop_one(self._number)
 
-    def _drop_one(self) -> None:
-        """Drops the oldest tables of the tenant that has the most bytes."""
-        [(greediest, _)] = self._bytes.most_common(1)
+    def _drop_one(self, of_tenants: Counter[str]) -> None:
+        """Drops the oldest tables of the tenant that has the most."""
+        [(greediest, _)] = of_tenants.most_common(1)
         self._drop(next(key for key, kept in self._kept.items() if kept.tenant == greediest))
 
     def _drop(self, key: str) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._bytes[kept.tenant] -= len(kept.tables)
-            if not self._bytes[kept.tenant]:
-                del self._bytes[kept.tenant]
+            self._number[kept.tenant] -= 1
+            if not self._number[kept.tenant]:
+                del self._bytes[kept.tenant], self._number[kept.tenant]
