@@ -188,6 +188,23 @@ def test_short_requests_one_after_another_cost_a_bounded_part_of_the_steps() -> 
     assert again <= num_steps * 64 // 8 + 2 * len(first[0].tokens)
 
 
+def test_many_clients_get_an_eighth_of_the_slots_of_a_running_one() -> None:
+    s = with_client(16, 8, blocks=2000)
+    first = set(s.running)
+    for number in range(10):
+        s.add(sequence(100 + number, 8, client=2 + number))
+    for _ in range(20):
+        compute(s.schedule())
+    assert len(first & set(s.running)) == 14
+    # A place becomes free for another client when a sequence ends for which room was made.
+    [ended, _] = set(s.running) - first
+    s.remove(ended)
+    for _ in range(4):
+        compute(s.schedule())
+    assert len(first & set(s.running)) == 14
+    assert len(s.running) == 16
+
+
 def test_an_overdue_sequence_is_not_preempted_for_another_client() -> None:
     s = with_client(4, 30, blocks=300)
     *_, before, last = s.running

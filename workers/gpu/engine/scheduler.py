@@ -36,6 +36,11 @@ RECOMPUTED = 8
 of the tokens of the steps. Otherwise short requests, one after another, could make the engine
 compute a long text again for each of them."""
 
+MADE_ROOM = 8
+"""At most one part in ``MADE_ROOM`` of the slots, and at least one, belong to sequences for which
+others were preempted. A client is a session, so many sessions of one user could otherwise preempt
+all sequences but one of another user."""
+
 
 class Chunk(NamedTuple):
     """Tokens ``[start, end)`` of a sequence, to be computed in one step."""
@@ -118,8 +123,9 @@ class Scheduler:
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence if the last step had no slot or too few blocks for it."""
-        self._made_room_for: Sequence | None = None
-        """The last sequence for which others were preempted, which happens once."""
+        self._made_room_for: list[Sequence] = []
+        """Sequences for which others were preempted, which happens once for each, and possibly some
+        that have ended."""
         self._recomputed = 0
         """Tokens that preempted sequences of other clients compute again, less those that the steps
         since then have allowed."""
@@ -277,18 +283,21 @@ class Scheduler:
         for victim in victims:
             victim.displaced = True
             self._preempt(victim)
-        if victims:
-            self._made_room_for = self._refused
+        if victims and self._refused is not None:
+            self._made_room_for.append(self._refused)
 
     def _victims_of_others(self) -> list[Sequence]:
         """The sequences to preempt so that the refused one can be admitted, if its client has no
         running sequence."""
         refused = self._refused
-        if refused is None or refused is self._made_room_for or not self.running:
+        if refused is None or not self.running or self.waiting.num_running(refused.client):
             return []
         if not self.waiting or self.waiting.first() is not refused:
             return []
-        if self.waiting.num_running(refused.client):
+        live = self.running, self.waiting, self.deferred
+        made = [s for s in self._made_room_for if any(s in table for table in live)]
+        self._made_room_for = made
+        if refused in made or len(made) >= max(1, self._max_num_seqs // MADE_ROOM):
             return []
         forks = sum(s.pending_forks for s in self.running)
         slots = len(self.running) + forks + 1 + refused.pending_forks - self._max_num_seqs
