@@ -15,7 +15,7 @@ import msgspec
 from ...protocol.messages import StoredModule
 from ...protocol.settings import Settings, environment
 from .controller_run import DEFAULT_PROMPT, try_controller
-from .exits import OK, WRONG_USAGE
+from .exits import OK
 from .module_files import FileFault, read_module
 from .options import add_connection, add_parameters, add_request, client_for
 
@@ -68,7 +68,7 @@ def _add_delete(actions: Any) -> None:
 def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
     add_connection(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(run=_reporting(run))
+    parser.set_defaults(run=run)
 
 
 def _add_run(actions: Any) -> None:
@@ -93,7 +93,7 @@ def _add_run(actions: Any) -> None:
     )
     add_request(parser)
     add_parameters(parser, ("max_tokens", "temperature", "top_p", "seed"))
-    parser.set_defaults(run=_reporting(try_controller))
+    parser.set_defaults(run=try_controller)
 
 
 def _add_serve(actions: Any) -> None:
@@ -109,21 +109,7 @@ def _add_serve(actions: Any) -> None:
         "--run-dir", dest="run_dir", metavar="DIR", help="run directory of the system"
     )
     parser.add_argument("--back", metavar="ADDRESS", help="broker's address for workers")
-    parser.set_defaults(run=_reporting(_serve))
-
-
-def _reporting(command: Any) -> Any:
-    """Wraps ``command``: a FileFault becomes one line on stderr and an exit code."""
-
-    def run(args: argparse.Namespace, settings: Settings) -> int:
-        try:
-            code: int = command(args, settings)
-        except FileFault as fault:
-            print(f"tokenbus: {fault}", file=sys.stderr)
-            return WRONG_USAGE
-        return code
-
-    return run
+    parser.set_defaults(run=_serve)
 
 
 # --- the store ------------------------------------------------------------------------------------

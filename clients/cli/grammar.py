@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from typing import Any
 
 from ...protocol.settings import Settings
-from .exits import OK, WRONG_USAGE
+from .exits import OK
 from .module_files import FileFault
 
 NEEDED = ("wasmtime", "tokenizers", "numpy")
@@ -70,7 +69,7 @@ def _add_list(actions: Any) -> None:
 def _add_show(actions: Any) -> None:
     parser = actions.add_parser("show", allow_abbrev=False, help="print a grammar of Tokenbus")
     parser.add_argument("grammar", metavar="NAME", help="grammar name, as list prints it")
-    parser.set_defaults(run=_reporting(_show))
+    parser.set_defaults(run=_show)
 
 
 def _add_grammar(parser: argparse.ArgumentParser) -> None:
@@ -93,38 +92,24 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(run=_reporting(run))
+    parser.set_defaults(run=run)
 
 
-def _reporting(command: Any) -> Any:
-    """Wraps ``command``: a FileFault is reported on stderr and becomes an exit code."""
-
-    def run(args: argparse.Namespace, settings: Settings) -> int:
-        try:
-            code: int = command(args)
-        except FileFault as fault:
-            print(f"tokenbus: {fault}", file=sys.stderr)
-            return WRONG_USAGE
-        return code
-
-    return run
-
-
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace, settings: Settings) -> int:
     _need_packages()
     from .grammar_check import check
 
     return check(args)
 
 
-def _allowed(args: argparse.Namespace) -> int:
+def _allowed(args: argparse.Namespace, settings: Settings) -> int:
     _need_packages()
     from .grammar_allowed import allowed
 
     return allowed(args)
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace, settings: Settings) -> int:
     import msgspec
 
     from .languages import library_sources, title
@@ -142,7 +127,7 @@ def _list(args: argparse.Namespace) -> int:
     return OK
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace, settings: Settings) -> int:
     from .languages import library_sources
 
     for source in library_sources():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import msgspec
 
 from ...protocol.keys import Allowed, KeyFault, KeyFolder, KeyPair, Quotas, Role
 from ...protocol.settings import Settings
-from .exits import WRONG_USAGE
 
 Subparsers = Any
 
@@ -42,7 +40,7 @@ def add_command(subparsers: Subparsers) -> None:
         verb = verbs.add_parser(name, allow_abbrev=False, help=help_)
         verb.add_argument("--keys", metavar="DIR", help="broker's key folder (<run dir>/keys)")
         verb.add_argument("--run-dir", dest="run_dir", metavar="DIR", help="run directory")
-        verb.set_defaults(run=_reporting(run))
+        verb.set_defaults(run=run)
         return verb
 
     new = add("new", "make a key; make the broker's keys first if they do not exist", _new)
@@ -78,19 +76,6 @@ def add_command(subparsers: Subparsers) -> None:
     revoke = add("revoke", "revoke a key, which also ends its live connections", _revoke)
     revoke.add_argument("name", metavar="NAME", help="holder of the key")
     add("list", "list the keys that may connect", _list)
-
-
-def _reporting(
-    run: Callable[[argparse.Namespace, Settings], int],
-) -> Callable[[argparse.Namespace, Settings], int]:
-    def command(args: argparse.Namespace, settings: Settings) -> int:
-        try:
-            return run(args, settings)
-        except KeyFault as fault:
-            print(f"tokenbus: {fault}", file=sys.stderr)
-            return WRONG_USAGE
-
-    return command
 
 
 def new_pair() -> KeyPair:
