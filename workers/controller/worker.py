@@ -380,12 +380,11 @@ class ControllerWorker:
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
         for stepped, group in found:
-            ended = stepped.ended is not None
             try:
                 round_ = group.step(
                     stepped.seq,
                     stepped.tokens,
-                    ended,
+                    stepped.ended is not None,
                     rows,
                     stepped.stop,
                     stepped.draft,

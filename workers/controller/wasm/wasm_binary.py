@@ -229,10 +229,8 @@ def _read_section(binary: Binary, section: Section) -> None:
             return
     binary.references |= reader.references
     if reader.at != section.end:
-        raise WasmError(
-            f"section {section.number} ends at byte {section.end}, but its content ends at byte "
-            f"{reader.at}"
-        )
+        at = f"its content ends at byte {reader.at}"
+        raise WasmError(f"section {section.number} ends at byte {section.end}, but {at}")
 
 
 def _read_elements(reader: Reader) -> None:
