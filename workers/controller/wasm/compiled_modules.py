@@ -25,10 +25,10 @@ import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, UnavailableError
+from ...whole_files import clear_left, write_first, write_whole
 from ..limits import Limits
 from ..pool import waiting
 from .module_compiler import compile_module
-from .whole_files import clear_left, write_first, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from ....protocol.errors import (
 from ....protocol.messages import StoredModule, module_too_large
 from ....protocol.pace import RETRY_AFTER_S
 from ....protocol.worker_messages import ModuleTableAnswer
+from ...whole_files import clear_left, write_whole
 from ..limits import Limits
 from .compiled_modules import CompiledModules, Loaded
 from .module_table import (
@@ -47,7 +48,6 @@ from .module_table import (
     encode_table,
 )
 from .table_copies import TableCopies
-from .whole_files import clear_left, write_whole
 
 __all__ = ["Loaded", "ModuleStore", "Others"]
 

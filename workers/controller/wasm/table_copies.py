@@ -11,8 +11,8 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from ...whole_files import write_whole
 from .module_table import Table, decode_table, encode_table
-from .whole_files import write_whole
 
 MAX_READ = 256
 """Maximum tenants whose files are cached as they were last read."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from ....whole_files import write_whole
 from ..kv_cache import Kernel
 from ..loader import LoadedModel
 from .kernels import KERNELS
@@ -66,9 +66,7 @@ def store(key: str, kernel: Kernel) -> None:
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-            written.write(msgspec.json.encode(kept))
-        os.replace(written.name, file)
+        write_whole(file, msgspec.json.encode(kept), synced=False)
     except OSError as error:
         log.info("the chosen attention is measured again at the next start: %s", error)
 

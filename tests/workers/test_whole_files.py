@@ -6,7 +6,7 @@ import fcntl
 from pathlib import Path
 
 import pytest
-from tokenbus.workers.controller.wasm.whole_files import clear_left, write_first, write_whole
+from tokenbus.workers.whole_files import clear_left, write_first, write_whole
 
 
 @pytest.fixture
