@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -120,6 +122,21 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_measurement(
     for _ in range(2):
         assert choice._fastest(loaded, KERNELS) == "fa3"
     assert len(timed) == len(KERNELS) * len(choice.TIMED)
+
+
+def test_a_user_without_a_home_directory_measures_at_each_start(
+    loaded: LoadedModel, timed: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(number: int) -> NoReturn:
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for _ in range(2):
+        restart(timed)
+        assert choice._fastest(loaded, KERNELS) == "fa3"
+        assert timed
 
 
 def test_the_oldest_choices_are_dropped(

@@ -63,11 +63,11 @@ def store(key: str, kernel: Kernel) -> None:
     _chosen[key] = kernel
     choices = {k: v for k, v in _read().items() if k != key} | {key: kernel}
     kept = dict(list(choices.items())[-MAX_CHOICES:])
-    file = path()
     try:
+        file = path()
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, msgspec.json.encode(kept), synced=False)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         log.info("the chosen attention is measured again at the next start: %s", error)
 
 
@@ -77,7 +77,7 @@ def _read() -> dict[str, Kernel]:
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, msgspec.MsgspecError) as error:
-        log.info("%s is ignored: %s", path(), error)
+        log.info("the stored choices of attention are ignored: %s", error)
         return {}
 
 
