@@ -478,14 +478,14 @@ class SequenceGroup:
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
         """Allocates buffers for the decisions along a draft: rows if its mask is a row and many are
         free, else buffers."""
+        rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:
                 sequence.along.append(Place(self._buffer()))
                 continue
-            row = self._rows.take_spare() if self._rows is not None else None
-            if row is None or self._rows is None:
+            row = rows.take_spare() if rows is not None else None
+            if rows is None or row is None:
                 return
-            rows = self._rows
             sequence.along.append(Place(rows.view(row), row, rows.bias_view(row)))
 
     def _drop_ended(self, sequence: ControlledSequence) -> None:
