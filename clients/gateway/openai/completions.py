@@ -85,10 +85,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     counter = Counter()
     echoes = [Echo() for _ in prompts]
     if body.echo:
-        prompts, echoes = await _echoes(gateway, body, model, prompts)
-        # Each choice repeats the prompt.
-        sizes = (len(echo.sampled.tokens) for echo in echoes if echo.sampled is not None)
-        counter.alternatives = sum(sizes) * (body.n or 1) * (1 + (body.logprobs or 0))
+        prompts, echoes = await _echoes(gateway, body, model, prompts, counter)
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
@@ -99,7 +96,11 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
 
 
 async def _echoes(
-    gateway: Gateway, body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
+    gateway: Gateway,
+    body: CompletionRequest,
+    model: ServedModel,
+    prompts: list[Prompt],
+    counter: Counter,
 ) -> tuple[list[Prompt], list[Echo]]:
     """The prompts as token ids, and the beginnings of their completions."""
     for prompt in prompts:
@@ -109,8 +110,9 @@ async def _echoes(
     ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]
-    num_tokens = sum(map(len, ids))
-    check_alternatives(num_tokens * (body.n or 1) * (1 + body.logprobs))
+    # Each choice repeats the prompt.
+    counter.alternatives = sum(map(len, ids)) * (body.n or 1) * (1 + body.logprobs)
+    check_alternatives(counter.alternatives)
     sampled = await asyncio.gather(*(_scored(gateway, body, model, one) for one in ids))
     return [*ids], [Echo(text, one) for text, one in zip(texts, sampled, strict=True)]
 
