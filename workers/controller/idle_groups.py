@@ -60,23 +60,30 @@ class IdleQueue:
                 return None, turn
             heapq.heappop(self._turns)
             groups = self._groups[tenant]
-            group = None
-            while groups and groups[0][0] <= now and (group is None or group.closed):
-                _, group = groups.popleft()
-            if group is not None and not group.closed:
+            group = _first_due(groups, now)
+            if group is not None:
                 cost = group.num_sequences * IDLE_WAKE_S / MAX_IDLE_ROUNDS
                 self._spent[tenant] = max(self._spent.get(tenant, now), now) + cost
             if groups:
                 self._turn(tenant, groups[0][0], now)
             else:
                 del self._groups[tenant]
-            if group is not None and not group.closed:
+            if group is not None:
                 return group, now
         return None, math.inf
 
     def _turn(self, tenant: str, due: float, now: float) -> None:
         turn = max(due, self._spent.get(tenant, now) - IDLE_WAKE_S)
         heapq.heappush(self._turns, (turn, next(self._numbers), tenant))
+
+
+def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> SequenceGroup | None:
+    """Removes the groups that are due, up to the first group that is not closed; returns that."""
+    while groups and groups[0][0] <= now:
+        _, group = groups.popleft()
+        if not group.closed:
+            return group
+    return None
 
 
 class IdleGroups:
