@@ -108,14 +108,12 @@ class ClientSession:
         self._may_have_more = False
         """Whether workers may still report streams of a named session."""
         self._foreign = False
-        """Whether the streams of the named session belong to a different request, so that this
-        client must not use them."""
+        """Whether the named session's streams belong to another request and must not be used."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
         self._hinted = False
-        """Whether the warning about a missing broker was logged. ``_look`` sets this flag, and a
-        WELCOME clears it."""
+        """Whether ``_look`` has warned that no broker answers. A WELCOME clears this flag."""
         self._hello_at = now
         self._received_at = now
         self._ping_s = 2.0
