@@ -64,7 +64,7 @@ def backends(device: torch.device) -> list[Backend]:
         ),
         Backend(
             "fa3",
-            _why_no_flash3() or on_cpu,
+            flash3.why_no_kernel() or on_cpu,
             writing(flash3.attend_stored),
             _spans,
             True,
@@ -74,14 +74,6 @@ def backends(device: torch.device) -> list[Backend]:
             False,
         ),
     ]
-
-
-def _why_no_flash3() -> str:
-    try:
-        flash3.function()
-    except ImportError as error:
-        return str(error)
-    return ""
 
 
 def _triton(device: torch.device) -> Backend:

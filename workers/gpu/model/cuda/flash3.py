@@ -16,7 +16,7 @@ import torch
 
 from ..kv_cache import FLASH3_BLOCK_SIZE
 from ..loader import LoadedModel
-from .varlen import MAX_HEAD_DIM, VarlenBatch
+from .varlen import VarlenBatch, why_unsupported
 
 TITLE = "FlashAttention 3"
 BLOCK_SIZE = FLASH3_BLOCK_SIZE
@@ -77,15 +77,15 @@ def function() -> Callable[..., torch.Tensor]:
     raise ImportError(reason)
 
 
-def why_not(loaded: LoadedModel) -> str:
-    """Why FlashAttention 3 cannot attend for a model; empty if it can."""
-    if loaded.dtype not in (torch.bfloat16, torch.float16):
-        return f"the weights are {loaded.dtype}"
-    shapes = set(loaded.layers.values())
-    if any(s.key_dim != s.value_dim or s.key_dim > MAX_HEAD_DIM or s.key_dim % 8 for s in shapes):
-        return "it does not support the size of the heads"
+def why_no_kernel() -> str:
+    """Why FlashAttention 3 cannot be imported; empty if it can."""
     try:
         function()
     except ImportError as error:
         return str(error)
     return ""
+
+
+def why_not(loaded: LoadedModel) -> str:
+    """Why FlashAttention 3 cannot attend for a model; empty if it can."""
+    return why_unsupported(loaded) or why_no_kernel()

@@ -131,13 +131,18 @@ def why_no_kernel() -> str:
     return ""
 
 
-def why_not(loaded: LoadedModel) -> str:
-    """Why FlashAttention cannot attend for a model; empty if it can."""
+def why_unsupported(loaded: LoadedModel) -> str:
+    """Why no version of FlashAttention can attend with the type of a model's weights, or with the
+    size of its heads; empty if all can."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
-    if loaded.soft_caps:
-        return "its scores are capped"
     shapes = set(loaded.layers.values())
     if any(s.key_dim != s.value_dim or s.key_dim > MAX_HEAD_DIM or s.key_dim % 8 for s in shapes):
         return "it does not support the size of the heads"
-    return why_no_kernel()
+    return ""
+
+
+def why_not(loaded: LoadedModel) -> str:
+    """Why FlashAttention cannot attend for a model; empty if it can."""
+    capped = "its scores are capped" if loaded.soft_caps else ""
+    return why_unsupported(loaded) or capped or why_no_kernel()
