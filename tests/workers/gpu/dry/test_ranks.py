@@ -6,10 +6,8 @@ The sums over the ranks are those of torch.distributed, and are not part of thes
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine
 from tokenbus.workers.gpu.model import ranks
@@ -17,8 +15,8 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.model.ranks import Ranks, decode_order
 from tokenbus.workers.gpu.model.runner import Runner
 
-from .device import Device, fake_device, llama_8b
-from .test_steps import BATCH, LAYERS, STEPS, fill, make
+from .device import Device, llama_8b
+from .steps import BATCH, LAYERS, STEPS, fill, make
 
 PARTS = 2
 BUDGET = 60 + LAYERS * 32
@@ -34,12 +32,6 @@ class Sent(Ranks):
 
     def _send(self, order: Any) -> None:
         self.orders.append(decode_order(ranks._encode(order)))
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with fake_device() as device:
-        yield device
 
 
 def part(of: Ranks | None) -> LoadedModel:

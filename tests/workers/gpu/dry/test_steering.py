@@ -5,47 +5,27 @@ Masks, forks and splices are in ``test_steps.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from tokenbus.protocol.sampling import Query, Sampling
 from tokenbus.workers.gpu.engine.engine import Engine
-from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.sampling.distributions import TokenOptions
 from tokenbus.workers.gpu.sampling.under import Under
 
-from .device import PERIOD, Device, fake_device, llama_8b
-from .test_steps import LAYERS, STEPS, fill, make
+from .device import PERIOD, Device
+from .steps import STEPS, fill, make
 
 BATCH = 16
 GREEDY, RANDOM = {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with fake_device() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def loaded(device: Device) -> LoadedModel:
-    return wrap_model("8b", llama_8b(LAYERS))
-
-
-@pytest.fixture(scope="module")
 def shared(loaded: LoadedModel) -> Engine:
     return make(loaded, max_num_seqs=BATCH)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    yield shared
-    for number in range(BATCH):
-        shared.abort(number)
-    while shared.has_work:
-        shared.step()
 
 
 def steer(device: Device, engine: Engine, act: Callable[[int, int], None]) -> float:

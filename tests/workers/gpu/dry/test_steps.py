@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,21 +15,25 @@ import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.cuda import varlen
-from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.model.triton import ops
 from tokenbus.workers.gpu.sampling.races import MAX_AHEAD
 
 from ..meter import Meter
-from .device import PERIOD, Device, fake_device, llama_8b
+from .device import PERIOD, Device
+from .steps import (
+    AROUND_MIXED,
+    BATCH,
+    LAYER_BUDGET,
+    LAYERS,
+    STEPS,
+    fill,
+    make,
+    mixed_step,
+    per_step,
+)
 
-LAYERS = 2
-STEPS = 4
-BATCH = 64
-LAYER_BUDGET = 9
-"""Launches of a decoder layer, within a graph or not."""
 LAYER_BUDGET_WITHOUT_TRITON = 16
-AROUND_MIXED = 24
-"""Launches of a step with a chunk of a prompt in addition to its layers: 312 for 32 layers."""
 DRAW_BUDGET = 18
 """Launches that compute random numbers, of one step or of ``MAX_AHEAD``."""
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
@@ -49,66 +51,6 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
 with_flash = pytest.mark.skipif(
     bool(varlen.why_no_kernel()), reason="the torch of this environment has no such attention"
 )
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    with fake_device() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def loaded(device: Device) -> LoadedModel:
-    return wrap_model("8b", llama_8b(LAYERS))
-
-
-@pytest.fixture(scope="module")
-def shared(loaded: LoadedModel) -> Engine:
-    """An engine whose steps overlap."""
-    return make(loaded)
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """That engine, without requests before and after the test."""
-    yield shared
-    for number in range(BATCH):
-        shared.abort(number)
-    while shared.has_work:
-        shared.step()
-
-
-def make(loaded: LoadedModel, **config: Any) -> Engine:
-    given = {"max_num_seqs": BATCH, "kv_cache_bytes": 2**30, "overlap": True, **config}
-    return Engine(loaded, EngineConfig(**given))
-
-
-def fill(engine: Engine, sampling: dict[str, Any], count: int = BATCH) -> None:
-    """Adds requests, and steps until all of them decode."""
-    rng = random.Random(1)
-    for number in range(count):
-        prompt = [rng.randrange(1000) for _ in range(40)]
-        engine.add(number, prompt, Sampling(max_tokens=200, ignore_eos=True, **sampling))
-    for _ in range(4 + count * 40 // 2048):
-        engine.step()
-
-
-def mixed_step(device: Device, engine: Engine, decodes: int, prompts: int) -> Counter[str]:
-    """The launches of a step that decodes some sequences and computes chunks of some prompts."""
-    fill(engine, {"temperature": 0.0}, decodes)
-    for number in range(decodes, decodes + prompts):
-        sampling = Sampling(max_tokens=3, ignore_eos=True, temperature=0.0)
-        engine.add(number, [number] * (8000 // prompts), sampling)
-    engine.step()
-    with device.counting():
-        engine.step()
-    assert not device.faults
-    assert device.replays == 0
-    return device.launches
-
-
-def per_step(device: Device) -> float:
-    return (sum(device.launches.values()) + device.replays) / STEPS
 
 
 @with_flash

@@ -13,10 +13,10 @@ import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine
 from tokenbus.workers.gpu.model.cuda import varlen
-from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 
-from .device import Device, fake_device, llama_8b
-from .test_steps import (
+from .device import Device, fake_device
+from .steps import (
     AROUND_MIXED,
     BATCH,
     LAYER_BUDGET,
@@ -39,26 +39,6 @@ def device() -> Iterator[Device]:
     with fake_device() as device, pytest.MonkeyPatch.context() as patches:
         patches.setattr(varlen, "why_not", lambda loaded: "torch 2.11")
         yield device
-
-
-@pytest.fixture(scope="module")
-def loaded(device: Device) -> LoadedModel:
-    return wrap_model("8b", llama_8b(LAYERS))
-
-
-@pytest.fixture(scope="module")
-def engine(loaded: LoadedModel) -> Engine:
-    return make(loaded)
-
-
-@pytest.fixture(autouse=True)
-def empty(engine: Engine) -> Iterator[None]:
-    """No requests are left after a test."""
-    yield
-    for number in range(BATCH):
-        engine.abort(number)
-    while engine.has_work:
-        engine.step()
 
 
 def kernels(launches: Any) -> dict[str, int]:
