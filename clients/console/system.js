@@ -32,7 +32,15 @@ unfold();
 
 /** Shows that the state of the system is unknown. */
 export function showNoSystem() {
-  for (const node of byId("rail").children) node.dataset.state = "unknown";
+  const nodes = byId("rail").children;
+  for (const node of nodes) {
+    node.dataset.state = "unknown";
+    setText(node.querySelector(".state"), "unknown");
+  }
+  if (!nodes.length) return;
+  setText(byId("processes-summary"), `${count(nodes.length)} processes, all unknown`);
+  byId("streams").hidden = true;
+  setText(byId("streams-count"), "unknown");
 }
 
 function brokerNode(status) {

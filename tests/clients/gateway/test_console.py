@@ -425,6 +425,21 @@ def test_the_system_and_the_page_s_own_streams_are_shown(console: Console, steer
         expect(rows).to_have_count(0)
 
 
+def test_processes_are_unknown_after_the_gateway_has_ended(browser: Browser, steered: Bus) -> None:
+    gateway = steered.start_gateway()
+    console = Console(browser, gateway.url, "light", 1280)
+    rail = console.page.locator("#rail")
+    summary = console.page.locator("#processes-summary")
+    expect(summary).to_have_text(re.compile(r"^\d+ processes, all ready$"))
+    gateway.process.kill()
+    expect(console.page.get_by_text("disconnected, reconnecting", exact=True)).to_be_visible()
+    expect(summary).to_have_text(re.compile(r"^\d+ processes, all unknown$"))
+    expect(rail.get_by_text("ready", exact=True)).to_have_count(0)
+    expect(rail.get_by_text("unknown", exact=True)).to_have_count(rail.locator("li.node").count())
+    expect(console.page.locator("#streams-count")).to_have_text("unknown")
+    console.context.close()
+
+
 def test_a_generation_is_stopped(console: Console) -> None:
     page = console.page
     console.choose("regex", "[a-z]{2000}")
