@@ -55,7 +55,9 @@ def _add_tag(actions: Any) -> None:
 
 
 def _add_list(actions: Any) -> None:
-    parser = actions.add_parser("list", allow_abbrev=False, help="list the uploaded modules")
+    parser = actions.add_parser(
+        "list", allow_abbrev=False, help="list uploaded modules and served controllers"
+    )
     _finish(parser, _list)
 
 
@@ -147,11 +149,15 @@ def _delete(args: argparse.Namespace, settings: Settings) -> int:
 def _list(args: argparse.Namespace, settings: Settings) -> int:
     with client_for(settings) as client:
         modules = client.controllers()
+        workers = [] if args.json else client.status().workers
     if args.json:
         print(msgspec.json.encode([msgspec.structs.asdict(m) for m in modules]).decode())
         return OK
     for module in modules:
         _show(module, False)
+    for worker in workers:
+        for name in worker.controllers:
+            print(f"{name}  served by {worker.name}")
     if not modules:
         print("no module has been uploaded", file=sys.stderr)
     return OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK
 from .options import add_connection
+from .top import FILE_WIDTH
 
 
 def add_command(commands: Any) -> None:
@@ -34,22 +36,22 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if args.json:
         print(msgspec.json.encode(status).decode())
         return OK
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(
         f"{shown}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
         f"{status.streams} streams   {status.queued} queued",
         soft_wrap=True,
     )
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("worker", "role", "state", "models", "requests", "tokens/s", "heartbeat"):
-        # A name is not cut, because other commands need the full name of a worker.
-        table.add_column(name, no_wrap=name == "worker")
+    for name in ("worker", "role", "state", "serves", "requests", "tokens/s", "heartbeat"):
+        # Other commands need the full name of a worker or a controller.
+        table.add_column(name, no_wrap=name in ("worker", "serves"))
     for worker in status.workers:
         table.add_row(
             worker.name,
             worker.role,
             worker.state,
-            ", ".join(worker.models) or "none",
+            ", ".join(worker.models or worker.controllers) or "none",
             f"{worker.requests} of {worker.capacity}",
             f"{worker.load.get('tokens_per_s', 0.0):,.0f}",
             f"{worker.heartbeat_age_s:.1f} s ago",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from tokenbus.clients import Client
 
-from ..processes import Bus, clean_environment
+from ..processes import Bus, Process, clean_environment, until
 from .controller_command import PROMPT, TOKENBUS, start_long_run, tokenbus
+from .test_cli import tokenbus as every_command
 from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, endless, guest
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +56,27 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
     done = tokenbus(steered, "delete", module[:20])
     assert done.stdout == f"deleted the module {module[:12]} and its tags cli, more\n"
     assert tokenbus(steered, "run", "cli").returncode == 4
+
+
+def test_served_python_controllers_are_listed(steered: Bus, tmp_path: Path) -> None:
+    (tmp_path / "listed_own.py").write_text("async def main(ctx):\n    pass\n")
+    served = Process(
+        "tokenbus.workers.controller",
+        tmp_path / "served.log",
+        steered.environment,
+        arguments=["listed_own:main"],
+    )
+    line = re.compile(r"^listed_own:main  served by (controller-\S+)$", re.MULTILINE)
+    try:
+        until(lambda: line.search(tokenbus(steered, "list").stdout), 300.0, "the controller")
+        found = line.search(tokenbus(steered, "list").stdout)
+        assert found is not None
+        shown = every_command(steered, "status").stdout
+        assert re.search(rf"{found[1]} +controller +ready +listed_own:main ", shown)
+        assert "listed_own" not in tokenbus(steered, "list", "--json").stdout
+    finally:
+        served.send(signal.SIGTERM)
+        served.wait()
 
 
 def test_an_upload_may_get_several_tags(steered: Bus, tmp_path: Path) -> None:

@@ -176,9 +176,9 @@ def test_many_streams_are_cut_and_counted() -> None:
         (60, "worker state requests rate", "request worker controller state age"),
         (80, "worker state requests rate heartbeat",
          "request client worker controller state age"),
-        (120, "worker state models requests running cache rate heartbeat",
+        (120, "worker state serves requests running cache rate heartbeat",
          "request type client model worker controller state age"),
-        (200, "worker role state models requests running waiting deferred cache rate heartbeat",
+        (200, "worker role state serves requests running waiting deferred cache rate heartbeat",
          "request type client model worker controller state priority age"),
     ],
 )  # fmt: skip
