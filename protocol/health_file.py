@@ -1,4 +1,4 @@
-"""A file by which the probes of a container check a process without a connection to it.
+"""A file by which the probes of a container check a process without a connection to the process.
 
 Workers do not listen on an address. A probe that asked the broker would restart the workers
 whenever the broker is down. The file's modification time shows that the process works; the file's

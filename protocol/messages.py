@@ -137,7 +137,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
     """The name of the controller that a GENERATE runs under; empty if the stream has no controller.
 
-    A prompt that is healed needs a controller: ``structural``, if the request does not name one.
+    A prompt that is healed needs a controller: ``structural``, if the request does not name a
+    controller.
     """
     return controller or ("structural" if heal_prompt else "")
 
@@ -401,8 +402,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     round_us: int = 0
     """``inspect``: the time of the controller's round before this token, in microseconds."""
     bias: dict[int, float] = {}
-    """``inspect``: the controller's bias of the most likely tokens, and of this one. Tokens with a
-    bias of 0, and forbidden tokens, are left out."""
+    """``inspect``: the controller's bias of the most likely tokens, and of this token. Tokens with
+    a bias of 0, and forbidden tokens, are left out."""
     distribution: Distribution | None = None
     """The answer to the controller's ``Query`` about this token, for replays of the controller."""
     wakes: int = 0

@@ -183,7 +183,7 @@ class State(NamedTuple):
     part: int = 0
     """Number of parts before this one."""
     last: int = -1
-    """The tag that was the last to begin or to end; -1: none has begun yet."""
+    """The tag that was the last to begin or to end; -1 before the first tag."""
 
 
 _DEAD = State("dead")

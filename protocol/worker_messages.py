@@ -261,8 +261,8 @@ class Replay(Struct, array_like=True):
     forks: list[int] = []
     """The sequences that its forks created, in order. Any later fork is a new one."""
     ended: bool = False
-    """Whether the sequence has ended. It is then replayed only for its forks, and no results of it
-    are sent."""
+    """Whether the sequence has ended. An ended sequence is replayed only for its forks, and its
+    results are not sent."""
     last: bool = False
     """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). Only a
     last ``post_process`` followed that token."""

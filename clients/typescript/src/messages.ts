@@ -672,8 +672,8 @@ export interface Token {
   /** `inspect`: the time of the controller's round before this token, in microseconds. */
   readonly round_us: number;
   /**
-   * `inspect`: the controller's bias of the most likely tokens, and of this one. Tokens with a bias
-   * of 0, and forbidden tokens, are left out.
+   * `inspect`: the controller's bias of the most likely tokens, and of this token. Tokens with a
+   * bias of 0, and forbidden tokens, are left out.
    */
   readonly bias: Readonly<Record<string, number>>;
   /** The answer to the controller's `Query` about this token, for replays of the controller. */
