@@ -127,8 +127,9 @@ class AsyncClient(BaseClient):
         return answer.status
 
     async def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Drains the worker of this name; returns its number of requests when it has ended. Other
-        workers continue the streams; if no other worker can, this worker finishes them."""
+        """Drains the worker of this name and waits for its end; returns the number of requests that
+        it had. Other workers continue the streams; if no other worker can, this worker finishes
+        them."""
         return drained_requests(await self._ask(drain_call(name, timeout_s)))
 
     async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:

@@ -123,8 +123,9 @@ class Client(BaseClient):
         return answer.status
 
     def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Drains the worker of this name; returns its number of requests when it has ended. Other
-        workers continue the streams; if no other worker can, this worker finishes them."""
+        """Drains the worker of this name and waits for its end; returns the number of requests that
+        it had. Other workers continue the streams; if no other worker can, this worker finishes
+        them."""
         return drained_requests(self._ask(drain_call(name, timeout_s)))
 
     def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:

@@ -55,7 +55,7 @@ class Connection:
         self._session.capabilities = (*self._session.capabilities, CARRIES_USERS)
 
     def submit(self, call: Call) -> None:
-        """Begins a call; raises RuntimeError if the connection no longer accepts calls."""
+        """Begins a call; raises RuntimeError if the connection does not accept calls any more."""
         if self._carrier.forked:
             raise RuntimeError(
                 "this client was created before the process forked, so only the parent can use it; "
@@ -72,8 +72,8 @@ class Connection:
         self._carrier.wake()
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose events are no longer needed. A finalizer may call this method, because
-        it does not take the lock."""
+        """Ends a call whose events are not needed any more. A finalizer may call this method,
+        because the method does not take the lock."""
         if self._closed is None:
             self._commands.append(lambda session, now: session.cancel(call))
             self._carrier.wake()

@@ -99,7 +99,8 @@ class Recorder(Sequences):
         self._recorded: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """Returns the model, for AsyncClient, which asks for it after the request is sent."""
+        """Returns the model. AsyncClient sets this function, because it asks for the model after
+        the request is sent."""
         rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:

@@ -38,7 +38,7 @@ class GeneratedSequence:
     """For each token, the most likely tokens and the token itself, with their log-probabilities."""
     finish_reason: str | None = None
     error: str | None = None
-    """The reason of a failure, or None."""
+    """The error message if the sequence failed, else None."""
     code: str | None = None
     """The code of ``error``: ``controller_failed``, ``deadlock``, ..."""
     stop: str | int | None = None

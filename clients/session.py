@@ -177,7 +177,7 @@ class ClientSession:
             self._begin(call, now)
 
     def cancel(self, call: Call) -> None:
-        """Ends a call whose events are no longer needed."""
+        """Ends a call whose events are not needed any more."""
         if not call.ended:
             call.ended = True
             self._forget(call, "cancelled")

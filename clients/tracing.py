@@ -39,7 +39,7 @@ class ClientSpan:
         self._span = span
 
     def end(self, sequences: list[GeneratedSequence], error: TokenbusError | None) -> None:
-        """Ends the span of a stream that has ended or will no longer be read."""
+        """Ends the span of a stream that has ended or will not be read any more."""
         span = self._span
         reasons = [s.finish_reason for s in sequences if s.finish_reason is not None]
         if reasons:

@@ -144,7 +144,7 @@ def _allow(args: argparse.Namespace, settings: Settings) -> int:
 
 def _revoke(args: argparse.Namespace, settings: Settings) -> int:
     roles = _existing(settings).revoke(args.name)
-    print(f"the {' and the '.join(roles)} {args.name!r} may no longer connect")
+    print(f"the {' and the '.join(roles)} {args.name!r} may not connect any more")
     return 0
 
 

@@ -87,7 +87,8 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _assignment(item: str) -> tuple[str, Any]:
-    """Parses ``NAME=VALUE``, as argparse's ``type``. argparse adds the flag's name to errors."""
+    """Parses ``NAME=VALUE``. argparse calls this function as a ``type``, and adds the flag's name
+    to errors."""
     name, equals, text = item.partition("=")
     try:
         return name.strip(), parameter(name.strip(), text if equals else None)
@@ -146,7 +147,8 @@ def _value(name: str, text: str) -> Any:
 
 
 def _number(name: str) -> Callable[[str], Any]:
-    """Parses a numeric flag, as argparse's ``type``. argparse adds the flag's name to errors."""
+    """Parses a numeric flag. argparse calls this function as a ``type``, and adds the flag's name
+    to errors."""
 
     def parse(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Ends the workers in a Ray cluster whose system no longer runs."""
+"""Ends the workers in a Ray cluster whose system does not run any more."""
 
 from __future__ import annotations
 

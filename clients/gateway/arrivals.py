@@ -1,4 +1,4 @@
-"""Messages of a WebSocket, which are also received while the gateway waits for something else.
+"""Receives the messages of a WebSocket, also while the gateway waits for another event.
 
 Starlette reports the end of a WebSocket only to a caller that receives. So a wait that does not
 receive would not notice that its client has disconnected.
@@ -16,9 +16,9 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 MAX_EARLY_CHARS = 65_536
-"""Length of the messages that arrive during a wait, above which the wait receives no more."""
+"""A wait stops receiving when the unread messages have this number of characters."""
 MAX_EARLY = 64
-"""Number of messages that arrive during a wait, from which on the wait receives no more."""
+"""Maximum number of unread messages; a wait stops receiving when they have arrived."""
 NO_STATUS = 1005
 """Close code of a WebSocket that was closed without a code (RFC 6455)."""
 
@@ -44,8 +44,8 @@ class Arrivals:
         return message
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits until ``work`` is done, and raises what it raises. Cancels it and raises
-        WebSocketDisconnect if the client disconnects before."""
+        """Waits until ``work`` is done, and raises what it raises. If the client disconnects
+        before, cancels ``work`` and raises WebSocketDisconnect."""
         working = asyncio.create_task(work)
         try:
             while not working.done() and self._has_room:

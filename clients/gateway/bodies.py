@@ -85,8 +85,8 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 async def read_body(request: Request, kind: type[B], limit: int = MAX_BODY_BYTES) -> B:
     """The JSON body of a request as a ``kind``.
 
-    Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400, with
-    the path of the faulty field, if the body is not a valid ``kind``.
+    Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400 if
+    the body is not a valid ``kind``. The error 400 has the path of the faulty field.
     """
     check_json(request)
     return decode_body(await read_bytes(request, limit), kind)
@@ -136,8 +136,8 @@ def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def check_inner(texts: Sequence[str]) -> None:
-    """Raises ApiError 413 if texts of a body, each of which is JSON itself, have more values than
-    the event loop can decode in time."""
+    """Raises ApiError 413 if JSON texts inside a body have more values than the event loop can
+    decode in time."""
     if sum(map(len, texts)) <= SMALL_BODY_BYTES:
         return
     counts = [_counts(text.encode(errors="surrogatepass")) for text in texts]

@@ -3,7 +3,7 @@
 The gateway's connection may have more rights than its users: on the broker's machine, or with the
 key of that machine, a client is the operator. Messages for the operator are therefore refused.
 Messages whose answer depends on the sender's rights are marked as a user's. Each of these messages
-is marked, because a new connection does not know earlier messages.
+is marked, because a new connection does not have the marks of earlier messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Server-sent events. If the client disconnects, the generation behind the events is cancelled."""
+"""Server-sent events. If the client disconnects, the stream that the events report is cancelled."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 with bounds for connections, headers, request times and unread answers.
 
 uvicorn accepts any number of connections, stores headers of any size, and waits forever for the
-rest of a request and for a client that does not read. These bounds apply before the API key is
-checked.
+rest of a request and for a client that does not read. This module's bounds apply before the API key
+is checked.
 """
 
 from __future__ import annotations

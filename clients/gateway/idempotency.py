@@ -9,8 +9,8 @@ A gateway that serves the repetition takes the session over and attaches to the 
 need state from the first gateway. A client that guesses another user's key computes a different
 token.
 
-If the broker no longer has the stream, the request runs again. A request without a seed receives a
-seed that is computed from the token, so that the tokens are the same.
+If the broker does not have the stream any more, the request runs again. A request without a seed
+receives a seed that is computed from the token, so that the tokens are the same.
 """
 
 from __future__ import annotations

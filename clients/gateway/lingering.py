@@ -29,7 +29,8 @@ class Leaving:
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """Makes the parent exit. Afterwards, this process no longer depends on the parent."""
+        """Makes the parent exit. Afterwards, this process does not depend on the parent any
+        more."""
         self._end_with_parent(0)
         # Signals to the process group of the successor must not reach this process.
         os.setsid()

@@ -212,7 +212,7 @@ class _Request:
 
 def route_path(scope: Scope) -> str:
     """The path of a request's route, such as ``/v1/models/{model}``. The number of different values
-    is small, as metrics require."""
+    is small, because metrics have a series for each."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

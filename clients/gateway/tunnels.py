@@ -136,7 +136,7 @@ class Tunnels:
             )
         for watch in self._watches:
             watch.start()
-        # Chooses a broker that answers, if there is one.
+        # Chooses a broker that answers, if any does.
         answering = [watch.front for watch in self._watches if watch.answers]
         front = random.choice(answering or [watch.front for watch in self._watches])
         tenant = current_tenant.get()

@@ -1,4 +1,5 @@
-"""A lock with turns between users. A user with many requests delays another user by one turn."""
+"""A lock with turns between users. A user with many requests delays another user by one turn at
+most."""
 
 from __future__ import annotations
 

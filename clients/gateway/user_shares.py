@@ -227,7 +227,7 @@ def check_priority(priority: int) -> None:
     if priority > 0:
         raise RequestError(
             Code.NOT_ALLOWED,
-            "the priority is above that of all other users, which needs an API key with a key of "
-            "the bus; lower the priority or leave it out",
+            "only an API key with a key of the bus may have a priority above that of all other "
+            "users; lower the priority or leave it out",
             path="$.priority",
         )

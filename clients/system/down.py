@@ -14,7 +14,7 @@ from .started import started_settings
 from .supervisor import Control, end_leftovers
 
 BROKER = "tokenbus.broker"
-"""The module of the process that manages workers in a Ray cluster."""
+"""The module of the broker."""
 
 
 def end_system(settings: Settings) -> int:

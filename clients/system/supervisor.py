@@ -52,9 +52,8 @@ class ProcessState:
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord no longer restarts the process.
-
-        The state EXITED does not count, because it precedes each restart.
+        """Whether supervisord does not restart the process any more. The state EXITED does not
+        count, because it precedes each restart.
         """
         return self.state == "FATAL"
 
@@ -103,7 +102,8 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies the processes that they will not have successors, so that none waits for one."""
+        """Notifies the processes that they will not have successors, so that they do not wait for
+        them."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
@@ -191,7 +191,8 @@ class Supervisor:
 
     def restore_folders(self) -> None:
         """Creates the run directory and its ``log/`` again if they were deleted, because a
-        restarted process needs them. Errors are ignored, because running processes do not."""
+        restarted process needs them. Errors are ignored, because the running processes do not need
+        the folders."""
         if not self.run_dir.logs.is_dir():
             with suppress(SystemFault):
                 self.run_dir.make()

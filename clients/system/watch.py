@@ -50,7 +50,7 @@ class Picture:
 
     @property
     def failed(self) -> str | None:
-        """A process that supervisord no longer restarts, or None."""
+        """The name of a process that supervisord does not restart any more, or None."""
         return next((s.process.name for s in self.shown if s.process.failed), None)
 
 

@@ -110,7 +110,7 @@ class Run:
 
     async def forks(self) -> AsyncGenerator[Fork, None]:
         """The new parts, entry by entry. An error of the whole request is reported as an error of
-        its sequences."""
+        each sequence that has not ended."""
         try:
             entries = self._first
             while entries:

@@ -22,9 +22,10 @@ UNLIKELY = -9999.0
 
 MAX_ALTERNATIVES = 524_288
 """Maximum number of log-probabilities of alternatives in one answer. The gateway composes each in
-some 2 to 4 µs, and keeps those of an answer until its end."""
+about 2 to 4 µs, and stores all of an answer until its end."""
 MAX_ON_LOOP = 4_096
-"""The event loop composes an answer with this number of alternatives; a thread composes others."""
+"""The event loop composes an answer with at most this number of alternatives; a thread composes
+larger answers."""
 
 T = TypeVar("T")
 
@@ -42,8 +43,8 @@ def check_alternatives(count: int) -> None:
 
 
 async def compose(alternatives: int, make: Callable[[], T]) -> T:
-    """The result of ``make``, which composes a part of an answer with this number of alternatives.
-    It runs on a thread if it would keep the event loop."""
+    """The result of ``make``, which composes a part of an answer with ``alternatives``
+    alternatives. ``make`` runs on a thread if it would block the event loop for too long."""
     return make() if alternatives <= MAX_ON_LOOP else await asyncio.to_thread(make)
 
 

@@ -41,7 +41,7 @@ export class Connection {
     this.#turn();
   }
 
-  /** Ends a call whose events are no longer needed. */
+  /** Ends a call whose events are not needed any more. */
   cancel(call: Call): void {
     this.#session.cancel(call);
     if (!this.#closed) this.#turn();

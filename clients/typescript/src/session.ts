@@ -142,7 +142,7 @@ export class Session {
     if (this.#welcomed) this.#sendCall(call, now);
   }
 
-  /** Ends a call whose events are no longer needed. */
+  /** Ends a call whose events are not needed any more. */
   cancel(call: Call): void {
     if (call.over) return;
     call.over = true;

@@ -11,7 +11,7 @@ import { type GeneratedSequence, Sequences } from "./results.js";
  *
  * The request is cancelled if the loop is left, by `cancel()`, or by the request's AbortSignal. At its
  * end, a failed stream throws a TokenbusError, and an aborted stream the signal's reason. Unread
- * entries are stored, so cancel a stream that is no longer needed.
+ * entries are stored, so cancel a stream that you do not need any more.
  */
 export class TokenStream implements AsyncIterableIterator<Token> {
   readonly #connection: Connection;

@@ -73,8 +73,8 @@ function received(data: unknown): Received[] {
 }
 
 /**
- * The error if the gateway has refused the connection with an HTTP status of 4xx. A page cannot read
- * the status, so its calls end when their time limit has passed.
+ * The error if the gateway has refused the connection with an HTTP status of 4xx. A page cannot
+ * read the status, so its calls wait for the broker as long as `patienceS`.
  */
 function refusal(reason: string): RequestError | undefined {
   const [, status] = /Unexpected server response: (4\d\d)/.exec(reason) ?? [];

@@ -13,8 +13,8 @@ import { type Link, type Listener, type Transport, decodeMessages } from "./tran
 const LINGER_MS = 500;
 
 /**
- * A transport to the broker's front socket, such as `tcp://127.0.0.1:5555`. `several`: there are
- * several brokers, so that a connection that cannot be established fails immediately.
+ * A transport to the broker's front socket, such as `tcp://127.0.0.1:5555`. `several`: the system
+ * has several brokers, so the connection fails after its first unsuccessful attempt.
  */
 export function zeroMq(address: string, several = false): Transport {
   return { address, open: (listener) => new Socket(address, listener, several) };
