@@ -114,8 +114,9 @@ class Back:
         """When the longest silent worker sent its last message: ``_silent_since`` as of the last
         complete walk over the workers, ``_walked`` so far in the current walk."""
         self._asked: dict[bytes, float] = {}
-        """By connection without a worker: when the broker last asked the peer to register. It asks
-        at most once in ``heartbeat_s``, as each registration begins a new lease."""
+        """By connection without a worker: when the broker last asked the peer to register. The
+        broker asks at most once in ``heartbeat_s``, because each registration begins a new
+        lease."""
         self._lost: dict[str, tuple[int, float]] = {}
         """By name of a worker that was silent or whose connection closed: the number of its
         process, which may still run, and the time of the loss."""
@@ -161,7 +162,7 @@ class Back:
         """Routes the tokens of a step: one body for each client, passed on unread. ``received`` has
         the same frames, packed.
 
-        No other code of the broker runs as often, so the method does only the necessary.
+        This is the code of the broker that runs most often, so the method does only the necessary.
         """
         worker = self._by_peer.get(peer)
         if worker is None:

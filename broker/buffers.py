@@ -61,8 +61,8 @@ class Buffers:
         self._add(session, added)
 
     def _check_share(self, session: Session, name: str, added: int) -> None:
-        """Raises ``client_limit`` if the key of a session would have more bytes than it leaves to
-        others."""
+        """Raises ``client_limit`` if the buffers of a session's key would exceed the share of the
+        key."""
         own, most = session.use.buffer_bytes, self._settings.max_total_buffer_bytes
         if not session.key or added <= 0 or fits_share(own, self._bytes, most, added):
             return
@@ -80,8 +80,8 @@ class Buffers:
         self._add(session, -session.buffer_bytes)
 
     def named(self, session: Session, names: list[str]) -> list[bytes]:
-        """The buffers that a request names, each as often as it is named; raises
-        ``unknown_buffer``, or ``too_large`` if they are more than a prompt may have."""
+        """The buffers that a request names, each as often as it is named. Raises
+        ``unknown_buffer``, or ``too_large`` if the buffers are too many or too large."""
         if len(names) > MAX_NAMED:
             raise RequestError(
                 Code.TOO_LARGE,

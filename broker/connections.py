@@ -141,8 +141,8 @@ class Connections:
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
         """The connection of a message whose ``User-Id`` is new for its routing id.
 
-        If its peer chose an id that belongs to another connection, or its key has too many
-        connections, the new connection is shut, its message is dropped, and the result is None.
+        The new connection is shut if its peer chose the id of another connection, or if its key has
+        too many connections. The message is then dropped, and the result is None.
         """
         self.look()
         connection = self.by_fd.get(fd)

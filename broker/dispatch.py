@@ -523,12 +523,12 @@ class Dispatcher:
         return min(free, key=pool.rank, default=None)
 
     def _beyond_capacity(self, request: Request) -> Worker | None:
-        """The worker for a request if all are full, but the key of the request has no request at a
-        worker; None if the request must wait.
+        """The worker for a request if all workers are full, but the key of the request has no
+        request at a worker; None if the request must wait.
 
-        A key would otherwise wait until one of the long streams ends with which other keys have
-        taken all places. An eighth of each worker's capacity is added for such requests. Its places
-        are looked for first, because a key may have thousands of sessions.
+        Long streams of other keys may have taken all places, and the key would wait until one of
+        them ends. For such requests, each worker accepts an eighth of its capacity in addition.
+        The workers are searched first, because a key may have thousands of sessions.
         """
         queue = self.queues.get((request.role, request.model))
         if self.moves.waiting or (queue is not None and queue.priority > request.priority):

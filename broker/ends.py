@@ -75,8 +75,8 @@ class Ends:
         self._close(request, (b"TOKEN", encode_body([entry], request.session.encoding)))
 
     def answered(self, request: Request, frames: Sequence[bytes]) -> None:
-        """Ends a request with its worker's answer, an ERROR or a MSG; or with an ERROR if the
-        answer is large and the client has not read many earlier ones."""
+        """Ends a request with its worker's answer, an ERROR or a MSG. If the answer is large and
+        too many bytes of earlier answers may be unread, the request ends with an ERROR instead."""
         peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
             unread = self._sessions.unread.bytes_of(peer)

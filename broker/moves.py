@@ -138,8 +138,8 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Gives up requests of the largest journals, of the key with the largest ones, until all
-        journals together keep their bound."""
+        """Gives up requests until all journals together are within their bound: each time, a
+        request in the largest journal of the key whose journals have the most bytes."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         journals: dict[str | int, list[Journal]] = {}

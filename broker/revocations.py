@@ -52,7 +52,8 @@ def revoke(
 
 
 def overdue(worker: Worker, settings: BrokerSettings, now: float) -> str:
-    """Why a worker counts as lost if it has not confirmed a revocation in time, else ``""``.
+    """The reason why a worker is lost, if it has not confirmed a revocation in time; otherwise
+    ``""``.
 
     A worker confirms between two steps, so it has as long as a step may take.
     """

@@ -55,7 +55,7 @@ FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
 SIGNALLED_S = 0.25
 """Seconds after its own signal at which a leaving broker assumes that its workers have received
-theirs. If all programs are restarted at once, these workers are about to drain."""
+theirs. If all programs are restarted at the same time, these workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
 """Seconds between two checks of deadlines, in addition to the ticks."""
 RETRY_S = (0.001, 0.05)

@@ -13,7 +13,7 @@ from .dispatch import Dispatcher
 from .tables import Request, Session
 
 LISTED_S = 50e-6
-"""Seconds for which a listed stream counts. To list it takes the broker some 1 to 2 µs."""
+"""Seconds for which a listed stream counts. Listing a stream takes the broker about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
 """A client may not list streams while its earlier lists count for longer than this."""
 
@@ -90,10 +90,10 @@ def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> N
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
     """Counts the list of the streams of ``shown`` for the key of a session. A session that carries
-    users counts by itself, because its users share a key.
+    users is counted separately, because its users share a key.
 
-    Raises UnavailableError before anything is listed: a list of thousands of streams keeps the
-    broker for milliseconds, and a client can ask for hundreds of lists at once.
+    Raises UnavailableError before a stream is listed. A list of thousands of streams takes the
+    broker milliseconds, and a client can ask for hundreds of lists at the same time.
     """
     counted = session if session.carries_users else session.use
     ahead_s = counted.lists_until - now

@@ -219,7 +219,8 @@ class SessionTable:
 
 
 class Revocation(NamedTuple):
-    """An order to a worker to drop its earlier attempt of a request that it begins anew."""
+    """An order to a worker to drop its earlier attempt of a request, which the worker receives
+    again."""
 
     request: Request
     at: float
@@ -262,15 +263,15 @@ class Worker:
     beyond: set[int] = field(default_factory=set)
     """Requests that it received above its capacity, and possibly some that have ended."""
     steers: dict[int, Request] = field(default_factory=dict)
-    """At a controller worker: the requests whose controllers it runs or has reserved a place
-    for."""
+    """At a controller worker: the requests whose controllers the worker runs or has reserved a
+    place for."""
     withdrawn: dict[int, set[int]] = field(default_factory=dict)
     """By session: streams that the worker has to drop, but of which it may still send entries."""
     revoked: deque[Revocation] = field(default_factory=deque)
-    """Revocations that it has not confirmed, in the order of its confirmations
+    """Revocations that the worker has not confirmed, in the order in which it will confirm them
     (``revocations.py``)."""
     process: int = 0
-    """Number of its process, unique among processes."""
+    """Number of the worker's process, unique among processes."""
     registration: int = 0
     """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
 
@@ -294,7 +295,8 @@ class Worker:
         return any(revocation.request.id == number for revocation in self.revoked)
 
     def renew_revocations(self, now: float) -> None:
-        """Restarts the time for its confirmations, which may have arrived without being read."""
+        """Restarts the time limit of the worker's confirmations, which may have arrived but were
+        not read."""
         if self.revoked:
             self.revoked = deque(revocation._replace(at=now) for revocation in self.revoked)
 
@@ -415,7 +417,8 @@ class Request:
     """When it went to its worker; None if it did not, because the worker's connection had
     closed."""
     error: str | None = None
-    """The message of the error with which the broker ended it; None if it did not."""
+    """The message of the error with which the broker ended the request; None if the broker did not
+    end it."""
     worker: Worker | None = None
     steered_by: Worker | None = None
     """The worker that runs its controller, or has a place reserved for it."""
@@ -427,8 +430,8 @@ class Request:
     served_as: str = ""
     """The pattern of the worker that served its controller; ``""`` before the controller begins."""
     cancelled: CancelReason | None = None
-    """The reason of the CANCEL to its worker; None if none was sent. Once it is set, the broker
-    itself ends the request at ``deadline``."""
+    """The reason of the CANCEL to the request's worker; None if no CANCEL was sent. After a CANCEL,
+    the broker itself ends the request at ``deadline``."""
     queued_for: str = ""
     """The key in whose turn it waits in its queue: the key of its session when it was queued."""
     place: int = 0
@@ -436,9 +439,10 @@ class Request:
     open: bool = True
     """Whether the client still waits for it; a closed request only waits for the worker's end."""
     movable: bool = True
-    """Whether it can continue at another worker, because the broker has the frames and entries."""
+    """Whether the request can continue at another worker, because the broker has the frames and
+    entries."""
     interruption: Interruption | None = None
-    """How it lost its worker; None unless it waits for another one."""
+    """How the request lost its worker; None unless it waits for another worker."""
     began_with: ModelInfo | None = None
     """The model with which a moved request began, if it was loaded there."""
     entries: int = 0

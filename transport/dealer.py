@@ -123,7 +123,7 @@ def _make_dealer(
 def _connect(socket: zmq.Socket[bytes], address: str) -> None:
     """Connects a socket; raises AddressError."""
     port = address.rpartition(":")[2]
-    # ZeroMQ accepts a larger number and never connects.
+    # ZeroMQ accepts a larger port number, but then never connects.
     if address.startswith("tcp://") and port.isdecimal() and not 1 <= int(port) <= 65535:
         raise AddressError(f"{address!r} has no valid port; use a port from 1 to 65535")
     try:
@@ -296,7 +296,7 @@ class Dealer:
     interpreter's lock.
 
     ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
-    ``key``: the key with which the socket connects, if any. Raises AddressError.
+    ``key``: the key for the connection, or None. Raises AddressError.
     """
 
     def __init__(
