@@ -108,7 +108,7 @@ class Bus:
     def take(self, wait_s: float) -> list[FromBus]:
         """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
 
-        Raises BusEndedError if messages can no longer arrive.
+        Raises BusEndedError if messages cannot arrive any more.
         """
         taken: list[FromBus] = []
         inbox = self._inbox

@@ -232,7 +232,7 @@ class GpuWorker:
         """Reports the changed pages of the KV caches to the broker."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # The page log of an evicted model no longer exists.
+            # The page log of an evicted model does not exist any more.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
@@ -341,7 +341,7 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
         if known is not None and known.link != message.link:
-            # The other broker does not know that the stream has moved, and treats it as lost.
+            # The other broker has not been notified of the move, and treats the stream as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)

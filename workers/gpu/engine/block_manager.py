@@ -204,7 +204,7 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         """Ends the registration of a block whose content is about to change.
 
-        Registered blocks whose content continues this block can no longer be matched. They stay
+        Registered blocks whose content continues this block cannot be matched any more. They stay
         registered until they are reused, as the least recently used blocks.
         """
         content = self._key_of.pop(block, None)

@@ -440,8 +440,8 @@ class Engine:
 
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
         """Sets the masks and biases after each token of a sequence's draft; call it after
-        ``set_mask``. The step verifies as many draft tokens as these are. A mask of the wrong size
-        and all that follows it are ignored."""
+        ``set_mask``. The step verifies one draft token for each. A mask of the wrong size is
+        ignored, with all masks and biases after it."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]

@@ -1,4 +1,5 @@
-"""The rules by which a sequence gives way to another. Pure functions of the scheduler's tables."""
+"""The rules by which a sequence is preempted for another. Pure functions of the scheduler's
+tables."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def rank(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def num_blocks(sequences: Iterable[Sequence]) -> int:
-    """The blocks of sequences; those that several share count several times."""
+    """The number of blocks of sequences. A block that several sequences share counts several
+    times."""
     return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 

@@ -414,9 +414,9 @@ class Scheduler:
         return True
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
-        """Frees blocks of suspended sequences of other clients for a waiting sequence while others
-        run; the client with the most blocks loses its sequences first. Does nothing if that is
-        not enough, or if blocks are available already."""
+        """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
+        sequences run; returns whether it did. The client with the most blocks is preempted first.
+        Does nothing if these blocks are too few, or if enough blocks are available already."""
         others = (s for s in self.suspended if s.client != sequence.client)
         held = [s for s in others if s.block_table.blocks]
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
@@ -439,7 +439,8 @@ class Scheduler:
 
         If a sequence that is not admitted has blocks, it is preempted. Otherwise it is the last in
         order (lowest priority, then latest arrival) of the sequences that are not yet in this
-        step. One always exists, because the running sequence itself is not yet in the step.
+        step. Such a sequence always exists, because the running sequence itself is not yet in the
+        step.
         """
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=rank)

@@ -32,10 +32,10 @@ class ForwardOptions(NamedTuple):
     """The settings of a model's forwards."""
 
     compiled: bool = False
-    """Through torch.compile, if the logits are the model's own and there is one rank. The first
-    steps of each kind are then slow."""
+    """Whether forwards run through torch.compile, if the logits are the model's own and the model
+    has one rank. The first steps of each kind are then slow."""
     fixed_threads: bool = False
-    """On a CPU, all forwards use all threads of torch, even if fewer are faster."""
+    """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
 
 
 def choose_backend(

@@ -153,7 +153,8 @@ def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def together_on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays on a device by one copy: views of one buffer."""
+    """Copies arrays to a device in one transfer. On a GPU, the tensors are views of one buffer; on
+    a CPU, they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()

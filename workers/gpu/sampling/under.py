@@ -14,6 +14,6 @@ class Under(NamedTuple):
     """The mask, bias and options of a sequence's next token."""
 
     mask: np.ndarray | None = None
-    """u32 ``[words]``; None allows every token."""
+    """The token mask, u32 ``[words]``; None allows every token."""
     bias: Bias | None = None
     options: TokenOptions | None = None

@@ -81,7 +81,7 @@ class ModelMetrics:
             self._decode_s.observe(stream.sent_at - stream.first_at)
 
     def series(self, model: str) -> list[Series]:
-        """All series of the model; safe on another thread."""
+        """All series of the model. Another thread may call this method."""
         labels = {"model_name": model}
         values: dict[str, float | Histogram] = {
             "time_to_first_token_seconds": self.first_token_s,

@@ -69,7 +69,7 @@ class Tokenization(Generic[T]):
         self._lane(job).submit(job)
 
     def drop(self, job: Job[T]) -> None:
-        """Drops a job whose result is no longer needed."""
+        """Drops a job whose result is not needed any more."""
         job.wanted = False
         self._lane(job).drop(job)
 

@@ -76,8 +76,8 @@ class PromptLookup:
         return best
 
     def draft(self, match: Match, count: int) -> list[int]:
-        """The ``count`` tokens that follow a match; fewer if the match is in another text, which
-        ends.
+        """The ``count`` tokens that follow a match; fewer if the match is in an earlier text that
+        ends before.
 
         A match near the end of the sequence's own text means that the text is periodic. The draft
         then repeats the period.

@@ -47,7 +47,8 @@ def choose_layout(loaded: LoadedModel) -> Layout:
 
 
 def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
-    """Why a kernel cannot attend for a model; empty if it can, and its trial gave right results."""
+    """The reason why a kernel cannot attend for a model; empty if it can, and its trial gave right
+    results."""
     if reason := KERNELS[kernel].why_not(loaded):
         return reason
     try:
@@ -68,7 +69,9 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
     found = stored_choices.load(key)
     if found is not None and found in kernels:
         log.info(
-            "%s: %s is used, as an earlier measurement showed", loaded.name, KERNELS[found].TITLE
+            "%s: %s is used, the fastest in an earlier measurement",
+            loaded.name,
+            KERNELS[found].TITLE,
         )
         return found
     shapes = sorted(set(loaded.layers.values()))

@@ -196,8 +196,8 @@ class DecodeGraphs:
             if self._logits is None:
                 self._logits = torch.empty_like(wanted)
             graph = torch.cuda.CUDAGraph()
-            # Another thread may load a model meanwhile. In this mode, its calls do not break the
-            # capture.
+            # Another thread may load a model during the capture. In this mode, its calls do not
+            # break the capture.
             with torch.cuda.graph(
                 graph,
                 pool=session.pool,

@@ -16,11 +16,11 @@ from . import flash3, varlen
 
 
 class BlockAttention(Protocol):
-    """A kernel, as a module."""
+    """The functions and constants of a kernel's module."""
 
     @property
     def TITLE(self) -> str:
-        """The name in messages."""
+        """The name of the kernel in messages."""
         ...
 
     @property
@@ -34,7 +34,8 @@ class BlockAttention(Protocol):
         ...
 
     def why_not(self, loaded: LoadedModel) -> str:
-        """Why the kernel cannot attend for a model; empty if it can. Called before any trial."""
+        """The reason why the kernel cannot attend for a model; empty if it can. Called before any
+        trial."""
         ...
 
 
@@ -42,7 +43,7 @@ KERNELS: Mapping[Kernel, BlockAttention] = {"varlen": varlen, "fa3": flash3, "tr
 
 
 def writing(attend_stored: Attend) -> Attend:
-    """``attend_stored`` after the keys and values are written to the cache."""
+    """A function that writes the keys and values to the cache and then calls ``attend_stored``."""
 
     def attend(
         layer: int,

@@ -23,7 +23,7 @@ from .kernels import KERNELS
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 256
-"""Choices in the file; the oldest are dropped first."""
+"""Maximum number of choices in the file; the oldest are dropped first."""
 DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARIES = ("torch", "triton", "flash_attn_3")
 
@@ -58,8 +58,8 @@ def load(key: str) -> Kernel | None:
 
 
 def store(key: str, kernel: Kernel) -> None:
-    """Stores a choice. The file is replaced at once, so that a reader sees either the
-    old file or the new one."""
+    """Stores a choice. The file is replaced atomically, so that a reader finds either the old file
+    or the new file."""
     _chosen[key] = kernel
     choices = {k: v for k, v in _read().items() if k != key} | {key: kernel}
     kept = dict(list(choices.items())[-MAX_CHOICES:])

@@ -184,7 +184,7 @@ def attend_stored(
 
 
 def why_not(loaded: LoadedModel) -> str:
-    """Why the kernels cannot attend for a model; empty if they can."""
+    """The reason why the kernels cannot attend for a model; empty if they can."""
     if missing := ops.why_missing(loaded.device):
         return missing
     if loaded.dtype not in DTYPES:

@@ -34,7 +34,7 @@ _LIBRARY: Any = torch.library.Library("tokenbus_triton", "DEF")  # type: ignore[
 
 
 def why_missing(device: torch.device) -> str:
-    """Why a CUDA device cannot run the kernels; empty if it can."""
+    """The reason why a CUDA device cannot run the kernels; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     capability = torch.cuda.get_device_capability(device)
@@ -61,8 +61,8 @@ def split_attention(
 ) -> None:
     """Attention of short chunks.
 
-    ``out`` and ``query`` are ``[num_tokens, heads, dim]``, ``cache`` the keys and values of a
-    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table, ``partials`` the
+    ``out`` and ``query`` are ``[num_tokens, heads, dim]``. ``cache`` has the keys and values of a
+    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table. ``partials`` is the
     memory for results of splits. ``window`` 0: no window; ``cap`` 0: no cap.
     """
     from .attention_kernels import split_kernel
