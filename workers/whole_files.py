@@ -13,7 +13,7 @@ _NEW = ".new-"
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
     """Writes a file under another name, and renames it; if ``synced``, it is on the disk
-    afterwards. If it raises OSError, it leaves the old file unchanged."""
+    afterwards. After an OSError, the old file is unchanged."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:

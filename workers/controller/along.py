@@ -33,7 +33,7 @@ class Place:
     biased: bool = False
     """Whether the last decision had a bias."""
     bias: bytes = b""
-    """That bias, if it is to be sent as an attachment."""
+    """The bias of the last decision, if it is sent as an attachment."""
 
     def give_bias(self, bias: Bias | None) -> bool:
         """Stores the bias of a decision; returns whether there is room."""
@@ -62,8 +62,8 @@ def runs_ahead(controller: Controller) -> bool:
 def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
-    """Writes the decision after each token of a draft into ``places``; returns how many, up to the
-    first token after which the controller would not just sample."""
+    """Writes the decision after each token of a draft into ``places``; returns the number of
+    places, up to the first token after which the controller would not just sample."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -115,7 +115,8 @@ def goes_on(answer: Answer) -> bool:
 
 
 class _NoVariables:
-    """The variables of a copy: each use ends its run, because it may have effects."""
+    """The variables of a copy. A use of a variable ends the copy's run, because the use may have
+    effects."""
 
     def get(self, name: str) -> NoReturn:
         """Refuses."""

@@ -1,9 +1,9 @@
-"""The queue of a pool of threads: tenants have equal shares of its CPU time, and none has all of
-its threads.
+"""The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a tenant
+cannot use all of its threads.
 
-In order of arrival, one tenant's thousand slow guests would go before the first round of another
+In order of arrival, a tenant's thousand slow guests would precede the first round of another
 tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is unknown
-before it runs; until then the time of the tenant's previous job stands for it.
+before it ends; until then, the time of the tenant's previous job is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""Tenants without jobs that the queue may remember before it forgets those without debt."""
+"""If the queue has this number of tenants, it removes tenants without jobs whose virtual time has
+passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,16 +29,17 @@ class Turn:
 
     tenant: str
     used_s: float
-    """The tenant's virtual time: its next job runs before those of tenants with a later one."""
+    """The tenant's virtual time. The tenant with the earliest virtual time runs its next job
+    first."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
-    """CPU time of its previous job."""
+    """CPU time of the tenant's previous job."""
     running: int = 0
-    """Slots that its jobs have."""
+    """Number of slots that the tenant's jobs have."""
     waiting: int = 0
-    """Its jobs that have begun and have no slot now."""
+    """Number of the tenant's jobs that have begun and have no slot now."""
     placed: bool = False
-    """Whether it has a place in the order: its next job may begin."""
+    """Whether the tenant is in the order, so that its next job may begin."""
 
 
 class Taken(NamedTuple):
@@ -50,12 +52,12 @@ class Taken(NamedTuple):
 
 
 class FairJobs:
-    """Jobs by tenant; those of a tenant begin in their order. Thread-safe.
+    """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
-    The next job is of the tenant that has used the least CPU time, where a tenant that had no jobs
-    begins at the time of the others. A tenant has at most all slots but one, so that another
-    tenant's job starts at once. Jobs without a tenant ("") have no such bound: clients without keys
-    are one tenant.
+    The next job is from the tenant that has used the least CPU time. A tenant that had no jobs
+    begins with the time of the others. A tenant has at most all slots except one, so that another
+    tenant's job starts immediately. Jobs without a tenant ("") have no such bound: clients without
+    keys are one tenant.
     """
 
     def __init__(self, slots: int) -> None:
@@ -97,7 +99,7 @@ class FairJobs:
 
     def take(self, ended: Taken | None = None, cpu_s: float = 0.0) -> Taken | None:
         """The next job that may begin, which has a slot until ``end`` or ``pause``; None if no job
-        may. ``ended``, ``cpu_s``: ``end`` is called with these before."""
+        may begin. ``ended``, ``cpu_s``: a job that has ended, for which ``end`` is called first."""
         with self._lock:
             if ended is not None:
                 self._end(ended, cpu_s)

@@ -98,8 +98,7 @@ class Host:
     max_tokens: int = 0
     """Maximum tokens of the sequence after its prompt."""
     ignore_eos: bool = False
-    """Whether the sequence continues after an end-of-sequence token, whatever its controller
-    does."""
+    """Whether end-of-sequence tokens do not end the sequence, whatever its controller does."""
     memory: TenantMemory | None = None
     """The account that guests of this sequence count towards; None: they are not counted."""
     distributions: Sequence[Distribution] = ()

@@ -30,7 +30,8 @@ MAX_WAITING = 256
 """Maximum jobs of one pool that wait at the same time; each of them blocks a thread and its
 stack."""
 QUICK_S = 0.0005
-"""The CPU time of jobs that took longer is read from the system."""
+"""Maximum duration of a quick job, in seconds. The CPU time of a longer job is read from the
+system."""
 SURPLUS_S = 10.0
 """Time after which an idle thread beyond the pool's slots ends, in seconds."""
 
@@ -39,11 +40,12 @@ _starting = threading.Lock()
 
 
 class Pool:
-    """Runs at most ``slots`` jobs at the same time; those of a tenant begin in their order."""
+    """Runs at most ``slots`` jobs at the same time. The jobs of one tenant begin in order of
+    arrival."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
-        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``. With
-        0, jobs keep their slots while they wait."""
+        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``. If
+        it is 0, jobs keep their slots while they wait."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
@@ -238,8 +240,8 @@ class _Resumption:
 class _JobClock:
     """Measures the CPU time of the jobs of a thread.
 
-    The duration of a quick job stands for its CPU time, as reading that can take longer than the
-    job.
+    The duration of a quick job is used as its CPU time, because reading the CPU time can take
+    longer than the job.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class _Past:
     storage: list[Any] = field(default_factory=list)
     """Writes of the results between its last sampled token and its last applied fork."""
     failure: str = ""
-    """Why the sequence cannot be replayed."""
+    """The reason why the sequence cannot be replayed; empty while it can."""
 
     def keep(self, place: int, result: StepResult) -> None:
         if self.logs or self.storage:

@@ -3,8 +3,8 @@
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
 its last pre_process began. If all sequences are suspended and are not woken by others, all are
-woken 10 ms or more later (``IdleGroups``), ``Limits.idle_wakes`` times in a row; then the request
-ends with `deadlock`.
+woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the
+request ends with `deadlock`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class VariableCalls:
 
 
 def _ended(request: int) -> str:
-    return f"the request {request} has ended, so its variables no longer exist"
+    return f"the request {request} has ended, so its variables were dropped"
 
 
 class _Call:

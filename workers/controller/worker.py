@@ -266,7 +266,7 @@ class ControllerWorker:
                 else:
                     rest.append(message)
             except TokenbusError as error:
-                # The sender repeats the operation, as it has not been answered.
+                # The sender repeats the operation, because it has not been answered.
                 log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 
@@ -354,7 +354,7 @@ class ControllerWorker:
             try:
                 rows = self._masks.get(step.masks, step.rows, step.row_bytes, step.bias_bytes)
             except Exception:
-                log.exception("masks are sent in messages, as %r cannot be mapped", step.masks)
+                log.exception("masks are sent in messages, because %r cannot be mapped", step.masks)
         found: list[_Stepped] = []
         unknown: list[StepSequence] = []
         for stepped in step.sequences:
@@ -593,8 +593,8 @@ class ControllerWorker:
 
 
 def _tenant_of(message: FromBus) -> str:
-    """The key of the tenant of a request to the store; empty if it cannot be read, which the answer
-    to the request then says."""
+    """The key of the tenant of a request to the store; empty if the key cannot be read. The answer
+    to the request then reports the error."""
     try:
         return Tenant.decode(message.attachments[-1]).key
     except (IndexError, ValueError):

@@ -342,7 +342,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     assert worker.start(2, "free").action == "sample"
     Reads.ended.set()
     until(lambda: Reads.errors, BOUND_S, "no error of the operation")
-    assert Reads.errors == ["the request 1 has ended, so its variables no longer exist"]
+    assert Reads.errors == ["the request 1 has ended, so its variables were dropped"]
 
 
 def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
@@ -362,7 +362,7 @@ def test_operations_of_a_request_that_ended_wait_no_longer() -> None:
     calls.cancel(2)
     calls.cancel(1)
     thread.join(BOUND_S)
-    assert errors == ["the request 1 has ended, so its variables no longer exist"]
+    assert errors == ["the request 1 has ended, so its variables were dropped"]
 
 
 # --- requests that began at another worker --------------------------------------------------------

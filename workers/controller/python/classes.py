@@ -195,7 +195,7 @@ class ClassController:
 
     @property
     def takes_drafts(self) -> bool:
-        """As the author's object says."""
+        """The attribute ``takes_drafts`` of the author's object."""
         return self._controller.takes_drafts
 
     def init_prompt(self, prompt: Sequence[int]) -> None:

@@ -82,7 +82,7 @@ class Examined(NamedTuple):
 
     abi: Abi
     why_no_fork: str | None
-    """Why sequences of the module cannot fork; None: every sequence can."""
+    """The reason why sequences of the module cannot fork; None: every sequence can."""
 
 
 def examine(wasm: bytes, limits: Limits) -> Examined:

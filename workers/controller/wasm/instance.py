@@ -27,8 +27,8 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The same library as ``_dll``. Its calls keep the interpreter lock, because they take less time
-than releasing the lock."""
+"""The library of ``_dll`` for short calls. Its functions keep the interpreter lock, because
+releasing the lock takes longer than a short call."""
 
 # Functions have no argtypes: all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked

@@ -24,7 +24,8 @@ MAX_REFERENCES = 512
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:
-    """Why an instance of this module cannot be copied between calls; None if nothing prevents it.
+    """The reason why an instance of this module cannot be copied between calls; None if it can be
+    copied.
 
     An unknown instruction counts as one that prevents copies. Raises WasmError if the module cannot
     be read.
@@ -58,7 +59,7 @@ def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
 
 
 def _why_no_tables(binary: Binary) -> str | None:
-    """Why the tables cannot be read back; None if nothing prevents that."""
+    """The reason why the tables cannot be read back; None if they can be read."""
     for index, table in enumerate(binary.tables):
         if table.elements != "funcref":
             return f"its table {index} is of {table.elements}, which cannot be read back"
@@ -106,7 +107,7 @@ class Change(NamedTuple):
 
 
 def changes(data: bytes, start: int, end: int) -> Iterator[Change]:
-    """The changes in a function's body. An unknown instruction is the last change, as the code
+    """The changes in a function's body. An unknown instruction is the last change, because the code
     after it cannot be read."""
     reader = Reader(data, start, end)
     for _ in range(reader.count("groups of locals")):

@@ -3,8 +3,8 @@
 Compiling can take hours (an intersection of a few expressions) or all of the memory. Compiling can
 also overflow the stack of a native library, which ends the process (a chain of 10,000 rules). A
 process of ``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time,
-memory and stack. The process is reused, as starting a process takes 0.1 s, while a task of a usual
-grammar takes about a millisecond.
+memory and stack. The process is reused, because starting a process takes 0.1 s, while a task of a
+usual grammar takes about a millisecond.
 """
 
 from __future__ import annotations

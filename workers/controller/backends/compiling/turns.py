@@ -10,9 +10,9 @@ from collections import Counter, OrderedDict, deque
 class Turns:
     """Grants up to ``slots`` turns at a time. Thread-safe.
 
-    Tenants take turns, and one tenant has at most all slots but one. Without this, a tenant's
-    hundred grammars that each take the whole CPU time would go before the grammar of another.
-    Requests without a tenant ("") have no such bound.
+    Tenants take turns, and a tenant has at most all slots except one. Otherwise a tenant's hundred
+    grammars, each with the maximum CPU time, would precede the grammar of another tenant. Requests
+    without a tenant ("") have no such bound.
     """
 
     def __init__(self, slots: int) -> None:
@@ -20,11 +20,11 @@ class Turns:
         self._most = max(1, slots - 1)
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
-        """By tenant, none of them empty; the next tenant comes first."""
+        """The waiting requests of each tenant that has any; the next tenant comes first."""
         self._granted: Counter[str] = Counter()
 
     def acquire(self, tenant: str, timeout_s: float) -> bool:
-        """Waits for a turn of a tenant; returns whether it has come within ``timeout_s``."""
+        """Waits for a turn of a tenant; returns False if ``timeout_s`` passes before the turn."""
         until = time.monotonic() + timeout_s
         mine = object()
         with self._changed:

@@ -1,4 +1,4 @@
-"""The compiled tables that a worker keeps in memory, bounded in bytes and shared by tenants."""
+"""Stores a worker's compiled tables in memory, with a bound in bytes that tenants share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 MAX_KEPT = 1_024
-"""Maximum number of tables. Most have a few kilobytes."""
+"""Maximum number of tables. Most tables have a few kilobytes."""
 MAX_KEPT_BYTES = 256 * 1024**2
-"""Maximum bytes of all tables. Those of an argument of 40 kB may have 16 MiB."""
+"""Maximum bytes of all tables. The tables of an argument of 40 kB may have 16 MiB."""
 
 
 class _Kept(NamedTuple):
@@ -20,15 +20,15 @@ class _Kept(NamedTuple):
 class KeptTables:
     """Tables by key. Thread-safe.
 
-    If they take too many bytes, the tenant with the most bytes loses those that it has not used for
-    the longest time; if they are too many, the tenant with the most tables does. So a tenant with
-    many grammars does not evict those of others.
+    If the tables exceed the bound in bytes, the least recently used tables of the tenant with the
+    most bytes are removed. If they exceed the bound in number, those of the tenant with the most
+    tables are. So a tenant with many grammars does not evict the tables of other tenants.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        """By key, the least recently used first."""
+        """The tables by key, the least recently used first."""
         self._bytes: Counter[str] = Counter()
         """By tenant."""
         self._number: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class KeptTables:
         return self._bytes.total()
 
     def get(self, key: str) -> bytes | None:
-        """The tables with this key, if they are kept."""
+        """The tables with this key; None if they are not stored."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -49,7 +49,7 @@ class KeptTables:
             return kept.tables
 
     def add(self, tenant: str, key: str, tables: bytes) -> None:
-        """Keeps the tables that were made for a tenant."""
+        """Stores the tables that were compiled for a tenant."""
         with self._lock:
             self._drop(key)
             self._kept[key] = _Kept(tenant, tables)
@@ -61,7 +61,7 @@ class KeptTables:
                 self._drop_one(self._number)
 
     def _drop_one(self, of_tenants: Counter[str]) -> None:
-        """Drops the oldest tables of the tenant that has the most."""
+        """Removes the least recently used tables of the tenant with the largest count."""
         [(greediest, _)] = of_tenants.most_common(1)
         self._drop(next(key for key, kept in self._kept.items() if kept.tenant == greediest))
 

@@ -134,7 +134,7 @@ class SharedInstances:
             total = sum(other.guest.size for other in used)
             own = sum(other.guest.size for other in used if other.tenant == shared.tenant)
             size = shared.guest.size
-            # Clients without keys are one tenant, which may have everything.
+            # Clients without keys are one tenant, whose share is not bounded.
             if fits_share(own if shared.tenant else 0, total, self._max_used_bytes, size):
                 shared.users += 1
                 self._all[shared.key] = shared

@@ -48,8 +48,8 @@ class Closing:
     masks allow only tokens after which the text can be completed (``near_end``).
 
     Under another grammar, the completion is computed at intervals that shrink with the remaining
-    room. If the completion no longer fits, the text is cut back to the place where a completion
-    last fitted. The cut removes at most a quarter of the room that was left there.
+    room. If the completion does not fit any more, the text is cut back to the place where a
+    completion last fitted. The cut removes at most a quarter of the room that was left there.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -138,8 +138,8 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """The restriction of the mask after each token of a draft, up to the first place where the
-        completion has to be computed; None for a mask that is not restricted."""
+        """The restriction of the mask after each token of a draft; None if the mask is not
+        restricted. The list ends before the first place where the completion has to be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []

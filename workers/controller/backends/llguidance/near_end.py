@@ -131,7 +131,7 @@ class NearEnd:
         tokenize: Tokenize,
     ) -> list[int]:
         """Other tokens after which a search found a completion that fits in ``room`` tokens. The
-        completion ``found`` needs at least two tokens less than ``room``."""
+        completion ``found`` needs at least two tokens fewer than ``room``."""
         text = self._sets.text
         fitting: list[int] = []
         digits = self._sets.digits

@@ -36,9 +36,8 @@ class TokenSets:
         by_text: dict[bytes, int] = {}
         for number, token in enumerate(tokens):
             if not token:
-                few.append(
-                    number
-                )  # A mask has a token without text only if the token ends the text.
+                # A mask has a token without text only if the token ends the text.
+                few.append(number)
                 some.append(number)
                 continue
             by_text.setdefault(token, number)
