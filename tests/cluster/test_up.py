@@ -38,8 +38,8 @@ def test_a_range_is_the_least_and_the_most() -> None:
         (("--gpu-workers", "2..4"), "gpu_workers: 2..4 needs a Ray cluster; add --ray"),
         (("--ray", "--gpu-workers", "4..2"), "gpu_workers: the minimum of 4..2 exceeds the"),
         (("--ray", "--join", "there"), "join: --join there and --ray exclude each other"),
-        (("--gpu-workers", "two"), "--gpu-workers: 'two' is not valid"),
-        (("--ray", "--gpu-workers", "2..many"), "--max-gpu-workers: 'many' is not valid"),
+        (("--gpu-workers", "two"), "--gpu-workers: expected a whole number"),
+        (("--ray", "--gpu-workers", "2..many"), "--max-gpu-workers: expected a whole number"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
