@@ -1,9 +1,9 @@
 """Measures the effect of hostile controllers on another stream, and the time to import the client.
 
 A stream with a well-behaved controller runs in the same controller worker as other streams. The
-first figure is the ratio of the stream's slowest step next to a hostile controller to its slowest
-step next to a well-behaved controller that starts and ends in the same way. The second figure is
-the ratio of the client's import time to that of its two required libraries.
+first figure is the ratio of the stream's slowest steps next to a hostile controller and next to a
+well-behaved one. Both of these controllers start and end in the same way. The second figure is the
+ratio of the client's import time to that of its two required libraries.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compares decoding with drafts with decoding without, for repetitive and unrepetitive texts.
 
-The model is a Llama with 21 million parameters. Its layers are random, and its output layer is
-fitted so that the model continues each prompt with a given text: source code with replaced names,
-records in JSON, or prose. Each run has a new session, except in ``same_session``. Everything runs
-in one process and greedily, in turn without and with drafts. The tokens, log-probabilities and ends
-of both must be equal.
+The model is a Llama with 21 million parameters. Its layers are random. Its output layer is fitted
+so that the model continues each prompt with a given text: source code with replaced names, records
+in JSON, or prose. Each run has a new session, except in ``same_session``. Everything runs in one
+process and greedily, in turn without and with drafts. The tokens, log-probabilities and ends of
+both must be equal.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ byte of text.
 The automaton is built from bytes and not from characters, so that it does not have to be expanded
 to bytes later: in UTF-8, the first byte of a character differs from the others. The empty string
 continues only with a first byte. A state accepts if its strings end between two characters, which
-is true for all of its strings or for none, as they end at the same places.
+is true for all of its strings or for none, because they end at the same places.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix

@@ -116,10 +116,10 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. If the
-// token can follow, and the next mask is in the cache, allows a token and forces none, the token is
-// appended and the mask's address replaces the token in the inbox. Otherwise 0 replaces the token,
-// and the sequence is unchanged.
+// Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. A
+// token is appended if it can follow, and if the next mask is in the cache, allows a token and does
+// not force one. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the
+// token, and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {

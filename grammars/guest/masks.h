@@ -246,7 +246,8 @@ static const result *find_result(const sequence *s) {
     const outlook seen = look(s, stack);
     if (out_of_nodes) return 0;
     result *found = keep_result(seen);
-    // A result that depends on a larger part of a stack is not cached, as it would fill the tree.
+    // A result that depends on a larger part of a stack is not cached, because it would fill the
+    // tree.
     if (found && s->depth - lowest > DEEPEST_KEPT) return found;
     return found && hang(s, lowest, found) ? found : 0;
 }

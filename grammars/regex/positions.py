@@ -18,8 +18,8 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""For a part: whether it matches the empty text, the positions that may match its first character
-(the union of these sets), and the positions that may match its last character."""
+"""For a part: whether it matches the empty text, and the positions that may match its first and its
+last character. The positions of the first character are the union of the sets."""
 
 
 @dataclass(slots=True)

@@ -184,9 +184,8 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The target of a transition: the state ``before`` if it is compatible, else a state that
-    already has all lookaheads, else a compatible state; None if none of the ``others`` is
-    compatible."""
+    """The target of a transition: the state ``before`` if it is compatible, else a state of
+    ``others`` that has all lookaheads, else a compatible state. None if these do not exist."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None
