@@ -84,7 +84,7 @@ def test_a_key_without_a_stream_at_a_worker_waits_for_no_other_key() -> None:
     assert len(worker.requests) == 16
     assert ask(bench, "ben", 100, BEN) == ""
     assert [r.stream_id for r in worker.requests.values()][16:] == [100]
-    # Its second stream waits, and so does another one of the key that has all places.
+    # The second stream of BEN waits, and another stream of ANN waits too.
     ask(bench, "ben 2", 101, BEN)
     ask(bench, "ann 2", 102, ANN)
     assert len(worker.requests) == 17

@@ -110,7 +110,7 @@ def test_a_client_that_lists_many_streams_again_and_again_has_to_wait() -> None:
     lists = []
     asked = {"stream_id": 9, "streams": True}
     for number in range(100):
-        # The answers come to each of two connections of the key.
+        # Two connections of the key ask in turn.
         [(kind, body)] = bench.client(f"e {number % 2}", "STATUS", asked, "key-c")[-1:]
         lists.append(kind)
     assert 1 < lists.count("MSG") <= 10

@@ -430,7 +430,8 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(benc
 
 
 def test_two_deaths_by_chance_put_a_request_on_trial_only(bench: Bench) -> None:
-    """Its third worker stays alive, or has a new token of it, before the next one dies."""
+    """The request's third worker stays alive, or has a new token of the request, before the worker
+    dies."""
     bench.worker("a")
     header = begun(bench, "a")
     for lost, following in ("ab", "bd"):
@@ -519,7 +520,7 @@ def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
         continued(bench, other)
         # Its process is the same.
         bench.worker(lost)
-    # The deaths of processes count.
+    # From here on, processes die, and their deaths count.
     for lost, following in ("ab", "bd"):
         bench.worker(following)
         gone(bench, lost)
@@ -562,7 +563,8 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
 
 
 def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request() -> None:
-    """Its process stood still and has not died: three more workers have to die of the request."""
+    """The silent worker's process was stopped and has not died: three more workers have to die of
+    the request."""
     bench = Bench()
     bench.worker("a", process=1)
     begun(bench, "a", 1)

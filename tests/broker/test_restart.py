@@ -423,7 +423,7 @@ def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> Non
 
 
 def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
-    """It sends heartbeats, and keeps the request from other workers."""
+    """The worker sends heartbeats, and prevents the request from moving to another worker."""
     world, gpu, client = begun(hung_step_s=20.0)
     [call] = client.tokens
     sent_twice(world, gpu, True)
@@ -437,7 +437,8 @@ def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
 
 
 def test_a_broker_that_was_stopped_does_not_count_the_time_against_a_revocation() -> None:
-    """The worker's CLAIMED may have arrived meanwhile, and is read after the tick."""
+    """The worker's CLAIMED may have arrived while the broker was stopped, and is read after the
+    tick."""
     world, gpu, client = begun(hung_step_s=5.0)
     [call] = client.tokens
     sent_twice(world, gpu, True)

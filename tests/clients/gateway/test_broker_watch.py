@@ -148,7 +148,8 @@ def test_a_websocket_ends_if_the_broker_refuses_the_watch(
 def test_a_client_that_disconnects_while_no_broker_answers_is_noticed(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """Its WebSocket would otherwise be kept as long as the gateway waits for the broker."""
+    """The client's WebSocket would otherwise stay open as long as the gateway waits for the
+    broker."""
 
     async def run() -> None:
         broker = Broker(context)
@@ -177,13 +178,13 @@ def test_messages_that_arrive_before_the_broker_answers_are_sent_in_their_order(
         tunnels = Tunnels(Settings(front=broker.address), UserShares(100))
         browser = Browser()
         await browser.accepted()
-        # More than the gateway receives while it waits.
+        # These are more messages than the gateway receives during its wait.
         lines = [f'PING {{"number": {number}}}' for number in range(2 * MAX_EARLY)]
         for line in lines:
             browser.send(line)
         serving = asyncio.create_task(tunnels.serve(browser.socket))
         watch, *_ = await broker.receive()
-        # The gateway has received messages meanwhile, as it sends a PING a second later.
+        # The watch sends this PING after a second, in which the gateway has received messages.
         assert (await broker.receive())[:2] == (watch, b"PING")
         broker.welcome(watch)
         numbers: list[int] = []

@@ -1,4 +1,4 @@
-"""Drafts of controllers of which a copy runs along the draft."""
+"""Drafts for controllers, whose copies run along the draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Counting(Controller):
 
 
 def changed(change: Callable[[Counting], Decision | None]) -> type[Counting]:
-    """The controller that does something else after token 12."""
+    """A controller that returns ``change``'s decision after token 12."""
 
     class Changed(Counting):
         def mid_process(self, fork_group: list[int]) -> Decision:

@@ -23,7 +23,8 @@ def nothing() -> None:
 
 
 def run(jobs: FairJobs, costs: dict[str, float], count: int) -> list[str]:
-    """Takes jobs, each of which costs its tenant's seconds; the tenants in their order."""
+    """Takes ``count`` jobs, each with the CPU time of its tenant in ``costs``; returns their
+    tenants in order."""
     names = {id(turn): tenant for tenant, turn in jobs._turns.items()}
     order = []
     for _ in range(count):
@@ -41,7 +42,7 @@ def test_a_tenant_with_many_slow_jobs_delays_another_one_by_one_job() -> None:
     jobs.add("quick", [nothing] * 50)
     order = run(jobs, {"slow": 0.02, "quick": 0.00001}, 100)
     assert order[:51].count("quick") == 50
-    # It comes back with the next step, and the slow one has not stored up a right.
+    # The quick tenant has jobs again. The slow tenant has not gained an advantage in the meantime.
     jobs.add("quick", [nothing] * 50)
     assert run(jobs, {"slow": 0.02, "quick": 0.00001}, 52).count("quick") == 50
 
@@ -104,7 +105,7 @@ def test_a_tenant_leaves_a_slot_to_others() -> None:
     other = jobs.take()
     assert other is not None
     assert other.turn.tenant == "b"
-    # A job that waits has no slot.
+    # A job that waits does not have a slot.
     assert taken[0] is not None
     jobs.pause(taken[0])
     assert jobs.ready

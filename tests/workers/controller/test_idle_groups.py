@@ -1,4 +1,4 @@
-"""The wake-ups of idle groups are shared by tenant. The clock is played."""
+"""Tenants share the wake-ups of idle groups. The tests simulate the clock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 
 SECONDS = 1.005
-"""The played time of a test."""
+"""The simulated time of a test, in seconds."""
 
 
 class Idle(SequenceGroup):
-    """A group of a number of sequences, none of which has a controller."""
+    """A group of ``num_sequences`` sequences without controllers."""
 
     num_sequences = 1
 

@@ -101,7 +101,7 @@ def test_controllers_are_freed_by_a_job_and_not_by_the_thread_that_flushes() -> 
     pending.add(group, results)
     pending.flush()
     assert group.has_unfreed
-    # The time counts in the share of the tenant, and not in that of the worker.
+    # The time counts towards the share of the tenant, not of the worker.
     assert list(jobs) == ["ann"]
     run_all(jobs["ann"])
     assert not group.has_unfreed

@@ -1,5 +1,5 @@
-"""Controllers of each kind with the same biases, masks, splices and forks, and what they do to the
-logits."""
+"""Controllers of each kind with the same biases, masks, splices and forks, and the effect of these
+on the logits."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Rule:
     masked: int
     """Whether most rounds have a mask."""
     splice_at: int
-    """The number of generated tokens at which it splices; 0: never."""
+    """The number of generated tokens at which the controller splices; 0: never."""
     fork_at: int
-    """The number of generated tokens at which it forks; 0: never."""
+    """The number of generated tokens at which the controller forks; 0: never."""
 
     @classmethod
     def drawn(cls, rng: Random) -> Rule:
@@ -172,7 +172,7 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 
 
 class ByLength(Rule):
-    """A rule for a module that knows only its round: as if the last token were always 0."""
+    """A rule for a script that depends only on the round. The rule uses 0 as the last token."""
 
     def bias(self, length: int, last: int, seq: int) -> dict[int, float] | None:
         return super().bias(length, 0, 0)

@@ -30,8 +30,8 @@ WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
 
 class Controllers:
     """Runs the controllers of one GPU worker's requests. ``storage``: the state worker's, which
-    outlives both. ``program``: what makes them, in place of scripts; ``shared``: it is on the same
-    machine."""
+    outlives both. ``program`` makes the controllers, instead of scripts. ``shared``: whether the
+    controller worker is on the GPU worker's machine."""
 
     def __init__(
         self,

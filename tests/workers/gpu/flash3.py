@@ -1,8 +1,8 @@
 """``flash_attn_with_kvcache`` of FlashAttention 3 on a CPU, with the demands of its kernel.
 
 The signature is that of ``hopper/flash_attn_interface.py``, the demands are those of
-``mha_fwd`` in ``hopper/flash_api.cpp``, except for the device and for float16 or bfloat16. It
-computes only what the engine uses: packed queries over paged keys, without new keys.
+``mha_fwd`` in ``hopper/flash_api.cpp``, except for the device and for float16 or bfloat16. The
+stand-in computes only the engine's calls: packed queries over paged keys, without new keys.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Biases of controllers of each kind, on an engine: each token is the one that brute force over the
-logits gives, with and without drafts, and when the stream moves."""
+"""Biases of controllers of each kind, on an engine: each token equals the token that brute force
+over the logits gives, with and without drafts, and when the stream moves."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_token(entry: Token, before: list[int], rule: Rule, asked: Asked) -> No
         words(rule.mask(*state)),
     )
     for raised in (0.0, shapes.TIE):
-        # A token that another kernel's rounding may make the likeliest is right, too.
+        # A token is also right if another kernel's rounding may make it the likeliest.
         raises = logits.clone()
         raises[entry.token] += raised
         every = torch.from_numpy(bent(raises.numpy(), rule.bias(*state)))

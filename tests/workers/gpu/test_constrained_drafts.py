@@ -73,7 +73,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A request with a controller on a GPU worker and a controller worker, a turn at a time."""
+    """A request with a controller on a GPU worker and a controller worker, which run in turn."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ NAME = "flash_attn_interface"
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The stand-in is the installed module."""
+    """Installs the stand-in as the module."""
     monkeypatch.setitem(sys.modules, NAME, stand_in)
     flash3.function.cache_clear()
     yield monkeypatch

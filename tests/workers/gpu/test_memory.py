@@ -71,7 +71,8 @@ def test_no_step_takes_more_than_the_largest_one_that_was_measured(
 
 @pytest.fixture
 def by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling has few launches, as on a GPU: random numbers of many steps are computed ahead."""
+    """Makes the sampler compute the random numbers of many steps ahead, as on a GPU, where launches
+    are expensive."""
     for module in (races, sampler):
         monkeypatch.setattr(module, "costs_launches", lambda tensor: True)
 
@@ -86,7 +87,7 @@ def test_the_random_numbers_of_later_steps_are_measured(
         found[steps] = largest_step_bytes(loaded, LAYOUT, ROWS, ROWS)
     _, candidates = races._competitors(loaded.vocab_size, loaded.device)
     of_step = 8 * ROWS * len(candidates)
-    # Two batches whose steps overlap have them.
+    # Two batches whose steps overlap each store the numbers of the later steps.
     assert found[32] - found[1] >= 2 * 31 * of_step
 
 

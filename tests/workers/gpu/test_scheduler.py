@@ -87,7 +87,8 @@ def test_a_client_without_a_running_sequence_gets_a_slot_of_the_largest_client()
         s.add(one)
     compute(s.schedule())
     compute(s.schedule())
-    # The last of the largest client is preempted, once: the second of the late client waits.
+    # The last sequence of the largest client is preempted, once: the second sequence of the late
+    # client waits.
     assert set(s.running) == {*first[:3], late[0]}
     for _ in range(3):
         compute(s.schedule())

@@ -25,7 +25,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Kernel]]:
-    """The kernels that were timed. A timed run of a kernel takes as long as ``SECONDS`` says."""
+    """The kernels that were timed. The time of a kernel's run is its value in ``SECONDS``."""
     found: list[Kernel] = []
 
     class Trial:
@@ -47,7 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Kern
 
 
 def restart(timed: list[Kernel]) -> None:
-    """Another process has only the file."""
+    """Simulates another process, which has only the file."""
     timed.clear()
     stored_choices._chosen.clear()
 

@@ -98,7 +98,7 @@ def test_the_room_of_requests_that_have_ended_is_free_again(worker: StateWorker)
 def test_a_tenant_whose_clients_have_left_takes_no_more_than_one_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another broker may have the requests, so that their variables stay for a while."""
+    """Another broker may have the requests, so their variables are stored for some time."""
     monkeypatch.setattr(state_worker, "machine_memory", lambda: 8 * TOTAL, raising=False)
     back = f"ipc://{tmp_path}/0.sock,ipc://{tmp_path}/1.sock"
     worker = StateWorker(Settings(back=back, run_dir=str(tmp_path)))
@@ -108,7 +108,7 @@ def test_a_tenant_whose_clients_have_left_takes_no_more_than_one_that_is_there(
     body = msgpack.encode({"requests": requests, "detached": True})
     worker._on_messages([FromBus(b"END", Header(0, 0, 0), body, [])])
     assert list(worker._absent) == requests
-    # Its next clients get no further room.
+    # The tenant's next clients cannot store more.
     assert fill(worker, ANN, numbers)[0] == 0
     ben, _ = fill(worker, BEN, numbers)
     assert 0.2 * TOTAL < ben <= TOTAL / 4

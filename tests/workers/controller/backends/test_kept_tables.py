@@ -1,4 +1,4 @@
-"""The tables that stay in memory: how many bytes, and whose."""
+"""The bounds of the tables in memory, and the tenants whose tables are removed."""
 
 from __future__ import annotations
 

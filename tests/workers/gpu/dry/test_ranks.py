@@ -24,7 +24,7 @@ BUDGET = 60 + LAYERS * 32
 
 
 class Sent(Ranks):
-    """Ranks without processes: the orders to them, as they are encoded."""
+    """Ranks without processes. Stores the orders to them after encoding and decoding."""
 
     def __init__(self) -> None:
         self.orders: list[Any] = []

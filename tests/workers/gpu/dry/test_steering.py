@@ -1,4 +1,4 @@
-"""Steps that controllers steer, on a device of fake tensors: they wait for nothing.
+"""Steps under controllers on a device of fake tensors. The steps must not wait for the device.
 
 Masks, forks and splices are in ``test_steps.py``.
 """

@@ -136,7 +136,7 @@ def test_a_step_with_chunks_of_prompts_stays_within_its_budget(
 ) -> None:
     launches = mixed_step(device, engine, decodes, prompts)
     assert sum(launches.values()) <= AROUND_MIXED + LAYERS * LAYER_BUDGET, launches
-    # All arrays of the step in one copy.
+    # One copy transfers all arrays of the step.
     assert launches["upload"] == 1
 
 

@@ -73,5 +73,5 @@ def test_the_layers_run_by_kernels_with_flash_attention_too(
     cache = KVCache(loaded.layers, 2, FLASH_BLOCK_SIZE, loaded.dtype, loaded.device)
     tensors = StepTensors(cache, loaded.device)
     found = triton_backend(tensors, loaded.decoder, layout, loaded.dtype)
-    # It is not used unless its logits are those of plain layers.
+    # The Triton backend is used only if its logits equal those of plain layers.
     assert isinstance(found, TritonBackend), found.why_no_kernels
