@@ -35,7 +35,7 @@ class End:
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
-    """Its position on the present connection; 0 if it was not sent there, so that it waits for
+    """Position of the end on the present connection; 0 if the end was not sent there and waits for
     ATTACH."""
 
 

@@ -24,8 +24,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     session_grace_s: float = 5.0
     """How long a session without a connection waits to be taken over before its streams end."""
     session_cut_s: float = 30.0
-    """How long a session of a silent client waits if the broker has not seen its connection close.
-    A network link may be cut."""
+    """Time that a silent client's session waits if the broker has not seen the connection close. A
+    network link may be cut."""
     recover_s: float = 30.0
     """How long after its start a broker adopts streams of an earlier run that workers report."""
     session_idle_s: float = 3600.0

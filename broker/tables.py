@@ -442,7 +442,7 @@ class Request:
     """Whether the request can continue at another worker, because the broker has the frames and
     entries."""
     interruption: Interruption | None = None
-    """How the request lost its worker; None unless it waits for another worker."""
+    """The loss of the request's worker; None unless the request waits for another worker."""
     began_with: ModelInfo | None = None
     """The model with which a moved request began, if it was loaded there."""
     entries: int = 0

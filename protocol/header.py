@@ -57,7 +57,7 @@ class Header(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """How long the request waited at the broker before it was sent to the worker, in
+        """The time that the request waited at the broker before it was sent to the worker, in
         seconds."""
         return (self.flags >> WAITED_SHIFT) / 1000
 

@@ -182,8 +182,8 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
     moves: Count = 0
-    """How often the stream has moved to another worker: the latest ``moves`` that the client has
-    received for it."""
+    """Number of times that the stream has moved to another worker: the latest ``moves`` that the
+    client has received for it."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):

@@ -103,9 +103,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
     controller_decision_s: Positive = 300.0
-    """How long a GPU worker waits for a controller's decision, in addition to the controller's own
-    time limits, before it ends the sequence. Starting a controller counts too: compiling a grammar
-    may take 100 seconds."""
+    """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
+    addition to the controller's own time limits. Starting a controller counts too: compiling a
+    grammar may take 100 seconds."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
@@ -163,7 +163,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     drain_s: Positive = 30.0
     """How long a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0
-    """How long a gateway continues its streams after another gateway has taken its place."""
+    """Time for which a gateway continues its streams after another gateway has taken its place."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0

@@ -48,7 +48,7 @@ is twice the previous one."""
 ELSEWHERE_S = 0.2
 """The longest pause if the next connection is to another broker, in seconds."""
 OFFLINE_TICK_S = 0.1
-"""How often the peer's deadlines are checked during a pause, in seconds."""
+"""Interval between checks of the peer's deadlines during a pause, in seconds."""
 MIN_WAIT_S = 0.001
 """The shortest wait of the thread if nothing has arrived, in seconds."""
 JOIN_S = 5.0

@@ -36,8 +36,8 @@ Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
 
 MAX_WAKES = 200
-"""Maximum wake-ups of sequences by each other before one of them samples, multiplied by the number
-of sequences. At a barrier, each sequence is woken once by each other sequence."""
+"""Maximum wake-ups per sequence that the sequences of a request cause before one of them samples.
+At a barrier, each sequence is woken once by each other sequence."""
 MAX_ALONG = 16
 """Maximum number of decisions along a draft."""
 SHARED_MEMORY = 16
@@ -238,8 +238,8 @@ class SequenceGroup:
             return begins
 
     def wake_idle(self) -> tuple[list[Round], list[StepResult]]:
-        """Called when all sequences have been suspended for a moment. Returns the rounds that wake
-        them, or results that end them if they were woken too often."""
+        """Called some time after all sequences were suspended (``IdleGroups``). Returns the rounds
+        that wake them, or results that end them if they were woken too often."""
         with self._lock:
             idle, self._idle, self._timed = self._idle, False, False
             waiting = [s for s in self._sequences.values() if s.stage is Stage.SUSPENDED]

@@ -327,8 +327,8 @@ export interface Attach {
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
   /**
-   * How often the stream has moved to another worker: the latest `moves` that the client has
-   * received for it. At least 0. Default: 0.
+   * Number of times that the stream has moved to another worker: the latest `moves` that the client
+   * has received for it. At least 0. Default: 0.
    */
   readonly moves?: number | undefined;
 }

@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the rows yield the log-probabilities of a score."""
+        """Whether the log-probabilities of a score are computed from the rows."""
         return self.chunk.sequence.scored and self.rows > 0
 
 

@@ -267,8 +267,8 @@ class Scheduler:
             elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
                 break
             elif sequence.continued and self._prefills(sequence.request):
-                # Another sequence of the request is computing its prompt. This one waits, because
-                # it can then reuse the blocks of their common text.
+                # Another sequence of the request is computing its prompt. The waiting sequence can
+                # later reuse the blocks of their common text.
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start

@@ -150,7 +150,7 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
     candidates]``."""
     if costs_launches(steps):
         mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
-        # This is one operation. A scalar that is a tensor would determine the type of the product.
+        # ``_UNIT`` is a tensor of float64, so the product is float64, in one operation.
         return (mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) * _UNIT).log_()
     # NumPy needs half of torch's time to start an operation.
     mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))

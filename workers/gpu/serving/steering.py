@@ -314,9 +314,9 @@ class Steering:
     def _steered_by(
         self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
     ) -> Steered | None:
-        """The request of a decision from ``worker``. None if the request has ended, if another
-        worker runs its controller, if it is now at another broker, or if the controller was
-        restarted after the decision."""
+        """The request of a decision from ``worker``. None if the request has ended or is now at
+        another broker, if another worker runs its controller, or if the controller was restarted
+        after the decision."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None

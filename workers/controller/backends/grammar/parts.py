@@ -216,8 +216,8 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text ends in the first way that is at the end of the plan; ``cut`` if all ways
-        are before it. With ``stop``, the text before that stop string counts."""
+        """The kind of the text's end in the first way that is at the end of the plan; ``cut`` if
+        all ways are before it. With ``stop``, the text before that stop string counts."""
         if stop:
             return self._end_before(stop)
         if self._complete:
