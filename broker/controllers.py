@@ -323,9 +323,10 @@ class Controllers:
                 self._release(request)
 
     def on_moving(self, request: Request) -> None:
-        """Handles the loss of a request's GPU worker. The next one starts its controller.
+        """Handles the loss of a request's GPU worker. The next GPU worker starts the controller
+        again.
 
-        The controller worker stays the same unless it drains. It does not receive END: the replay
+        The controller worker stays the same unless it drains. END is not sent, because the replay
         needs the recorded answers of the variable operations.
         """
         self._waiting.remove(request.id)

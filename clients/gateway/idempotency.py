@@ -241,7 +241,8 @@ class NamedStream(AsyncStream):
 class NumberedEvents:
     """Adds ``id:`` to the events of a stream, and omits events that the client has received.
 
-    Pings, and the error that ends a stream, have no number, because a repetition differs in them.
+    Pings, and the error that ends a stream, have no number, because they differ between
+    repetitions.
     """
 
     def __init__(self, last_event: int) -> None:

@@ -269,7 +269,7 @@ class Tunnel:
             await close(self._websocket, INTERNAL_ERROR, "the gateway failed; its log says why")
 
     async def _pass_on(self, frames: Frames) -> None:
-        """Sends a message of the broker to the client, in the client's form."""
+        """Sends a message of the broker to the client, in the form that the client has chosen."""
         plain = self._plain
         if plain is None and encoding_of(frames[1]) == "msgpack":
             await self._websocket.send_bytes(frames_binary(frames))

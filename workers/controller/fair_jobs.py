@@ -54,10 +54,10 @@ class Taken(NamedTuple):
 class FairJobs:
     """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
-    The next job is from the tenant that has used the least CPU time. A tenant that had no jobs
-    begins with the time of the others. A tenant has at most all slots except one, so that another
-    tenant's job starts immediately. Jobs without a tenant ("") have no such bound: clients without
-    keys are one tenant.
+    The next job is from the tenant that has used the least CPU time. A tenant whose jobs had all
+    ended begins at the present virtual time, so that it has not saved up CPU time. A tenant has at
+    most all slots except one, so that another tenant's job starts immediately. Jobs without a
+    tenant ("") have no such bound: clients without keys are one tenant.
     """
 
     def __init__(self, slots: int) -> None:
@@ -69,8 +69,8 @@ class FairJobs:
         time may be later."""
         self._numbers = itertools.count()
         self._now_s = 0.0
-        """The virtual time at which the last job was taken; the latest of all when the queue was
-        empty."""
+        """The present virtual time: that of the last taken job. When the queue is empty, it
+        advances to the latest time of all tenants."""
         self._latest_s = 0.0
         self._size = 0
 
