@@ -1,4 +1,4 @@
-"""The bounds of the queues: which requests may wait for a worker."""
+"""The bounds of the queues, which determine the requests that may wait for a worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class QueueBounds:
 
     def check(self, request: Request, number: int, now: float) -> None:
         """Raises an error if one more request cannot wait: ``queue_full``, or ``client_limit`` if
-        its own session has too many waiting requests. ``number``: the requests that wait."""
+        the share of its key or its session would be exceeded. ``number``: number of waiting
+        requests."""
         settings, session = self._settings, request.session
         size = sum(queue.bytes for queue in self._queues.values())
         most = room_for(request.priority, settings.max_queued)
@@ -66,7 +67,7 @@ class QueueBounds:
     def _check_wait(self, request: Request, now: float) -> None:
         """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
 
-        Its time-out would end such a request before its computation is complete.
+        The time-out would end such a request before its computation is complete.
         """
         queue = self._queues.get((request.role, request.model))
         rate = queue.pace.per_s(now) if queue is not None else None

@@ -79,8 +79,8 @@ class BlockManager:
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks that stay free for the growth of a running sequence of ``num_tokens``
-        known tokens: those that it still needs, at least one."""
+        """Number of blocks that must stay free for the growth of a running sequence with
+        ``num_tokens`` known tokens: the blocks that it still needs, at least one."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:

@@ -34,11 +34,13 @@ def num_blocks(sequences: Iterable[Sequence]) -> int:
 def choose_victims(
     refused: Sequence, running: Collection[Sequence], lack: Lack, blocks: BlockManager
 ) -> list[Sequence]:
-    """The sequences whose preemption makes room for ``refused``; empty if that is not possible.
+    """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
+    enough.
 
-    The client with the most running sequences loses its last in order, one after another. Each
-    client keeps as many as ``refused`` gets with its forks. Sequences of a higher priority are not
-    chosen. Overdue ones are not either, because the waiting queue would admit them again first.
+    Repeatedly chooses the last sequence in order of the client with the most running sequences.
+    Each client keeps as many sequences as ``refused`` has with its forks. Sequences of a higher
+    priority are not chosen. Overdue sequences are not chosen either, because the waiting queue
+    would admit them again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
@@ -67,8 +69,8 @@ def choose_victims(
 
 
 def from_largest_client(sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they lose their blocks: each is the last in order of
-    the client with the most blocks."""
+    """Yields sequences in the order in which they are preempted: each is the last in order of the
+    client with the most blocks."""
     of_client: dict[int, list[Sequence]] = {}
     for sequence in sequences:
         of_client.setdefault(sequence.client, []).append(sequence)

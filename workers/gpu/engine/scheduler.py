@@ -3,9 +3,9 @@
 A step computes at most ``max_num_batched_tokens``. Decodes need one token each and go first, so
 that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
 admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
-waits and is computed again later. A client that has no running sequence waits for no other client:
-if it finds no slot or too few blocks, sequences of the clients with the most are preempted
-(``victims.py``).
+waits and is computed again later. If the first waiting sequence finds no slot or too few blocks,
+and its client has no running sequence, sequences of the clients with the most running sequences are
+preempted (``preemption.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ to be admitted and deferred, and the device would run out of memory."""
 
 
 RECOMPUTED = 8
-"""Sequences that were preempted for other clients compute again at most one part in ``RECOMPUTED``
-of the tokens of the steps. Otherwise short requests, one after another, could make the engine
-compute a long text again for each of them."""
+"""At most 1 / ``RECOMPUTED`` of the steps' tokens are computed again for sequences that were
+preempted for other clients. Otherwise consecutive short requests could make the engine compute a
+long text again for each request."""
 
 MADE_ROOM = 8
 """At most one part in ``MADE_ROOM`` of the slots, and at least one, belong to sequences for which
@@ -127,11 +127,11 @@ class Scheduler:
         """Sequences for which others were preempted, which happens once for each, and possibly some
         that have ended."""
         self._recomputed = 0
-        """Tokens that preempted sequences of other clients compute again, less those that the steps
-        since then have allowed."""
+        """Number of tokens to compute again for sequences that were preempted for other clients,
+        minus the number that the steps since then allow."""
         self.owes_room = False
-        """Whether a next step preempts sequences for the refused one, so that each must be
-        scheduled."""
+        """Whether one of the next steps preempts sequences for the refused one, so that each of
+        these steps must be scheduled."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
         because deferred sequences leave too few blocks or are too many. ``schedule`` sets it; a
@@ -277,8 +277,9 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences of the largest clients for the refused sequence, unless room was made
-        for it before or the last preempted ones still take too many tokens of the steps."""
+        """Preempts sequences of the largest clients for the refused sequence. Does nothing if
+        others were preempted for it before, or if too many tokens of earlier preempted sequences
+        are still to be computed again."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
             victim.displaced = True
@@ -307,7 +308,8 @@ class Scheduler:
         return choose_victims(refused, self.running, lack, self._blocks)
 
     def _lacking_blocks(self, sequence: Sequence) -> int:
-        """The blocks that are missing for a waiting sequence and the growth of all others."""
+        """The number of blocks that are missing for a waiting sequence and for the growth of all
+        admitted sequences."""
         table, kept = sequence.block_table, bool(sequence.block_table.blocks)
         if not kept:
             self._blocks.match(table, sequence.tokens, self._match_limit(sequence))
