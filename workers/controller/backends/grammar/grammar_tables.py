@@ -26,13 +26,13 @@ from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
 from ...pool import tenant_of_thread, waiting
 from ..compiling.bounds import RefusedGrammar
+from ..compiling.kept import Kept
 from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
 from ..compiling.tasks import Kind
 from .automata import MAKERS, quickly
 from .file_cache import FileCache
-from .kept_tables import KeptTables
 from .refusals import refusal
 from .yacc_compiler import WALL_S, compile_apart
 
@@ -42,6 +42,10 @@ MAX_BYTES = 256 * 1024**2
 """Maximum bytes of tables on disk."""
 WORTH_S = 0.02
 """Tables that took longer than this to compile, in seconds, are written to disk."""
+MAX_KEPT = 1_024
+"""Maximum number of tables in memory. Most tables have a few kilobytes."""
+MAX_KEPT_BYTES = 256 * 1024**2
+"""Maximum bytes of tables in memory. The tables of an argument of 40 kB may have 16 MiB."""
 GRAMMAR_CHARACTERS = 1 << 20
 """Maximum characters of a grammar that the compiler accepts."""
 
@@ -54,7 +58,7 @@ class Tables:
         self._files = None if folder is None else FileCache(folder, ".tables", MAX_BYTES)
         self._processes = processes
         self._meter = meter
-        self._kept = KeptTables()
+        self._kept: Kept[str, bytes] = Kept(MAX_KEPT, MAX_KEPT_BYTES)
         self._compiled: Shared[bytes] = Shared(WALL_S)
         self._version = f"{version('tokenbus')}, tables {VERSION}"
         self._names = frozenset(library.names())
@@ -164,7 +168,7 @@ class Tables:
                 tables = make()
                 if time.perf_counter() - began > WORTH_S:
                     self._write(key, tables)
-        self._kept.add(tenant_of_thread(), key, tables)
+        self._kept.add(tenant_of_thread(), key, tables, len(tables))
         return tables
 
     def _read(self, kind: str, key: str) -> bytes | None:

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from ...host import Vocabulary
 from ...pool import tenant_of_thread
 from ..compiling import bounds
 from ..compiling.bounds import Bounds, RefusedGrammar
+from ..compiling.kept import Kept
 from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
@@ -128,8 +129,6 @@ class Grammar:
         vocabulary: Vocabulary,
     ) -> None:
         """``plain``: the grammar was compiled without a separate process."""
-        self.tenant = tenant_of_thread()
-        """The tenant for whose request it was compiled."""
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
@@ -227,8 +226,7 @@ class Matchers:
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
         self._searched: Shared[Found] = Shared(2 * bounds.WALL_S)
-        self._lock = threading.Lock()
-        self._grammars: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._grammars: Kept[bytes, Grammar] = Kept(KEPT_GRAMMARS, KEPT_GRAMMARS)
         self._tokens_lock = threading.Lock()
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
@@ -237,26 +235,19 @@ class Matchers:
         ``constraint``: the label under which it is counted."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
-        found = self._kept(key)
+        found = self._grammars.get(key)
         if found is not None:
             self._meter.hit(constraint)
             return found
 
         def make() -> Grammar:
-            found = self._kept(key)
+            found = self._grammars.get(key)
             if found is not None:
                 return found
             with self._meter.measured(constraint):
                 return self._make(vocabulary, name, key, grammar)
 
         return self._compiled.get(key, make)
-
-    def _kept(self, key: bytes) -> Grammar | None:
-        with self._lock:
-            found = self._grammars.get(key)
-            if found is not None:
-                self._grammars.move_to_end(key)
-            return found
 
     def _make(self, vocabulary: Vocabulary, name: object, key: bytes, grammar: str) -> Grammar:
         tokens = self._tokens_of(name, vocabulary)
@@ -274,19 +265,8 @@ class Matchers:
         if schema is not None:
             _ = tokens.sets  # Computed before a text has begun.
         made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
-        with self._lock:
-            self._grammars[key] = made
-            if len(self._grammars) > KEPT_GRAMMARS:
-                self._evict()
+        self._grammars.add(tenant_of_thread(), key, made)
         return made
-
-    def _evict(self) -> None:
-        """Removes the least recently used grammar of the tenant with the most of them. Called under
-        the lock."""
-        counts = Counter(grammar.tenant for grammar in self._grammars.values())
-        [(greediest, _)] = counts.most_common(1)
-        grammars = self._grammars.items()
-        del self._grammars[next(key for key, one in grammars if one.tenant == greediest)]
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
         """The shortest text of a compiled grammar, and its tokens; both are None if a search does
@@ -308,9 +288,7 @@ class Matchers:
 
     def drop(self, key: bytes, grammar: Grammar) -> None:
         """Removes a grammar from the cache."""
-        with self._lock:
-            if self._grammars.get(key) is grammar:
-                del self._grammars[key]
+        self._grammars.drop(key, grammar)
 
     def close(self) -> None:
         """Ends the processes."""
