@@ -29,7 +29,7 @@ from _served import answer, orders
 from tokenbus.clients import AsyncClient
 
 SILENCE_MS = 60_000
-"""Seconds without a message after which a run fails."""
+"""Milliseconds without a message after which a run fails."""
 
 Order = Mapping[str, Any]
 

@@ -541,7 +541,7 @@ class Dispatcher:
             return None
         key = request.session.key
         sessions = self._sessions.of_key(key) if key else [request.session]
-        # As no request has lost its worker, those that do not wait in a queue are at workers.
+        # No request has lost its worker, so each stream outside a queue is at a worker.
         at_worker = any(len(session.streams) > session.queued for session in sessions)
         return None if at_worker else worker
 

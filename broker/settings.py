@@ -38,13 +38,13 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_queued_bytes: int = 1024 * 1024 * 1024
     """Bytes of all waiting requests together, with their attachments and buffers."""
     max_streams: int = 4_096
-    """Number of live streams of one session."""
+    """Maximum number of live streams of one session."""
     max_buffer_bytes: int = 64 * 1024 * 1024
     """Bytes of all buffers of one session."""
     max_total_buffer_bytes: int = 1024 * 1024 * 1024
     """Bytes of all buffers of all sessions."""
     max_buffers: int = 4_096
-    """Number of buffers of one session."""
+    """Maximum number of buffers of one session."""
     max_journal_bytes: int = 128 * 1024 * 1024
     """Bytes of the journal of a session, from which its live streams can move. With 0 the broker
     has no journals, and streams cannot move."""

@@ -41,7 +41,7 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """When the streams that were listed for STATUS are paid for (``status.py``)."""
+    """The time until which the streams that were listed for STATUS count (``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,7 +143,7 @@ class SessionTable:
         self._by_key: dict[str, dict[int, Session]] = {}
         """The sessions of clients with a key, by key."""
         self._uses: dict[str, KeyUse] = {}
-        """By key, for keys that have a session."""
+        """The ``KeyUse`` of each key that has a session."""
         self.unread = UnreadAnswers()
 
     def __len__(self) -> int:
@@ -261,7 +261,8 @@ class Worker:
     of an unchanged batch have equal manifests."""
     requests: dict[int, Request] = field(default_factory=dict)
     beyond: set[int] = field(default_factory=set)
-    """Requests that it received above its capacity, and possibly some that have ended."""
+    """Requests that the worker received above its capacity. Ended requests may remain in the
+    set."""
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers the worker runs or has reserved a
     place for."""
@@ -282,7 +283,7 @@ class Worker:
             self.dropped(request.session.id, request.stream_id)
 
     def take_beyond(self, request: Request) -> None:
-        """Counts a request that is about to be taken as one above the capacity."""
+        """Counts a request as above the capacity. The worker must take the request next."""
         self.beyond &= self.requests.keys()
         self.beyond.add(request.id)
 
@@ -331,7 +332,7 @@ class Worker:
     @property
     def has_room(self) -> bool:
         """Whether one more request fits, in addition to those of this broker and of others.
-        Requests above the capacity take no place in it, so that queued requests get each place that
+        Requests above the capacity are not counted, so that queued requests get each place that
         becomes free."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
         return self._num_requests - beyond < self.capacity

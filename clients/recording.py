@@ -71,7 +71,7 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
     """Whether the stream was read to its end."""
     error: str = ""
     code: str = ""
-    """The error of the stream, or None."""
+    """The error message of the stream and its code; both are empty without an error."""
     entries: list[Token] = []
 
     @property

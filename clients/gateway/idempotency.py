@@ -135,7 +135,7 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """The first stream id and the number of the served requests of a token."""
+        """The first stream id and the number of the served requests, by token."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 

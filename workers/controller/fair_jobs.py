@@ -130,7 +130,8 @@ class FairJobs:
             self._free_slot(taken.turn)
 
     def resume(self, taken: Taken) -> bool:
-        """Gives a slot to a job whose wait is over, unless its tenant has as many as it may."""
+        """Gives a slot to a job whose wait is over. Returns False if the job's tenant may not have
+        another slot."""
         with self._lock:
             if not self._may_begin(taken.turn):
                 return False
@@ -139,8 +140,8 @@ class FairJobs:
             return True
 
     def add_resumed(self, taken: Taken, job: Job) -> None:
-        """Queues ``job``, which takes a slot for one whose wait is over, before those of its
-        tenant."""
+        """Queues ``job`` before the other jobs of its tenant. ``job`` takes a slot for the job
+        ``taken``, whose wait is over."""
         with self._lock:
             turn = taken.turn
             turn.jobs.appendleft(job)
@@ -150,7 +151,8 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Counts a job from ``add_resumed`` as the one whose slot it has taken."""
+        """Counts the slot that a job from ``add_resumed`` has taken as the slot of the resumed
+        job."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

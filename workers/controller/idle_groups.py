@@ -78,7 +78,8 @@ class IdleQueue:
 
 
 def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> SequenceGroup | None:
-    """Removes the groups that are due, up to the first group that is not closed; returns that."""
+    """Removes the groups that are due, up to the first group that is not closed. Returns this
+    group, or None."""
     while groups and groups[0][0] <= now:
         _, group = groups.popleft()
         if not group.closed:

@@ -7,7 +7,7 @@ costs more than the rounds. If rounds are queued after a slow round, another thr
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
 job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job
-whose wait is over gets a slot by its tenant's share, before the queued jobs of its tenant.
+whose wait is over gets a slot of its tenant's share, before the queued jobs of the tenant.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Pool:
                 self.help()
 
     def _run_jobs(self) -> bool:
-        """Runs jobs until none may begin; returns False if the slot went to a thread whose wait is
-        over."""
+        """Runs jobs until none may begin. Returns False if a thread whose wait is over took the
+        slot."""
         clock = _JobClock()
         taken = self._jobs.take()
         while taken is not None:

@@ -212,7 +212,7 @@ def _runs(pool: Pool, event: threading.Event) -> None:
 
 
 class Gates:
-    """The waits of jobs; a thread ends them in random order."""
+    """Waits of jobs. A thread ends the waits in random order."""
 
     def __init__(self, seed: int) -> None:
         self._closed: list[threading.Event] = []
@@ -223,7 +223,7 @@ class Gates:
         threading.Thread(target=self._open, daemon=True).start()
 
     def wait(self) -> None:
-        """Waits as for another process, or not if too many jobs do."""
+        """Waits as for another process. If too many jobs wait, the method returns at once."""
         gate = threading.Event()
         with self._lock:
             self._closed.append(gate)

@@ -37,9 +37,9 @@ preempted for other clients. Otherwise consecutive short requests could make the
 long text again for each request."""
 
 MADE_ROOM = 8
-"""At most one part in ``MADE_ROOM`` of the slots, and at least one, belong to sequences for which
-others were preempted. A client is a session, so many sessions of one user could otherwise preempt
-all sequences but one of another user."""
+"""Sequences for which others were preempted have at most one slot in ``MADE_ROOM``, or one slot if
+the engine has few. Each session is a client. Without this bound, many sessions of one user could
+preempt all sequences but one of another user."""
 
 
 class Chunk(NamedTuple):
@@ -124,8 +124,8 @@ class Scheduler:
         self._refused: Sequence | None = None
         """The first waiting sequence if the last step had no slot or too few blocks for it."""
         self._made_room_for: list[Sequence] = []
-        """Sequences for which others were preempted, which happens once for each, and possibly some
-        that have ended."""
+        """Sequences for which others were preempted. Others are preempted only once for each
+        sequence. Ended sequences may remain in the list."""
         self._recomputed = 0
         """Number of tokens to compute again for sequences that were preempted for other clients,
         minus the number that the steps since then allow."""

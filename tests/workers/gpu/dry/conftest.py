@@ -31,7 +31,7 @@ def shared(loaded: LoadedModel) -> Engine:
 
 @pytest.fixture
 def engine(shared: Engine) -> Iterator[Engine]:
-    """That engine, without requests before and after the test."""
+    """The shared engine, without requests before and after the test."""
     yield shared
     for number in range(BATCH):
         shared.abort(number)

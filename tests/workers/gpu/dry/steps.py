@@ -1,4 +1,4 @@
-"""Engines of an 8B shape on the device of fake tensors, and steps of theirs."""
+"""Engines of an 8B shape on the device of fake tensors, and their steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BATCH = 64
 LAYER_BUDGET = 9
 """Launches of a decoder layer, within a graph or not."""
 AROUND_MIXED = 24
-"""Launches of a step with a chunk of a prompt in addition to its layers: 312 for 32 layers."""
+"""Launches outside the layers in a step with a chunk of a prompt. With 32 layers, such a step has
+312 launches."""
 
 
 def make(loaded: LoadedModel, **config: Any) -> Engine:
@@ -27,7 +28,7 @@ def make(loaded: LoadedModel, **config: Any) -> Engine:
 
 
 def fill(engine: Engine, sampling: dict[str, Any], count: int = BATCH) -> None:
-    """Adds requests, and steps until all of them decode."""
+    """Adds requests, and computes steps until all requests decode."""
     rng = random.Random(1)
     for number in range(count):
         prompt = [rng.randrange(1000) for _ in range(40)]

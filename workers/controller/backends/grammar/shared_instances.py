@@ -52,7 +52,8 @@ class Shared:
         self.key = key
         self.users = 0
         self.tenant = tenant_of_thread()
-        """The tenant whose request created it, whose share of the memory it takes while in use."""
+        """The tenant whose request created the guest. While in use, the guest counts towards this
+        tenant's share of the memory."""
         self.saved = saved
         """Number of masks in the last snapshot."""
         self.saved_at = float("-inf")

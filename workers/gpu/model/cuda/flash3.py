@@ -78,7 +78,7 @@ def function() -> Callable[..., torch.Tensor]:
 
 
 def why_no_kernel() -> str:
-    """Why FlashAttention 3 cannot be imported; empty if it can."""
+    """The reason why FlashAttention 3 cannot be imported; empty if it can."""
     try:
         function()
     except ImportError as error:
@@ -87,5 +87,5 @@ def why_no_kernel() -> str:
 
 
 def why_not(loaded: LoadedModel) -> str:
-    """Why FlashAttention 3 cannot attend for a model; empty if it can."""
+    """The reason why FlashAttention 3 cannot attend for a model; empty if it can."""
     return why_unsupported(loaded) or why_no_kernel()

@@ -132,8 +132,8 @@ def why_no_kernel() -> str:
 
 
 def why_unsupported(loaded: LoadedModel) -> str:
-    """Why no version of FlashAttention can attend with the type of a model's weights, or with the
-    size of its heads; empty if all can."""
+    """The reason why no version of FlashAttention supports the type of a model's weights or the
+    size of its heads; empty if all do."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     shapes = set(loaded.layers.values())
@@ -143,6 +143,6 @@ def why_unsupported(loaded: LoadedModel) -> str:
 
 
 def why_not(loaded: LoadedModel) -> str:
-    """Why FlashAttention cannot attend for a model; empty if it can."""
+    """The reason why FlashAttention cannot attend for a model; empty if it can."""
     capped = "its scores are capped" if loaded.soft_caps else ""
     return why_unsupported(loaded) or capped or why_no_kernel()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 MIN_CAPABILITY = (8, 0)
-"""GPUs before Ampere have no bfloat16 products."""
+"""Minimum compute capability, because GPUs before Ampere have no bfloat16 products."""
 MAX_SPLITS = 16
 """Maximum number of parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
