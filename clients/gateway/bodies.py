@@ -122,7 +122,7 @@ def decode_body(body: bytes, kind: type[B]) -> B:
 def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
     """Splits msgspec's error into its message and the field's path, ``$.messages[0].role``."""
     what, _, path = str(error).partition(" - at ")
-    path = path.strip("`") or "$"
+    path = path.removeprefix("`key` in ").strip("`") or "$"
     quoted = what.split("`")
     if what.startswith("Object contains unknown field"):
         path = f"{path}.{quoted[1]}"

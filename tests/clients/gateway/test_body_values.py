@@ -32,6 +32,10 @@ class AnyBody(Body):
     value: Any
 
 
+class NumberedBody(Body):
+    value: dict[int, float]
+
+
 def read(value: Any) -> Any:
     return decode_body(json.dumps({"value": value}).encode(), AnyBody).value
 
@@ -52,6 +56,15 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_decoded(value: Any)
     with pytest.raises(ApiError) as refused:
         read(value)
     assert (refused.value.status, refused.value.code) == (413, "too_large")
+
+
+def test_an_error_of_a_key_names_the_field() -> None:
+    with pytest.raises(ApiError) as refused:
+        decode_body(b'{"value": {"a": 1}}', NumberedBody)
+    assert (refused.value.param, refused.value.message) == (
+        "value",
+        "value: Expected int, got str",
+    )
 
 
 def conversation(arguments: str, times: int = 1) -> list[AssistantMessage]:
