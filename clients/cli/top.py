@@ -258,7 +258,10 @@ def duration(seconds: float) -> str:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, not {text!r}")
     return value

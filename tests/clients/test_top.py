@@ -219,7 +219,8 @@ def test_durations_are_short(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
-def test_an_interval_is_checked(bus: Bus) -> None:
-    done = tokenbus(bus, "top", "--interval", "0")
+@pytest.mark.parametrize("interval", ["0", "x", "nan"])
+def test_an_interval_is_checked(bus: Bus, interval: str) -> None:
+    done = tokenbus(bus, "top", "--interval", interval)
     assert done.returncode == 2
-    assert "expected 0.1 to 3600 seconds" in done.stderr
+    assert f"--interval: expected 0.1 to 3600 seconds, not '{interval}'" in done.stderr
