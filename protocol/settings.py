@@ -293,7 +293,9 @@ def load(**flags: Any) -> Settings:
     if name or path.is_file():
         try:
             file = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise SettingError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError as error:
             raise SettingError(f"cannot read {path}: {error}") from None
     return resolve(flags, os.environ, file, str(path))
 

@@ -288,6 +288,11 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "max_running" in done.stderr
     assert str(config) in done.stderr
+    missing = tmp_path / "missing.toml"
+    done = tokenbus(None, "status", config=str(missing))
+    assert (done.returncode, done.stderr) == (
+        2, f"tokenbus: cannot read {missing}: No such file or directory\n",
+    )  # fmt: skip
 
 
 def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
