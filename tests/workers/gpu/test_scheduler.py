@@ -197,7 +197,7 @@ def test_many_clients_get_an_eighth_of_the_slots_of_a_running_one() -> None:
     for _ in range(20):
         compute(s.schedule())
     assert len(first & set(s.running)) == 14
-    # When a sequence for which room was made ends, room is made for another client.
+    # Another client gets the slot of one that ends.
     [ended, _] = set(s.running) - first
     s.remove(ended)
     for _ in range(4):

@@ -36,10 +36,10 @@ RECOMPUTED = 8
 preempted for other clients. Otherwise consecutive short requests could make the engine compute a
 long text again for each request."""
 
-MADE_ROOM = 8
-"""Sequences for which others were preempted have at most one slot in ``MADE_ROOM``, or one slot if
-the engine has few. Each session is a client. Without this bound, many sessions of one user could
-preempt all sequences but one of another user."""
+MAX_DISPLACED = 8
+"""At most 1 / ``MAX_DISPLACED`` of the slots, or one slot if the engine has few, belong to sequences
+that were preempted for other clients and still wait. Each session is a client. Without this bound,
+many sessions of one user could preempt all sequences but one of another user."""
 
 
 class Chunk(NamedTuple):
@@ -123,9 +123,9 @@ class Scheduler:
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence if the last step had no slot or too few blocks for it."""
-        self._made_room_for: list[Sequence] = []
-        """Sequences for which others were preempted. Others are preempted only once for each
-        sequence. Ended sequences may remain in the list."""
+        self._displaced: list[Sequence] = []
+        """Sequences that were preempted for other clients. Sequences that do not wait any more may
+        remain in the list."""
         self._recomputed = 0
         """Number of tokens to compute again for sequences that were preempted for other clients,
         minus the number that the steps since then allow."""
@@ -277,15 +277,13 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences of the largest clients for the refused sequence. Does nothing if
-        others were preempted for it before, or if too many tokens of earlier preempted sequences
-        are still to be computed again."""
+        """Preempts sequences of the largest clients for the refused sequence, unless earlier
+        victims still compute too many tokens again."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
             victim.displaced = True
             self._preempt(victim)
-        if victims and self._refused is not None:
-            self._made_room_for.append(self._refused)
+        self._displaced += victims
 
     def _victims_of_others(self) -> list[Sequence]:
         """The sequences to preempt so that the refused one can be admitted, if its client has no
@@ -295,17 +293,17 @@ class Scheduler:
             return []
         if not self.waiting or self.waiting.first() is not refused:
             return []
-        live = self.running, self.waiting, self.deferred
-        made = [s for s in self._made_room_for if any(s in table for table in live)]
-        self._made_room_for = made
-        if refused in made or len(made) >= max(1, self._max_num_seqs // MADE_ROOM):
-            return []
         forks = sum(s.pending_forks for s in self.running)
         slots = len(self.running) + forks + 1 + refused.pending_forks - self._max_num_seqs
         if slots > 0 and not choose_victims(refused, self.running, Lack(slots, 0), self._blocks):
             return []
         lack = Lack(slots, self._lacking_blocks(refused))
-        return choose_victims(refused, self.running, lack, self._blocks)
+        victims = choose_victims(refused, self.running, lack, self._blocks)
+        self._displaced = [s for s in self._displaced if s.displaced and s in self.waiting]
+        total = len(self._displaced) + len(victims)
+        if self._displaced and total > self._max_num_seqs // MAX_DISPLACED:
+            return []
+        return victims
 
     def _lacking_blocks(self, sequence: Sequence) -> int:
         """The number of blocks that are missing for a waiting sequence and for the growth of all
