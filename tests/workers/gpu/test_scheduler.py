@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.preemption import from_largest_client
 from tokenbus.workers.gpu.engine.scheduler import Batch, Scheduler
 from tokenbus.workers.gpu.engine.sequence import Sequence
 
@@ -289,6 +290,28 @@ def test_suspended_sequences_keep_their_blocks_before_another_of_their_client() 
     s.add(sequence(9, 20, client=1))
     assert [request for request, _, _ in shape(s.schedule())] == [1]
     assert all(each.block_table.blocks for each in held)
+
+
+def test_a_client_with_more_blocks_does_not_evict_suspended_sequences_of_others() -> None:
+    s, held = with_suspended([1, 1, 2])
+    s.add(sequence(9, 20, client=1))
+    assert [request for request, _, _ in shape(s.schedule())] == [1]
+    assert all(each.block_table.blocks for each in held)
+
+
+def test_victims_are_found_without_a_visit_of_all_sequences_for_each() -> None:
+    class Counted(list[int]):
+        reads = 0
+
+        def __len__(self) -> int:
+            Counted.reads += 1
+            return super().__len__()
+
+    held = [sequence(number, 4, client=number % 7) for number in range(500)]
+    for each in held:
+        each.block_table.blocks = Counted([1])
+    assert len(list(from_largest_client(held))) == 500
+    assert Counted.reads <= 4 * 500
 
 
 def test_suspended_sequences_keep_their_blocks_if_these_are_not_enough() -> None:

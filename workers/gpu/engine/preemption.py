@@ -68,16 +68,16 @@ def choose_victims(
     return victims
 
 
-def from_largest_client(sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they are preempted: each is the last in order of the
-    client with the most blocks."""
+def from_largest_client(sequences: Iterable[Sequence], kept: int = 0) -> Iterator[Sequence]:
+    """Yields sequences in the order in which they are preempted: each is the last in order of
+    the client with the most blocks, while that client has more than ``kept``."""
     of_client: dict[int, list[Sequence]] = {}
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=rank, reverse=True):
         of_client.setdefault(sequence.client, []).append(sequence)
-    while of_client:
-        client = max(of_client, key=lambda each: num_blocks(of_client[each]))
-        victim = min(of_client[client], key=rank)
-        of_client[client].remove(victim)
-        if not of_client[client]:
-            del of_client[client]
+    largest = [(-num_blocks(own), client) for client, own in of_client.items()]
+    heapq.heapify(largest)
+    while largest and -largest[0][0] > kept:
+        size, client = largest[0]
+        victim = of_client[client].pop()
+        heapq.heapreplace(largest, (size + len(victim.block_table.blocks), client))
         yield victim

@@ -10,10 +10,11 @@ preempted (``preemption.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import chain
 from typing import NamedTuple
 
 from .block_manager import BlockManager
@@ -37,7 +38,7 @@ preempted for other clients. Otherwise consecutive short requests could make the
 long text again for each request."""
 
 MAX_DISPLACED = 8
-"""At most 1 / ``MAX_DISPLACED`` of the slots, or one slot if the engine has few, belong to sequences
+"""At most 1 / ``MAX_DISPLACED`` of the slots, and at least one, belong to sequences
 that were preempted for other clients and still wait. Each session is a client. Without this bound,
 many sessions of one user could preempt all sequences but one of another user."""
 
@@ -415,20 +416,30 @@ class Scheduler:
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
-        sequences run; returns whether it did. The client with the most blocks is preempted first.
-        Does nothing if these blocks are too few, or if enough blocks are available already."""
-        others = (s for s in self.suspended if s.client != sequence.client)
-        held = [s for s in others if s.block_table.blocks]
+        sequences run; returns whether it did. The client with the most blocks is preempted first,
+        but not if it has fewer than the client of the waiting sequence. Does nothing if
+        these blocks are too few, or if enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
+        kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available
-        if not 0 < wanted <= num_blocks(held):
+        if wanted <= 0:
             return False
-        enough = self._blocks.num_available + wanted
-        for victim in from_largest_client(held):
-            if self._blocks.num_available >= enough:
+        others = (s for s in self.suspended if s.client != sequence.client)
+        victims: list[Sequence] = []
+        for victim in from_largest_client((s for s in others if s.block_table.blocks), kept):
+            victims.append(victim)
+            wanted -= len(victim.block_table.blocks)
+            if wanted <= 0:
                 break
+        if wanted > 0:
+            return False
+        for victim in victims:
             self._preempt(victim)
         return True
+
+    def _with_blocks(self) -> Iterator[Sequence]:
+        """All sequences that may have blocks."""
+        return chain(self.running, self.deferred, self.suspended, self.waiting.returned)
 
     def _idle(self) -> list[Sequence]:
         """Sequences that have blocks and are suspended or waiting."""
