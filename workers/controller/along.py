@@ -48,6 +48,11 @@ class Place:
             bias.write(self.bias_view)
         return True
 
+    def take_bias(self) -> bytes | None:
+        """Removes and returns the bias to be sent; None if the last decision had no bias."""
+        bias, self.bias = self.bias, b""
+        return bias if self.biased else None
+
 
 def takes_drafts(controller: Controller) -> bool:
     """Whether a controller decides along drafts."""

@@ -284,11 +284,12 @@ class SequenceGroup:
             return sequence.bias if sequence is not None else None
 
     def along(self, seq: int, count: int) -> list[tuple[bytes, bytes | None]]:
-        """Copies of the masks and biases along a sequence's draft, to be sent."""
+        """Copies of the masks, and the biases, along a sequence's draft, to be sent once. The
+        biases are not kept: those of one draft can take 8 MB."""
         with self._lock:
             sequence = self._sequences.get(seq)
             places = sequence.along[:count] if sequence is not None else ()
-            return [(bytes(one.mask), one.bias if one.biased else None) for one in places]
+            return [(bytes(one.mask), one.take_bias()) for one in places]
 
     def end(self) -> None:
         """Ends the request. Does not wait for a lock: ``close`` has to follow, on another

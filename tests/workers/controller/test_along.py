@@ -96,6 +96,15 @@ def test_the_decisions_along_a_draft_are_those_of_the_rounds_that_follow() -> No
     assert group._group.bias(0) == plain._group.bias(0)
 
 
+def test_the_biases_along_a_draft_are_not_kept_after_they_were_sent() -> None:
+    group = Group(Counting)
+    group.step([10], DRAFT)
+    assert all(group.biases)
+    places = group._group._sequences[0].along
+    assert len(places) >= len(DRAFT)
+    assert not any(place.bias for place in places)
+
+
 @pytest.mark.parametrize(
     "change",
     [
