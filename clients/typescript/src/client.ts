@@ -10,7 +10,7 @@ import {
   type TokenizerFiles,
   readStoredModule,
 } from "./messages.js";
-import { RUN_OPTIONS, checkOptions } from "./options.js";
+import { CLIENT_OPTIONS, RUN_OPTIONS, checkOptions } from "./options.js";
 import {
   type AskOptions,
   type GenerateOptions,
@@ -51,6 +51,7 @@ export class BaseClient {
   readonly #connection: Connection;
 
   constructor(transport: Transport, options: ClientOptions) {
+    checkOptions(options, CLIENT_OPTIONS);
     this.#connection = new Connection(transport, options.patience_s ?? PATIENCE_S);
   }
 

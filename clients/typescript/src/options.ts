@@ -1,6 +1,7 @@
 /** The names of all options, and a check for code that the TypeScript compiler does not check. */
 
 import { GENERATE_FIELDS, SCORE_FIELDS } from "./messages.js";
+import type { ClientOptions } from "./client.js";
 import type {
   AskOptions,
   RunOptions,
@@ -19,6 +20,9 @@ const STREAM = [
 /** Fields that are arguments of the methods, or that the session sets. */
 const NOT_OPTIONS: readonly string[] = ["stream_id", "prompt", "scored"];
 
+export const CLIENT_OPTIONS: ReadonlySet<string> = new Set(
+  named<ClientOptions>({ patience_s: true, api_key: true }),
+);
 export const ASK_OPTIONS: ReadonlySet<string> = new Set(ASK);
 export const STATUS_OPTIONS: ReadonlySet<string> = new Set([
   ...ASK,

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 
 import {
+  Client,
   ConnectionLostError,
   ControllerError,
   RequestError,
@@ -72,6 +73,14 @@ overEachTransport((test, address) => {
       sequence?.tokens,
     );
     assert.ok((sequence?.cumulative_logprob ?? 0) < 0);
+  });
+
+  test("a client refuses an unknown option", () => {
+    const options: object = { apikey: "tb-key" };
+    assert.throws(() => new Client(address, options), {
+      name: "TypeError",
+      message: "unknown option apikey; did you mean api_key?",
+    });
   });
 
   test("run refuses an unknown option before anything is sent", (t) => {
