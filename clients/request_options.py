@@ -239,13 +239,27 @@ def _store_call(
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes and returns the options that the client itself uses."""
+    """Removes and returns the options that the client itself uses. Raises RequestError if a
+    duration is not valid. The broker checks ``timeout_s``."""
     given.pop("on_system", None)
-    return {
-        "timeout_s": given.pop("timeout_s", None),
-        "stall_s": given.pop("stall_s", None),
-        "retry_s": given.pop("retry_s", RETRY_S),
-    }
+    stall_s = given.pop("stall_s", None)
+    if stall_s is not None:
+        _check_seconds("stall_s", stall_s, "above 0", lambda seconds: seconds > 0)
+    retry_s = given.pop("retry_s", RETRY_S)
+    _check_seconds("retry_s", retry_s, "of at least 0", lambda seconds: seconds >= 0)
+    return {"timeout_s": given.pop("timeout_s", None), "stall_s": stall_s, "retry_s": retry_s}
+
+
+def _check_seconds(
+    name: str, seconds: object, expected: str, valid: Callable[[float], bool]
+) -> None:
+    if isinstance(seconds, int | float) and valid(seconds):
+        return
+    raise RequestError(
+        Code.INVALID_FIELD,
+        f"{name} is {seconds!r}; it must be a number of seconds {expected}",
+        path=f"$.{name}",
+    )
 
 
 def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:

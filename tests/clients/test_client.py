@@ -336,6 +336,10 @@ def test_what_it_knows_of_models_and_of_the_system(client: Client) -> None:
         ({"top_p": 2.0}, "top_p"),
         ({"model": "gpt-9"}, "embedded"),
         ({"stop": "text"}, "a list"),
+        ({"stall_s": 0}, "stall_s is 0; it must be a number of seconds above 0"),
+        ({"stall_s": float("nan")}, "stall_s is nan; it must be"),
+        ({"retry_s": -1}, "retry_s is -1; it must be a number of seconds of at least 0"),
+        ({"retry_s": "long"}, "retry_s is 'long'; it must be"),
     ],
 )
 def test_a_wrong_option_is_named(client: Client, options: Any, says: str) -> None:
