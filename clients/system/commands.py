@@ -338,15 +338,18 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if a worker could not load the model. Called before workers start."""
+    """Raises SystemFault if a worker could not load the model or the draft model. Called before
+    workers start."""
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",
             WRONG_SETTING,
         )
-    looks_like_a_path = settings.model.startswith(("/", "./", "../", "~"))
-    if looks_like_a_path and not Path(settings.model).is_dir():
-        raise SystemFault(f"model: the folder {settings.model} does not exist", WRONG_SETTING)
+    for name in ("model", "draft_model"):
+        model = getattr(settings, name)
+        looks_like_a_path = model.startswith(("/", "./", "../", "~"))
+        if looks_like_a_path and not Path(model).is_dir():
+            raise SystemFault(f"{name}: the folder {model} does not exist", WRONG_SETTING)
 
 
 def _port_dir(port: int) -> str:

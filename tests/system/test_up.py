@@ -254,6 +254,11 @@ def test_a_stream_is_finished_before_the_system_ends(start: Start) -> None:
     [
         (("up", "--model", "auto"), 2, "--allow"),
         (("up", "--model", "/no/such/model"), 2, "/no/such/model"),
+        (
+            ("up", "--draft-model", "/no/such/draft"),
+            2,
+            "draft_model: the folder /no/such/draft does not exist",
+        ),
         (("up", "--gpu-workers", "many"), 2, "--gpu-workers"),
         (("up", "--device", "abacus"), 2, "abacus"),
         (("up", "--device", "cuda"), 1, "cuda"),
