@@ -157,8 +157,20 @@ function storing(options: AskOptions, longest: number): Timing {
 /** Splits options into the fields of the message and the options of the call. */
 function split<T extends StreamOptions>(options: T) {
   const { timeout_s, stall_s, retry_s, on_system, signal, ...fields } = options;
+  if (stall_s != null) checkSeconds("stall_s", stall_s, stall_s > 0, "above 0");
+  if (retry_s != null) checkSeconds("retry_s", retry_s, retry_s >= 0, "of at least 0");
   const timing = { timeoutS: timeout_s, stallS: stall_s, retryS: retry_s ?? RETRY_S };
   return { fields, timing } as const;
+}
+
+function checkSeconds(name: string, seconds: unknown, inRange: boolean, expected: string): void {
+  if (typeof seconds === "number" && inRange) return;
+  const shown = typeof seconds === "number" ? String(seconds) : JSON.stringify(seconds);
+  throw new RequestError(
+    "invalid_field",
+    `${name} is ${shown}; it must be a number of seconds ${expected}`,
+    { path: `$.${name}` },
+  );
 }
 
 function randomSeed(): number {

@@ -20,6 +20,19 @@ const UNKNOWN: readonly [call: (options: object) => unknown, option: string, mes
   [(options) => statusCall(options), "stream", /did you mean streams\?$/],
 ];
 
+const WRONG_TIMES: readonly [options: object, message: string][] = [
+  [{ stall_s: NaN }, "stall_s is NaN; it must be a number of seconds above 0"],
+  [{ stall_s: 0 }, "stall_s is 0; it must be a number of seconds above 0"],
+  [{ retry_s: "a" }, 'retry_s is "a"; it must be a number of seconds of at least 0'],
+  [{ retry_s: -1 }, "retry_s is -1; it must be a number of seconds of at least 0"],
+];
+
+for (const [options, message] of WRONG_TIMES) {
+  test(`the options ${JSON.stringify(options)} are refused`, () => {
+    assert.throws(() => generateCall("x", options), { code: "invalid_field", message });
+  });
+}
+
 for (const [call, option, message] of UNKNOWN) {
   test(`the unknown option ${option} is refused`, () => {
     assert.throws(() => call({ [option]: 1 }), { name: "TypeError", message });
