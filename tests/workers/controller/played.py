@@ -41,6 +41,11 @@ def vocabulary(tokens: Sequence[bytes], eos: int = EOS) -> TokenizerVocabulary:
     return made
 
 
+UNHURRIED = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+"""Limits for tests of what a guest does. On a busy machine, its calls may take longer than the
+usual limits of some milliseconds of CPU time."""
+
+
 class Steered:
     """The controller of one sequence, whose calls the test makes itself."""
 
@@ -58,7 +63,7 @@ class Steered:
         storage = VariableStorage()
         variables = SequenceVariables(1, 0, storage.apply, lambda: None)
         arg = arg.encode() if isinstance(arg, str) else arg
-        host = Host(1, 0, arg, self.vocabulary, variables, self.log, Limits(), max_tokens)
+        host = Host(1, 0, arg, self.vocabulary, variables, self.log, UNHURRIED, max_tokens)
         made = program(source) if isinstance(source, str | Path) else source
         self.controller: Controller = made.start(host)
         self._mask = bytearray(4 * -(-len(tokens) // 32))
@@ -106,7 +111,7 @@ class Run:
         self.logs: dict[int, str] = {}
         self.sampled = self.dropped = 0
         self._group = SequenceGroup(
-            1, 1, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
+            1, 1, UNHURRIED, arg.encode(), max_tokens, False, VariableStorage().apply
         )
         self._play(self._group.begin(made, self._vocabulary, [1, 2]))
 

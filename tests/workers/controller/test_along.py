@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from tokenbus.protocol.worker_messages import StepResult
-from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.python import (
     Controller,
     Decision,
@@ -18,7 +17,7 @@ from tokenbus.workers.controller.python import (
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.state.variables import VariableStorage
 
-from .played import BYTES, vocabulary
+from .played import BYTES, UNHURRIED, vocabulary
 
 DRAFT = [11, 12, 13, 14]
 
@@ -56,7 +55,7 @@ class Group:
     """A request with one sequence."""
 
     def __init__(self, kind: type[Controller]) -> None:
-        self._group = SequenceGroup(1, 1, Limits(), b"", 50, False, VariableStorage().apply)
+        self._group = SequenceGroup(1, 1, UNHURRIED, b"", 50, False, VariableStorage().apply)
         results = self._group.begin(PythonProgram(kind), vocabulary(BYTES), [1, 2])
         self.takes_drafts = results[0].takes_drafts
         self._group.record(results)

@@ -11,7 +11,6 @@ import pytest
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.worker_messages import Replay, Result, StepResult
 from tokenbus.workers.controller.biases import bias_bytes
-from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskRows
 from tokenbus.workers.controller.pending_result import _message
 from tokenbus.workers.controller.python import PythonProgram, fork, sample, stop
@@ -19,7 +18,7 @@ from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.gpu.sampling.biases import read_bias
 from tokenbus.workers.state.variables import VariableStorage
 
-from .played import BYTES, vocabulary
+from .played import BYTES, UNHURRIED, vocabulary
 from .test_sequence_group import SIZE, decides, opened, stepped
 
 NAN, INF = float("nan"), float("inf")
@@ -166,7 +165,7 @@ def test_a_round_that_ends_the_sequence_has_no_bias(eos: bool) -> None:
 
 def replayed(kind: Callable[[], Any], *tokens: int) -> list[StepResult]:
     """The results of a controller that is run again after these tokens."""
-    group = SequenceGroup(1, 9, Limits(), b"", 100, False, VariableStorage().apply)
+    group = SequenceGroup(1, 9, UNHURRIED, b"", 100, False, VariableStorage().apply)
     steps = group.begin_again(
         PythonProgram(kind),  # type: ignore[arg-type]
         vocabulary(BYTES),

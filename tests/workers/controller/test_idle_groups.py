@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.idle_groups import IDLE_WAKE_S, MAX_IDLE_ROUNDS, IdleQueue
-from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.sequence_group import SequenceGroup
+
+from .played import UNHURRIED
 
 SECONDS = 1.005
 """The simulated time of a test, in seconds."""
@@ -23,7 +24,7 @@ def perform(operation: Variable) -> VariableAnswer:
 
 
 def idle(tenant: str, rounds: int = 1) -> Idle:
-    group = Idle(1, 0, Limits(), b"", 10, False, perform)
+    group = Idle(1, 0, UNHURRIED, b"", 10, False, perform)
     group.tenant, group.num_sequences = tenant, rounds
     return group
 
