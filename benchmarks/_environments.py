@@ -52,7 +52,8 @@ def lmql_client() -> Path:
 
 
 def lmql(transformers: int) -> Path:
-    """The environment with all of LMQL and this major version of transformers, which tokenizes."""
+    """The environment with LMQL, the packages that LMQL imports, and this major version of
+    transformers, which LMQL uses as its tokenizer."""
     version = f"transformers>={transformers},<{transformers + 1}"
     needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
     return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)

@@ -70,7 +70,7 @@ def backends(device: torch.device) -> list[Backend]:
             True,
             (16, FLASH3_BLOCK_SIZE),
             True,
-            # Its tiles may depend on the longest chunk of the batch.
+            # FlashAttention 3's tiles may depend on the longest chunk of the batch.
             False,
         ),
     ]

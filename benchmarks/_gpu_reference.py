@@ -42,8 +42,8 @@ class Reference:
     def check_same(
         self, what: str, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]
     ) -> bool:
-        """Whether both continuations are equal. It is a fault if their first difference is not a
-        tie."""
+        """Whether both continuations are equal. Records a fault if their first difference is not a
+        tie, or if only their lengths differ."""
         if list(expected) == list(got):
             return True
         first = next(
@@ -63,9 +63,9 @@ class Reference:
         places: Sequence[int] | None = None,
         allowed: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Checks that each token at ``places`` of ``got`` is the most likely token after its
-        predecessors, up to a tie. ``allowed``: for each place, the mask's allowed tokens
-        ``[vocab]``."""
+        """Checks that each token at ``places`` of ``got`` (None: each token) is the most likely
+        token after its predecessors, up to a tie. ``allowed``: for each token of ``got``, the
+        tokens that its mask allows, ``[vocab]``."""
         rows = self._logits(prompt, got)
         spread = rows.std().item()
         if allowed is not None:

@@ -38,8 +38,9 @@ class Case:
     window: int | None
     soft_cap: float | None
     chunks: str
-    """``decode``: each chunk has one token. ``prefill``: each chunk has a whole prompt. ``mixed``:
-    both, and chunks that continue a prefix."""
+    """``decode``: each chunk has one token. ``prefill``: each chunk has a whole prompt, or the last
+    2,048 tokens of a longer prompt. ``mixed``: chunks of these two kinds, and chunks that continue
+    a prefix."""
 
 
 def run(world: World) -> None:
@@ -77,8 +78,9 @@ def _cases(world: World, backend: Backend) -> list[Case]:
 
 
 def _check(world: World, backend: Backend, case: Case) -> float:
-    """The largest difference of a case. It is a fault if the difference is too large, or if a row
-    depends on its batch."""
+    """Returns the largest difference from float32 attention in a case. Records a fault if the
+    difference exceeds ``TOLERANCE``, or if a row of a row-invariant backend depends on its
+    batch."""
     inputs = _Inputs(world, case)
     found = inputs.attend(backend, inputs.chunks)
     difference = (found.float() - inputs.wanted()).abs().max().item()
@@ -114,7 +116,8 @@ class _Inputs:
         self.key, self.value = (self._normal(total, case.kv_heads, case.dim) for _ in range(2))
 
     def attend(self, backend: Backend, chunks: Items[Chunk], first: int = 0) -> torch.Tensor:
-        """The result of a backend for ``chunks``. Their queries begin at ``first``."""
+        """The result of a backend for ``chunks``, whose queries begin at row ``first`` of
+        ``query``."""
         case = self._case
         order, packed = pack(Batch(list(chunks)), case.block_size, spans=backend.in_place)
         at = {id(c): i for i, c in enumerate(chunks)}

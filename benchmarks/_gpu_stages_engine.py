@@ -81,7 +81,8 @@ class Checks:
         self._world.expect(hits > 0, "the cache does not have a prefix of the prompts")
 
     def forks(self) -> None:
-        """Checks that greedy forks have their parent's tokens, and sampled forks different ones."""
+        """Checks that greedy forks have the most likely tokens, and that the two sampled forks of a
+        sequence differ."""
         for i, prompt in enumerate(self._prompts):
             sampled = Sampling(max_tokens=NEW, temperature=1.0, ignore_eos=True)
             self._engine.add(i, prompt, greedy(NEW) if i % 2 == 0 else sampled)
@@ -126,7 +127,8 @@ class Checks:
             self._reference.check_greedy(f"splice {i}", prompt, text, places)
 
     def masks(self) -> None:
-        """Checks masks that allow even and odd tokens in turn. The last third has no masks."""
+        """Checks masks that allow even and odd tokens in turn. The last third of each sequence has
+        no masks."""
         self._add_all()
         words = [np.full(self._engine.mask_words, w, dtype=np.uint32) for w in (EVEN, ODD)]
         masked = 2 * NEW // 3
@@ -207,7 +209,8 @@ class Checks:
         decide: Callable[[PendingStep, Texts], None] = lambda step, got: None,
         engine: Engine | None = None,
     ) -> Texts:
-        """Runs all requests to their ends. A warning or a wait for the device is a fault."""
+        """Runs all requests to their ends. A warning is a fault; an implicit wait for the device
+        raises RuntimeError."""
         with no_warnings(self._world), no_waiting(self._world):
             return run_to_end(engine or self._engine, decide)
 

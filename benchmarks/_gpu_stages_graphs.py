@@ -31,7 +31,8 @@ from tokenbus.workers.gpu.model.models import Failed, Models, Ready
 DRY_SIZES = (1, 3, 8)
 STEPS = 20
 KEPT_BYTES = 64 * 2**20
-"""Maximum number of bytes that remain after an eviction, for workspaces of libraries."""
+"""Maximum number of bytes by which the allocated memory may grow over all loads and evictions.
+Libraries allocate workspaces."""
 
 
 def run(world: World) -> None:

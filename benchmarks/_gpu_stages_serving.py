@@ -26,7 +26,7 @@ TARGET = 0.98
 """Target ratio of tokens per second with a constraint to those without, through the bus."""
 ROUNDS = 3
 LOG_CHARACTERS = 4000
-"""Length of the end of the system's log that is recorded if the system fails."""
+"""Number of characters at the end of the system's log that are recorded if the system fails."""
 
 
 def run(world: World) -> None:
@@ -96,7 +96,7 @@ def _mixed_prefill(world: World, engine: Engine, loaded: LoadedModel, batch: int
 
 
 def _begin(engine: Engine, loaded: LoadedModel, batch: int) -> None:
-    """Adds requests, and runs steps until all of them decode."""
+    """Adds requests, and runs steps until all requests decode."""
     for number, prompt in enumerate(random_prompts(1, batch, 100, loaded.vocab_size)):
         engine.add(number, prompt, greedy(500))
     begun: set[int] = set()

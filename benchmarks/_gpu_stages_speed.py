@@ -1,7 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` is the ratio of the time to
-copy as many bytes within the device's memory to the time of the step.
+A step must read the weights, the keys and the values. ``of_bandwidth`` compares this with a copy
+within the device's memory: the time in which the copy reads and writes as many bytes, divided by
+the time of the step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def measure_bandwidth(world: World) -> float:
 
 
 def step_bytes(loaded: LoadedModel, point: Point) -> int:
-    """Minimum number of bytes that a decode step reads: multiplied weights, keys and values."""
+    """Minimum number of bytes that a decode step reads: the matrices that it multiplies by, the
+    keys and the values."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -88,8 +90,8 @@ def _contexts(world: World, shape: str, loaded: LoadedModel, batch: int) -> list
 
 
 def _modes(world: World, shape: str, loaded: LoadedModel) -> None:
-    """Records the seconds of a step at batches of 1 and 64, with overlap and graphs, and without
-    one of them."""
+    """Records the ratio of a step's time without overlap, and without graphs, to the usual time, at
+    batches of 1 and 64."""
     for batch in (1, 4) if world.dry else (1, 64):
         point = Point(batch, 32 if world.dry else 128)
         seconds = {}
@@ -117,7 +119,8 @@ def _measure(world: World, shape: str, engine: Engine, point: Point, bandwidth: 
 
 
 def _cache_bytes(loaded: LoadedModel, batch: int, context: int) -> int:
-    """Bytes of a KV cache for a batch with this context, rounded up to whole blocks."""
+    """Bytes of a KV cache for one sequence more than the batch, each with this context and 512
+    further tokens."""
     return (context + 512) * (batch + 1) * token_bytes(loaded.layers, loaded.dtype)
 
 

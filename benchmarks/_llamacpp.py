@@ -72,8 +72,8 @@ def build() -> None:
 
 
 class LlamaServer:
-    """A server process with the checkpoint in a folder, in float32. ``wait`` waits until the server
-    listens."""
+    """A process of llama.cpp's server that serves the checkpoint in the folder ``model`` in
+    float32. ``wait`` waits until the model is loaded."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         folder.mkdir(parents=True)

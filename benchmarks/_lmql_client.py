@@ -1,9 +1,9 @@
 """Runs LMQL's unmodified client, in a separate environment.
 
-``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON, a
-list of (prompt, max_tokens) pairs that begin together. For each round, it prints the number of
-received tokens and the seconds. LMQL's server runs all streams of a batch to the largest
-``max_tokens``; tokens beyond a stream's own ``max_tokens`` do not count.
+``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON: a
+list of (prompt, max_tokens) pairs whose streams begin together. For each round, the process prints
+the number of received tokens and the seconds. LMQL's server runs all streams of a batch to the
+largest ``max_tokens``; tokens beyond a stream's own ``max_tokens`` do not count.
 """
 
 import asyncio

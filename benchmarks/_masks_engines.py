@@ -1,8 +1,8 @@
 """One interface for the engines that compute masks: our grammar engine and its peers.
 
 An engine is constructed from a grammar and walks a text. It fills the mask at the beginning, then
-for each token accepts the token and fills the next mask. Only these two calls are timed. xgrammar
-and outlines-core are measured if they are installed.
+for each token accepts the token and fills the next mask. Only accepting and filling are timed.
+xgrammar and outlines-core are measured if they are installed.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance. One matcher is reset for each text, because a reset keeps its lexer's states.
-    The fastest call writes masks directly to an address."""
+    """llguidance. The matcher is reset before each text, because a reset keeps the states of the
+    lexer. Masks are filled by the fastest call, which writes directly to an address."""
 
     name = "llguidance"
 

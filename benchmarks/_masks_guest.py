@@ -89,9 +89,9 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to its first mask; the second result has each
-    regular expression. Work that a worker does once is excluded. Each figure is the best of several
-    runs with new ``Constraints``, because other work on the machine slows most runs."""
+    """Milliseconds from a constraint's argument to its first mask; the second dict has one figure
+    for each regular expression. Work that a worker does once is excluded. Each figure is the best
+    of several runs with new ``Constraints``, because other work on the machine slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -118,7 +118,8 @@ def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _wrapped(pattern: str, times: int) -> str:
-    """A different pattern of the same language, which is therefore compiled again."""
+    """A pattern that matches the same texts but is written differently, so that it is compiled
+    again."""
     return "(?:" * times + pattern + ")" * times
 
 
@@ -152,8 +153,8 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar: the microseconds to its first, cached mask,
-    and the bytes of its sandbox in the middle of a file."""
+    """The cost of another sequence under the C grammar: the microseconds to its first mask, which
+    is cached, and the bytes by which the sandbox grows for a sequence in the middle of a file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -23,7 +23,8 @@ TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "tokens" / "real_tokeni
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
-"""``max_tokens`` of every sequence, which exceeds all texts, so that none is closed early."""
+"""``max_tokens`` of every sequence. It exceeds the tokens of each text, so no constraint has to
+close its output before the text ends."""
 MICRO = 1e6
 MILLI = 1e3
 
@@ -67,6 +68,7 @@ def p99(seconds: Sequence[float]) -> float:
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """Mean of the steps' median times over the passes, in microseconds. The median removes the
-    effect of other load, which affects different steps in each pass."""
+    """For each step, takes the median of its times in all passes; returns the mean of these
+    medians, in microseconds. The median removes the effect of other load, which affects different
+    steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

@@ -1,7 +1,7 @@
 """Measures a ZeroMQ round trip between two processes through a third with two ROUTER sockets.
 
-A message between two workers goes through the broker, so this time is its minimum. Benchmarks
-compare the times of such messages with this time.
+A message between two workers goes through the broker, so its round trip takes at least this time.
+Benchmarks compare the times of such messages with this minimum.
 
 ``python benchmarks/_round_trip.py relay FRONT BACK`` forwards messages between two ROUTERs.
 ``python benchmarks/_round_trip.py echo BACK`` returns each message.

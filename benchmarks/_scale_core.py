@@ -145,7 +145,7 @@ class World:
     # --- parts of a measurement -----------------------------------------------------------------
 
     def pass_time(self, seconds: float, beats: bool = True) -> list[float]:
-        """Runs the ticks of ``seconds``, like the server; returns the milliseconds of each."""
+        """Runs the ticks of ``seconds``, like the server; returns the milliseconds of each tick."""
         found = []
         until = self.now + seconds
         if beats:
@@ -243,5 +243,5 @@ def _passes(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The percentile ``part`` of a list of values."""
+    """The percentile ``part`` of a list of values; ``part`` is from 0 to 1."""
     return statistics.quantiles(values, n=1000)[round(part * 1000) - 1]

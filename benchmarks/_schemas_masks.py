@@ -24,8 +24,8 @@ from tokenbus.workers.controller.interface import Action, Controller
 FIRSTS = 3
 """Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of the first masks. If the shortest value may be longer, our controller first
-searches for it."""
+"""``max_tokens`` of the first masks. If the shortest value of a schema may be longer, our
+controller first searches for the shortest value."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
@@ -55,7 +55,7 @@ class MaskFigures:
     """Seconds of each step in the valid texts, for our controller and for llguidance."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
     """Seconds from a schema to its first mask, for our controller and for llguidance, and whether
-    our controller did not use a compile process."""
+    our controller compiled the schema without a compile process."""
 
     def add(self, other: MaskFigures) -> None:
         """Adds the results of other cases."""
@@ -101,7 +101,8 @@ class Masks:
         self.figures = MaskFigures()
 
     def add(self, case: Case) -> None:
-        """Runs one case with both. They take turns in running first."""
+        """Runs one case with our controller and with llguidance, which take turns in running
+        first."""
         schema = json.dumps(case.schema)
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
@@ -149,9 +150,9 @@ class Masks:
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
         """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
-        minimum over schemas that differ only in a comment, because a schema is compiled once and
-        other load adds time. The clock counts CPU time, except for schemas that may be expensive,
-        for which our controller uses a compile process."""
+        minimum over ``FIRSTS`` schemas that differ only in a comment: a schema is compiled only
+        once, and other load adds time. The clock counts CPU time, unless our controller uses a
+        compile process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):

@@ -26,7 +26,7 @@ MAX_TOKENS = 400
 HUGE = 10**400
 """Replaces a number that is too large for a float."""
 DIGITS = 1000
-"""Number of digits with which the validator divides numbers exactly."""
+"""Precision of the validator's decimal divisions, in digits."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Walks:
         return tokens
 
     def _measure(self, controller: MatcherController) -> None:
-        """Makes the controller of one sequence add the time of its closing computations."""
+        """Adds the time of the closing computations of one sequence's controller to the figures."""
         closing = controller.closing
 
         def measured(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,8 @@ to eight tenths of the tokens, while all streams run.
   streams;
 - ``python`` is our ``AsyncClient``. If a run has ``seconds``, one stream follows another for that
   time, and the answer has ``per_second``, the number of tokens in each second;
-- ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream.
+- ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream; its
+  answer has only ``whole``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Clock:
     def whole(self) -> float:
         """Tokens per second of an ended run. Raises RuntimeError if tokens are missing.
 
-        A constraint may end a complete text a few tokens before the limit.
+        Up to a fifth of the tokens may be missing, because a constraint can end a stream before its
+        limit.
         """
         if not 0.8 * self._total <= self.count <= self._total:
             raise RuntimeError(f"{self.count} tokens have arrived; expected {self._total}")
@@ -192,8 +194,9 @@ class LlamaClient:
         self._address = host, port
 
     async def run(self, order: Order) -> dict[str, float]:
-        """Reads all streams of a run to their ends. Only whole streams can be counted, because an
-        event may have several tokens: the server does not send a part of a character."""
+        """Reads all streams of a run to their ends. The number of tokens is known only when a
+        stream ends. An event may have several tokens, because the server holds tokens back until
+        their characters are complete."""
         prompts, tokens = order["prompts"], order["tokens"]
         opened = [await asyncio.open_connection(*self._address) for _ in prompts]
         clock = Clock(len(prompts) * tokens)

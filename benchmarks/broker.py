@@ -1,8 +1,8 @@
-"""Compares the broker with ``zmq.proxy``: frames per second, tokens per second, and latency.
+"""Compares the broker with ``zmq.proxy``: messages per second, tokens per second, and latency.
 
 The broker runs in its own process. The worker and its clients are raw sockets in two other
 processes, so that mainly the broker is measured. All figures are medians over rounds in which the
-broker and the proxy take turns. CPU times are valid on a busy machine too.
+compared paths or formats take turns. CPU times are valid on a busy machine too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""The capabilities of our clients."""
+"""Capabilities of the measured clients: those of our clients that change how ``TOKEN`` messages of
+token ids are sent."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -84,7 +85,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    settings["DRAIN_S"] = "0.1"  # The streams never end, and would wait for another worker.
+    # The streams never end: by default, the broker would wait 30 s for them when it stops.
+    settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
         [sys.executable, "-m", "tokenbus.broker"],
@@ -318,7 +320,8 @@ class _Columns:
 
 
 def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> None:
-    """Receives ``count`` messages for each round. A round is the name of a path.
+    """Receives ``count`` messages for each round. Each message on ``pipe`` is the name of a path
+    and starts a round; None ends the process.
 
     Answers with the microseconds from the sending to the arrival of each message.
     """
@@ -392,7 +395,8 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """The medians over the rounds of a hop's latency, and of its ratio to the proxy's latency."""
+    """Figures of a hop's latency at the median and at the 99th percentile: in microseconds, and as
+    a ratio to the proxy's latency. Each is the median over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}
@@ -408,17 +412,17 @@ def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
 NOTES = {
     "frames_vs_zmq_proxy": "ratio of messages/s, broker to zmq.proxy; at least 0.33",
     "packed_vs_zmq_proxy": "ratio of messages/s if the proxy's messages have two frames, not four",
-    "unjoined_vs_zmq_proxy": "ratio of messages/s for a client without joined bodies, four frames",
+    "unjoined_vs_zmq_proxy": "ratio of messages/s, four frames, client without 'bodies'",
     "broker_frames_per_s": "messages/s of 200 bytes through the broker, one worker to one client",
     "proxy_frames_per_s": "messages/s through zmq.proxy, four frames each",
     "proxy_packed_per_s": "messages/s through zmq.proxy, two frames each",
     "broker_cpu_us": "us of the broker's CPU time for a message",
-    "unjoined_cpu_us": "us of the broker's CPU time for a message, client without joined bodies",
+    "unjoined_cpu_us": "us of the broker's CPU time for a message, client without 'bodies'",
     "proxy_cpu_us": "us of the proxy's CPU time for a message of four frames",
     "tokens_per_s": "tokens/s in steps of 64 tokens in columns, for 8 clients that decode",
     "tokens_vs_entries": "ratio of tokens/s, columns to entries; at least 2",
     "entries_vs_tokens_cpu": "ratio of CPU time per token, entries to columns, broker and clients",
-    "hop_p50_vs_proxy": f"ratio of median latency to zmq.proxy's, {RATE:,} frames/s; at most 2",
+    "hop_p50_vs_proxy": f"ratio of median latency to zmq.proxy's, {RATE:,} messages/s; at most 2",
     "hop_p99_vs_proxy": "ratio of the 99th percentile of latency to zmq.proxy's; at most 3",
     "hop_us_p50": "us that the broker adds to a direct connection, median; at most 150",
     "hop_us_p99": "us that the broker adds, 99th percentile; at most 1,000",

@@ -6,7 +6,7 @@ stream to its end (``stream.tokens``), ``…_each`` reads entry by entry (``asyn
 ``…_json`` receives entries in JSON. The messages come from a raw socket through a real broker.
 ``client_core`` is the part of a core that 64 streams use, entry by entry, at 200 steps per second.
 ``send_us_*`` is the CPU time of ``LiveStreams.send`` for a step of 64 plain tokens of one session.
-Rounds alternate, and a ratio is the median of the rounds' ratios.
+Columns and JSON take turns, and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ FORMS = ("columns", "json")
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """Reads 64 streams for each order, which is the name of a way to read. Answers with the seconds
-    of CPU time."""
+    """An order is the name of a way to read. For each order, reads 64 streams and answers with the
+    seconds of CPU time, the elapsed seconds and the number of tokens."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))

@@ -3,18 +3,20 @@
 The guests in ``benchmarks/guests`` are C files that this program compiles. A measured system has a
 broker, a GPU worker, a controller worker and a state worker in separate processes.
 
-Times differ between machines, so each time is also reported as a ratio to a peer in the same run:
+Times differ between machines, so each time is also reported as a ratio to a bare operation in the
+same run:
 
-- A bare call is ``wasmtime_func_call_unchecked`` of an empty function. ``host_us_per_call`` has the
+- A bare call is ``wasmtime_func_call_unchecked`` of a function that returns a constant.
+  ``host_us_per_call`` has the
   ratio ``host_call_vs_bare_call``, and ``aici_us_per_round`` the ratio to three bare calls,
   ``aici_round_vs_bare_calls``.
 - A bare instantiation creates only a store and an instance of the same module. ``clone_us``,
   ``clone_us_first`` and ``start_us`` have the ratios ``clone_vs_instantiate``,
   ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
-- A bare round trip goes through two ROUTER sockets between the same number of processes
-  (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` have the ratios
-  ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``. A wait begins
-  when the forward has ended.
+- A bare round trip goes from one process to another and back, through two ROUTER sockets of a third
+  process (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` have
+  the ratios ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``. A
+  batch begins to wait for its masks when the forward has ended.
 """
 
 from __future__ import annotations
@@ -107,8 +109,8 @@ class Sandbox:
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
     def costs(self) -> dict[str, float]:
-        """The times of a call, an AICI round, a start and a fork, each with the ratio to its
-        peer."""
+        """The times of a call, an AICI round, a start and a fork, each with the ratio to its bare
+        operation."""
         program = self.program("empty")
         controller = program.start(self.host())
         controller.init_prompt([1, 2, 3])
@@ -158,7 +160,8 @@ class Sandbox:
         }
 
     def bare_instantiation_us(self, name: str) -> float:
-        """The median time to create a store and an instance of a guest with linked imports."""
+        """The median time to create a store and an instance of a guest with linked imports, in
+        microseconds."""
         module = self.program(name)._template.made
         times = []
         for _ in range(400):
@@ -175,7 +178,7 @@ _NO_DEADLINE = 1 << 40
 
 
 def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
-    """A bare call of an empty function."""
+    """A bare call of a function that returns a constant."""
     store = wasmtime.Store(engine)
     store.set_epoch_deadline(_NO_DEADLINE)
     text = '(module (func (export "f") (result i32) (i32.const 1)))'
@@ -210,8 +213,9 @@ def _free_spares() -> None:
 def _without_close(
     make: Callable[[], Controller], together: int = 1, after: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time to create a controller, ``together`` at once, without the time to close
-    them."""
+    """The median time to create a controller, in microseconds. ``together`` controllers are created
+    before they are closed, and the time to close them is not measured. ``after`` is called when
+    they are closed."""
     times = []
     for _ in range(400):
         made = []
@@ -291,7 +295,7 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens per second of all streams together, from the first token to the last."""
+    """Tokens per second of all streams together, measured when each stream has its first token."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
         options["controller"] = controller
@@ -307,7 +311,8 @@ def tokens_per_s(client: Client, streams: int, new: int, controller: str | None)
 
 
 def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """The time that the batch waits for masks. The forward is a sleep, so that the CPU is free."""
+    """The time that a batch waits for masks, and the ratio of tokens per second with masks to
+    without. The forward is a sleep, so that the CPU is free."""
     out = folder / "waits.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     with system(gpu, model) as running:
@@ -399,17 +404,17 @@ NOTES = {
     "aici_round_vs_bare_calls": "ratio of an AICI round's time to that of three bare calls",
     "clone_us": "us of a fork with 1 MiB of memory, eight at a time (at most 150)",
     "clone_vs_instantiate": "ratio of a fork's time to that of a bare instantiation",
-    "clone_us_first": "us of a fork before any fork has ended",
-    "clone_first_vs_instantiate": "ratio of such a fork's time to that of a bare instantiation",
+    "clone_us_first": "us of a fork that cannot reuse the memory of an ended fork",
+    "clone_first_vs_instantiate": "ratio of clone_us_first to the time of a bare instantiation",
     "start_us": "us to start a sequence of a loaded module, with its first round (at most 500)",
     "start_vs_instantiate": "ratio of a start's time to that of a bare instantiation",
     "round_trip_us_p50": "us of a bare round trip through two ROUTERs, median",
     "var_op_us_p50": "us from guest to state worker and back, median (at most 600)",
     "var_op_vs_round_trip": "ratio of a variable operation's time to that of a bare round trip",
     "wait_us_p50_10": "us that a batch of 10 waits for masks, forward of 25 ms (at most 300)",
-    "wait_10_vs_round_trip": "ratio of this wait to a bare round trip",
+    "wait_10_vs_round_trip": "ratio of wait_us_p50_10 to a bare round trip",
     "wait_us_p50_40": "us that a batch of 40 waits for masks, forward of 25 ms (at most 700)",
-    "wait_40_vs_round_trip": "ratio of this wait to a bare round trip",
+    "wait_40_vs_round_trip": "ratio of wait_us_p50_40 to a bare round trip",
     "constrained_vs_free": f"ratio of tokens/s with masks to without, batch 32, {VOCAB:,} tokens, "
     "simulated forward (at least 0.95)",
     "constrained_vs_free_sparse_bias": f"ratio of tokens/s with a bias of 100 of {LARGE_VOCAB:,} "

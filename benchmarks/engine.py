@@ -1,8 +1,8 @@
 """Compares the engine with transformers' ``generate`` and continuous batching, on this machine.
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
-one process. Each time is the minimum of several runs, because other work on the machine only slows
-runs.
+one process. Times of whole runs are the minimum of several runs, because other work on the machine
+only slows runs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """The KV blocks of 8 forks of a 512-token prompt after a step, and the time of a fork."""
+    """The ratio of the KV blocks of a sequence with 7 forks, one step after the fork, to the blocks
+    before the fork; and the time of a fork. The prompt has 512 tokens."""
     rng = random.Random(3)
     engine = ours.engine
     times = []
@@ -224,7 +225,7 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
     """Microseconds of a step without the forward at batch 32, and their ratio to the time of the
     forward. The remaining work is scheduling, packing, sampling and results. The forward is timed
-    in steps before and after."""
+    in steps before and after the measurement."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -274,14 +275,15 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 NOTES = {
     "uniform_vs_generate": "ratio of tokens/s, 32 requests, prompt 32, 64 new; at least 1.0",
     "one_stream_vs_generate": "ratio of tokens/s, 1 request, prompt 32, 64 new; at least 1.5",
-    "ragged_vs_generate_batch": "64 requests, prompts 16-512, 16-256 new; at least 2.5",
-    "ragged_vs_generate": "ratio for these requests to static batches of 32; at least 1.5",
+    "ragged_vs_generate_batch": "ratio of tokens/s to continuous batching, 64 requests, "
+    "prompts 16-512, 16-256 new; at least 2.5",
+    "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",
     "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
     "fork8_kv_blocks": "ratio of KV blocks, 8 forks of 512 tokens to 1 sequence; at most 1.3",
     "fork_us": "us of a fork, without a forward",
     "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
     "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",
-    "host_vs_forward": "ratio of this time to the time of the forward",
+    "host_vs_forward": "ratio of host_us_per_step to the time of the forward",
     "compiled_vs_eager": "ratio of decode rates at batch 32, with torch.compile to without",
 }
 
@@ -290,7 +292,8 @@ def main() -> None:
     """Measures and reports."""
     args = arguments(__doc__)
     runs = 2 if args.quick else 5
-    # The engine needs its own copy of the model, because it changes the layout of the weights.
+    # The engine needs its own copy of the model, because the engine changes the layout of the
+    # weights.
     model = llama()
     ours = Ours(wrap_model("bench", llama()))
     results = against_generate(model, ours, runs)

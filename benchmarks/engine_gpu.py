@@ -1,8 +1,8 @@
 """Compares decoding on a GPU with the limit of the memory bandwidth and with transformers.
 
 The model has the shape of Llama 3 8B, with random weights in bfloat16. The attention backend, the
-graphs and then each figure are printed on standard error as soon as they are known. Without a CUDA
-device, the program prints a message and ends.
+number of graphs and each figure are printed on standard error as soon as they are known. Without a
+CUDA device, the program prints a message and ends.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def say(line: str) -> None:
 
 
 def describe(loaded: LoadedModel, results: Results) -> None:
-    """Prints the attention backend, the graphs, and the reasons of fallbacks."""
+    """Prints the attention backend, the number of graphs, and the reasons of fallbacks."""
     path = make_engine(loaded).path
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {path.attention}")
     for fallback in path.fallbacks:

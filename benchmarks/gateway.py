@@ -1,8 +1,9 @@
 """Compares the gateway's interfaces with the Python client, with the same broker and worker.
 
 64 streams of a Llama with 21 million parameters run in turn through the bus client, as server-sent
-events, and over one WebSocket. The time to the first token of one request is measured in turn too.
-Afterwards, the gateway has 2,000 idle connections. All processes share the machine.
+events, and over one WebSocket. The time to the first token of one request is measured alternately
+through the bus client and as server-sent events. Afterwards, the gateway has 2,000 idle
+connections. All processes share the machine.
 """
 
 from __future__ import annotations

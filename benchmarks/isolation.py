@@ -1,9 +1,9 @@
 """Measures the effect of hostile controllers on another stream, and the time to import the client.
 
-A stream with a well-behaved controller runs in the same controller worker as other streams. The
-first figure is the ratio of the stream's slowest steps next to a hostile controller and next to a
-well-behaved one. Both of these controllers start and end in the same way. The second figure is the
-ratio of the client's import time to that of its two required libraries.
+A stream with a well-behaved controller runs all the time. The first figure is the stream's slowest
+step while a hostile controller runs in the same controller worker, divided by its slowest step
+while a second well-behaved controller runs there. The second figure is the ratio of the client's
+import time to the import time of its two required libraries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ NOTES = {
 
 
 def guest(**calls: str) -> bytes:
-    """A controller that allows every token. ``calls`` has the code of calls that differ."""
+    """A controller that allows every token. ``calls``: code at the beginning of a call, by the
+    call's name in ``GUEST`` (``init``, ``pre``, ``mid``)."""
     return bytes(wasmtime.wat2wasm(GUEST % {"init": "", "pre": "", "mid": "", **calls}))
 
 
@@ -91,7 +92,8 @@ class Neighbour:
 
 
 def spans(running: System, neighbour: Neighbour, controller: str, runs: int) -> float:
-    """The median over ``runs`` runs of a controller of the neighbour's slowest step, in seconds."""
+    """Runs a controller ``runs`` times; returns the median of the neighbour's slowest steps, in
+    seconds."""
     slowest = []
     for _ in range(runs):
         began = time.monotonic()

@@ -109,12 +109,12 @@ def _wait_for(port: int) -> None:
 
 
 def uniform(chosen: random.Random, part: float) -> list[Request]:
-    """Requests of equal lengths, which ``part`` scales."""
+    """Requests of equal lengths. ``part`` scales ``max_tokens``."""
     return [(_prompt(chosen, 32), int(96 * part)) for _ in range(STREAMS)]
 
 
 def ragged(chosen: random.Random, part: float) -> list[Request]:
-    """Requests of different lengths, which ``part`` scales."""
+    """Requests of different lengths. ``part`` scales ``max_tokens``."""
     sizes = [(chosen.randint(8, 64), chosen.randint(16, 128)) for _ in range(STREAMS)]
     return [(_prompt(chosen, length), int(count * part)) for length, count in sizes]
 

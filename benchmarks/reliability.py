@@ -57,12 +57,12 @@ NOTES = {
     "refused_at_10_times": "refused part of the requests at 10 times capacity",
     "overload_rss_mb": "growth of the broker's memory at 10 times capacity, MiB",
     "rss_growth_mb": "growth of broker and worker over 200,000 short streams, MiB; at most 30",
-    "streams_per_s": "short ones",
+    "streams_per_s": "short streams per second",
 }
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
 Socket = zmq.Socket[bytes]
-# A type checker finds this name as the folder's.
+# A type checker takes ``broker`` for the folder of that name.
 token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
@@ -88,7 +88,7 @@ def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 def journal_bytes(tokens: int) -> dict[str, float]:
-    """The size of the journal of a stream with 100 tokens/s in the broker's core."""
+    """The journal's bytes for each token of a stream with 100 tokens/s, in the broker's core."""
     broker = Broker(BrokerSettings(), boot=1, now=0.0)
     register = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
@@ -350,8 +350,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of broker and worker over ``count`` streams, after a tenth as many warm-up
-    streams."""
+    """The growth of the memory of broker and worker over ``count`` streams, after a tenth as many
+    warm-up streams."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()

@@ -42,8 +42,8 @@ def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds conversations of six turns. Six conversations begin per second, and a turn follows about
-    3 s after the previous turn."""
+    """Adds conversations of six turns. Six conversations begin per second, and a turn begins 3 s
+    after the end of the previous turn, on average."""
     rng = random.Random(2)
 
     def ended(left: int, pause: random.Random, stream: Stream, tokens: list[int]) -> None:
@@ -64,7 +64,7 @@ def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def unique(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds prompts without common prefixes, all at the same time."""
+    """Adds prompts without common prefixes, 500 per second."""
     rng = random.Random(3)
     for number in range(count):
         stream = Stream(_tokens(rng, 1_024), rng.randrange(32, 160))

@@ -1,8 +1,8 @@
 """Measures how the broker scales with workers and streams, and the gain of more GPU workers.
 
 ``_scale_core.py`` runs the broker's core with the journal and without sockets, for up to 10,000
-workers and a million live streams of a thousand clients. Times are CPU time. Each figure is the
-minimum of several runs, because other work on the machine evicts caches:
+workers and a million live streams of a thousand clients. Times are CPU time. The times for each
+message are the minimum of several runs, because other work on the machine evicts caches:
 
 - ``us_per_token_1m_vs_1k``: ratio of the times to route a step's tokens, with a million live
   streams on 1,000 workers to a thousand streams on 100 workers;
@@ -15,7 +15,7 @@ minimum of several runs, because other work on the machine evicts caches:
 ``_scale_workers.py`` runs systems with 1, 2, 4 and 8 GPU workers on one broker, with two controller
 workers. The forward is a sleep of 25 ms, and half of the streams have a constraint.
 ``worker_scaling_8`` is the ratio of the throughput with 8 workers to eight times that with one. All
-processes share the processors of the machine, which limit the figure if there are only two.
+processes share the machine's processors. If the machine has only two, they limit the figure.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ checks that random texts under the schemas are valid for every ``max_tokens``.
 
 The vocabulary is Tekken's, with 131,072 tokens. The schemas and their texts are not part of this
 repository: ``--maskbench`` is a ``.tar.gz`` of MaskBench's files (guidance-ai/jsonschemabench on
-GitHub, ``maskbench/data``). Each of ``--processes`` has a share of the schemas and one thread, and
-a compile process for schemas that may be expensive. ``_schemas_masks.py`` compares the masks, and
-``_schemas_walks.py`` generates random texts.
+GitHub, ``maskbench/data``). Each of the ``--processes`` processes has one thread, a share of the
+schemas, and a compile process for schemas that may be expensive. ``_schemas_masks.py`` compares the
+masks, and ``_schemas_walks.py`` generates random texts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOTES = {
     "backtracks": "number of backtracks (0)",
     "taken_back_share": "ratio of removed tokens to the tokens of the texts",
     "closing_us_per_token": "us of CPU time per token to compute the closing (at most 15)",
-    "closing_exceptions": "schemas whose texts are not closed (at most 0.5 % of them)",
+    "closing_exceptions": "schemas whose texts are not closed (at most 0.5 % of all)",
     "longer_than_400_tokens": "schemas without walks, because their shortest value is longer",
     "minutes": "minutes of this run",
 }

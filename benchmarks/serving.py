@@ -1,20 +1,21 @@
 """Compares a system's tokens per second with its forward, its engine and llama.cpp's server.
 
-- ``served_vs_forward_*``: ratio to the tokens per second if every step took only its forward's
-  time. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
-  counts tokens, except in ``_python``, where it is our ``AsyncClient``. The time is measured from a
-  tenth to eight tenths of the tokens, while all streams run.
+- ``served_vs_forward_*``: ratio to the tokens per second of a system whose steps take only their
+  forward's time. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client
+  only counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The time is measured
+  from a tenth to eight tenths of the tokens, while all streams run.
 - ``served_vs_engine_*``: ratio of our ``AsyncClient`` on the bus to the same engine within a
   process. The model is a Llama with 21 million parameters, and prompts have 32 tokens. A run has
   one stream of 192 tokens or 32 streams of 64 tokens.
-- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests, read over HTTP, also greedy
-  and in float32. The figures are missing without the server, which ``make bench-peers`` builds.
+- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Its streams are read over
+  HTTP; it also samples greedily and computes in float32. The figures are missing without the
+  server, which ``make bench-peers`` builds.
 - ``slowest_second_vs_median``: ratio of the slowest second to the median second, in a minute of
   streams of 1,000 tokens, one after another.
 
-Rounds alternate. A figure is the median over the rounds of the ratio of two runs of a round. All
-processes share the machine, and processes that are not measured are idle. Speculation is off;
-``speculation.py`` measures it.
+In a round, all loads run one after another. A figure is the median over the rounds of the ratio of
+two loads. All processes share the machine, and processes that are not measured are idle.
+Speculation is off; ``speculation.py`` measures it.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Runs(Protocol):
 
 
 class Systems:
-    """The systems that the chosen loads need, and their clients, by their names in ``LOADS``."""
+    """The systems and clients that the chosen loads need, by their names in ``LOADS``."""
 
     def __init__(self, stack: ExitStack, folder: Path, needed: set[tuple[str, str]]) -> None:
         self._stack = stack

@@ -3,8 +3,8 @@
 The model is a Llama with 21 million parameters. Its layers are random. Its output layer is fitted
 so that the model continues each prompt with a given text: source code with replaced names, records
 in JSON, or prose. Each run has a new session, except in ``same_session``. Everything runs in one
-process and greedily, in turn without and with drafts. The tokens, log-probabilities and ends of
-both must be equal.
+process, and sampling is greedy. Runs without and with drafts take turns, and must have equal tokens
+and ends. ``logprob_difference`` is the largest difference of their log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32
 TURNS = 4
-"""Number of runs of a text without and with drafts in a round. They alternate in running first,
-because the machine's speed changes within the half second of a run."""
+"""Number of times that a round runs a text without and with drafts. The two runs take turns in
+running first, because the machine's speed changes within the half second of a run."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -37,7 +37,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-"""The shape of the draft model. Its output layer is fitted to the prose too."""
+"""The shape of the draft model, whose output layer is fitted to the prose only."""
 RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
 Text = tuple[list[int], list[int]]
 """A prompt, and the tokens that follow it."""

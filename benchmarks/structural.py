@@ -4,8 +4,8 @@ The answers have Hermes's form: thinking, free text in which eight functions may
 calls. The vocabulary is Tekken's, with 131,072 tokens. A step is the work for one token, with the
 calls that a worker makes: accept the token and fill the next mask. Free text is compared with a
 regex that allows any text, and with llguidance alone under structural tags with the same triggers.
-The arguments of a call are compared with ``json_schema`` alone. All have already processed the
-text, except in figures with ``first``. Everything runs on one thread.
+The arguments of a call are compared with ``json_schema`` alone. All engines have already processed
+the text, except in figures with ``first``. Everything runs on one thread.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Steps:
         return seconds
 
     def value(self, name: str, arg: str, text: bytes, value: bytes) -> list[float]:
-        """Seconds of each step inside ``value``, a part of ``text``, that ends in a mask. Forced
-        tokens are appended."""
+        """Seconds of the steps inside ``value``, which is the end of ``text``. Only steps that end
+        in a mask are measured; forced tokens are appended."""
         controller, mask, group = self.start(name, arg), self._mask, [0]
         seconds: list[float] = []
         appended: list[int] = []

@@ -4,8 +4,8 @@
 64 streams of token ids, which arrive as fast as the client reads. ``ws`` uses a gateway's
 WebSocket, and ``zmq`` ZeroMQ. A stream is read to its end (``stream.tokens()``), in ``…_each``
 entry by entry (``for await``). In ``…_json`` the client receives entries in JSON. The messages come
-from a raw socket through a real broker and gateway. Rounds alternate, and a ratio is the median of
-the rounds' ratios. The package is built with node and npm.
+from a raw socket through a real broker and gateway. Columns and JSON take turns, and a ratio is the
+median of the rounds' ratios. The package is built with node and npm.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ NOTES = {
     "ws_us_per_token": "us of the client's CPU time per token over a WebSocket, 64 streams",
     "ws_us_per_token_json": "us of the client's CPU time per token, entries in JSON",
     "ws_vs_json": "ratio of CPU time, columns to JSON",
-    "ws_us_per_token_each": "for await",
+    "ws_us_per_token_each": "us per token over a WebSocket, read with for await",
     "zmq_us_per_token": "us of the client's CPU time per token over ZeroMQ",
 }
 

@@ -1,4 +1,4 @@
-// A controller with the native ABI that only allows all tokens with a mask.
+// A controller with the native ABI that only returns a mask, which allows all tokens.
 typedef unsigned u32;
 
 static u32 block[16], inbox[1024], mask[8192];

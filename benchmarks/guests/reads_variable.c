@@ -1,4 +1,5 @@
-// A controller with the native ABI whose pre_process writes and reads a variable once.
+// A controller with the native ABI. Each call of pre_process writes a variable or reads it, in
+// turn.
 typedef unsigned u32;
 
 __attribute__((import_module("tokenbus"), import_name("var_set"))) int var_set(
