@@ -22,7 +22,8 @@ STANDBY = "standby"
 """The text of the file if a state worker waits until another state worker ends."""
 
 EVERY_S = 1.0
-"""The shortest time between two updates of the file, in seconds."""
+"""The shortest time between two updates of the modification time, in seconds. A changed text is
+written at once."""
 
 
 class HealthFile:

@@ -52,7 +52,8 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         folder = PurePosixPath(path.lstrip("/"))
-        # In a container, the path may be the host's; then only the root exists.
+        # In a container, the path may be that of the host's hierarchy. Its folders then do not
+        # exist in the container; only the root of the mount does.
         for each in (folder, *folder.parents):
             try:
                 text = (root / each / file).read_text().strip()

@@ -65,8 +65,8 @@ class Precedence:
 class LexerRules(Enum):
     """How the lexer chooses between lexemes that match the same text, and where it begins.
 
-    Under both, keywords are preferred to regular expressions, and ``%reserved`` regular expressions
-    to all others.
+    With either value, a keyword is preferred to a regular expression, and a ``%reserved`` regular
+    expression is preferred to any other regular expression.
     """
 
     AICI = "aici"
@@ -148,8 +148,9 @@ class _Reader:
                 precedences.append(Precedence(directive.text[1:], self.precedence_symbols()))
             else:
                 known = ", ".join(DIRECTIVES)
-                lexemes = "; lexemes are written where they are used" * (directive.text == "%token")
-                message = f"expected one of {known} or %%, found {directive}{lexemes}"
+                message = f"expected one of {known} or %%, found {directive}"
+                if directive.text == "%token":
+                    message += "; lexemes are not declared: write each one in the rules that use it"
                 raise error_at(self.text, directive.offset, message)
         if self.token.kind != "sections":
             raise self.expected(f"one of {', '.join(DIRECTIVES)} or %%")

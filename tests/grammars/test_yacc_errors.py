@@ -18,7 +18,7 @@ WRONG: list[tuple[str, int, int, str]] = [
     ("%%\ns: 'a';", 1, 1, "missing '%start RULE' before %%"),
     ("%start\n%%", 2, 1, "expected the name of the start rule, found '%%'"),
     ("%start s\n%start t\n%%", 2, 1, "%start is given a second time"),
-    ("%start s\n%token A\n%%", 2, 1, "found '%token'; lexemes are written where they are used"),
+    ("%start s\n%token A\n%%", 2, 1, "found '%token'; lexemes are not declared"),
     ("%start s\n%left\n%%", 3, 1, "expected a lexeme or a name, found '%%'"),
     ("%start s\n%reserved x\n%%", 2, 11, "expected a lexeme in quotes, found 'x'"),
     ("%start s\n%left 'a' 'b' 'a'\n%%\ns: 'a' 'b';", 2, 15, "'a' is given a second precedence"),

@@ -48,7 +48,8 @@ class GrammarProgram:
 
 
 class Combination(NamedTuple):
-    """An argument of ``combination``, and its compiled tables, by the path of their part."""
+    """A parsed argument of ``combination``. ``tables`` has the compiled tables of each regular
+    part, by the part's path (``Part.place``)."""
 
     root: Part
     plan: Plan

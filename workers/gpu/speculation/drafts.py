@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MIN_PROBABILITY = 0.2
 """Minimum expected acceptance of a sequence for which the draft model writes drafts."""
 RETRY_STEPS = 32
-"""After this number of steps without a draft from the draft model, a sequence gets one as a trial,
-as its text may have changed."""
+"""After this number of steps without a draft from the draft model, a sequence gets a trial draft in
+the next step that has no other drafts from the model: its new text may be easier to predict."""
 RETRY_TOKENS = 3
 
 
@@ -38,8 +38,8 @@ class Speculation:
         self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
         self._ahead: list[Sequence] = []
-        """Sequences in ``_drafted`` that have a controller and got their draft before the step was
-        scheduled."""
+        """Sequences in ``_drafted`` whose draft was set by ``propose_ahead``, so that ``propose``
+        keeps it."""
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
@@ -58,7 +58,8 @@ class Speculation:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
-        # The text of sequence 0 contains the prompt, so the other texts do not.
+        # The prompt is stored with the text of sequence 0. For the other sequences only its last
+        # ``LONGEST`` tokens are stored.
         start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
         self._earlier.add(sequence.client, sequence.tokens[start:])
 
@@ -175,6 +176,6 @@ def _steered(sequence: Sequence) -> bool:
 
 
 def _room(sequence: Sequence) -> int:
-    """The greatest useful length of a draft: the token after the draft is sampled anyway, and may
-    be the last one."""
+    """The greatest useful length of a draft. The step samples one more token after the draft, so
+    the draft may be one token shorter than the rest of the sequence."""
     return sequence.max_length - len(sequence.tokens) - 1

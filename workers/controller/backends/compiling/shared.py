@@ -32,7 +32,8 @@ class _Flight(Generic[T]):
 
 class Shared(Generic[T]):
     """Runs one compilation for each key and tenant at a time; further requests receive the same
-    result. A tenant does not wait for a compilation that waits for the turn of another tenant.
+    result. Tenants do not share a compilation: another tenant's compilation may be queued until
+    that tenant's turn in the pool.
 
     Thread-safe. Results are not cached. Refusals are cached for ``REFUSED_S``: the same grammar is
     refused again without compiling.

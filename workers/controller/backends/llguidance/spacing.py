@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 OPTIONS = "x-guidance"
 """The key of a schema that holds llguidance's options and our option ``indent``."""
 FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
-"""White space between lexemes if a schema allows it without its own pattern: one space, or a line
-end and an indentation. llguidance does not allow two such lexemes in a row."""
+"""The white space between lexemes if a schema sets ``whitespace_flexible`` and does not set
+``whitespace_pattern``. It is one space, or a line end and an indentation: llguidance does not allow
+two matches of this pattern in a row."""
 MAX_INDENT = 16
 """Maximum spaces of one level of ``indent``."""
 
@@ -41,15 +42,16 @@ _LEXEME = re.compile(
     r"|(?P<json>%json\s*(?=\{))",
     re.DOTALL,
 )
-"""Lexemes that may contain ``%json`` in a Lark grammar, and ``%json`` itself."""
+"""Matches ``%json`` before a schema in a Lark grammar. Also matches strings, regular expressions
+and comments, in which ``%json`` is only text."""
 _DECODER = json.JSONDecoder()
 
 
 def spaced_schema(schema: str) -> tuple[str, JsonCompileOptions]:
     """A schema without its ``x-guidance``, and the options to compile it with.
 
-    Raises RefusedGrammar if the options allow unbounded white space, and ValueError if the text is
-    not JSON.
+    Raises RefusedGrammar if the options are not valid or allow unbounded white space, and
+    ValueError if a text that contains ``x-guidance`` is not JSON.
     """
     if f'"{OPTIONS}"' not in schema:
         return schema, _DUMPED
