@@ -2,13 +2,13 @@
 
 The automaton is the suffix automaton of the text, built byte by byte, in which strings begin only
 at the first byte of a character. A state stands for all strings that end at the same places of the
-text. The same texts follow all strings of a state, so the automaton has at most two states for each
-byte of text.
+text, so that the same continuations are possible after each of them. The automaton has at most two
+states for each byte of text.
 
-The automaton is built from bytes and not from characters, so that it does not have to be expanded
-to bytes later: in UTF-8, the first byte of a character differs from the others. The empty string
-continues only with a first byte. A state accepts if its strings end between two characters, which
-is true for all of its strings or for none, because they end at the same places.
+The automaton is built directly over bytes. In UTF-8, the first byte of a character differs from its
+other bytes, so strings that begin inside a character can be left out: the empty string continues
+only with a first byte. A state accepts if its strings end between two characters. All strings of a
+state end at the same places, so this is true for all of them or for none.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -39,9 +39,9 @@ def compile_substring(text: str) -> Dfa:
     """The automaton of every substring of a text, in whole characters and including the empty text.
 
     The automaton has about 1.4 states for each byte of prose, and at most 2. If the end of the text
-    also occurs elsewhere in it, it has a few states more than the minimal automaton. Raises
-    SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8, needs more than
-    ``MAX_STATES`` states, or has a lone surrogate.
+    also occurs elsewhere in the text, the automaton has a few states more than the minimal
+    automaton. Raises SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8,
+    needs more than ``MAX_STATES`` states, or has a lone surrogate.
     """
     try:
         data = text.encode()

@@ -23,7 +23,7 @@ _LOOKED_AT = 200_000
 def sequence(
     parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of a text of each part, concatenated in order.
+    """The automaton of texts that consist of one text of each part, in order.
 
     ``max_states`` limits the states, also before minimisation; ``max_seconds`` limits the CPU time
     of this thread. Raises CombinationError if ``parts`` is empty or a limit is exceeded. For an
@@ -64,7 +64,7 @@ def repetition(
     max_states: int = MAX_STATES,
     max_seconds: float = 5.0,
 ) -> Dfa:
-    """The automaton of ``least`` to ``most`` texts of a part, concatenated.
+    """The automaton of texts that consist of ``least`` to ``most`` texts of a part.
 
     ``most`` is None for no upper bound. The limits are those of ``sequence``. Raises
     CombinationError if a limit is exceeded, if ``least`` is negative, or if ``most`` is less than
@@ -102,11 +102,12 @@ def repetition(
 def stop_at(
     part: Dfa | None, stop: str, *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of the texts of a part that end with their first ``stop``.
+    """The automaton of the texts of a part that end with ``stop`` and do not contain an earlier
+    ``stop``.
 
-    The stop belongs to the text, and the whole text must match the part. The stop occurs only at
-    the end of the text: an earlier occurrence must not overlap the end either. A part of None
-    matches every text.
+    The stop belongs to the text, and the whole text must match the part. An earlier occurrence of
+    the stop is not allowed even if it overlaps the last occurrence. If ``part`` is None, all texts
+    match it.
 
     Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
     has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if

@@ -1,9 +1,9 @@
-"""Sets of places: the states of several parts in which a text may be at once.
+"""Sets of places: the states of several parts in which a text may be at the same time.
 
-A place is a state of one copy of one part, as a number: the copy times ``stride``, plus the state.
-A state of the combination is the set of places in which a text may be. If the part accepts in a
-place, the set also contains the starts of the copies that may follow, and ``END`` if the text may
-end there.
+A place is a number for a state of one copy of one part: the copy's number times ``stride``, plus
+the state. A state of the combination is the set of places in which a text may be. If the set has a
+place in which its part accepts, the set also contains the starts of the copies that may follow, and
+``END`` if the text may end after this copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stride_of(parts: Sequence[Dfa]) -> int:
 
 
 class Places:
-    """The places of some copies of parts.
+    """The states of a combination: sets of places in copies of parts.
 
     ``copies``: the parts in order, each as often as it is repeated. ``first``: the places at the
     beginning of a text. ``after[c]``: the places that are added where copy c may end.

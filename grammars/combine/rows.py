@@ -10,14 +10,15 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MAX_TRANSITIONS = 1_000_000
-"""Maximum transitions, by label, of all parts together, and of their combination: 150 MB."""
+"""Maximum transitions of a part, and of a combination; each label counts as one transition. A
+million transitions take 150 MB."""
 
 Row = dict[int, int]
 """The transitions of a state: the next state by label. Labels without a next state are missing."""
 
 
 def joint_labels(classes: Sequence[bytes]) -> bytes:
-    """A label for each byte: two bytes have the same label if they have the same class in each
+    """A label for each byte. Two bytes have the same label if they have the same class in each
     part.
 
     Labels are numbered by their lowest bytes.

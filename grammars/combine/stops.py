@@ -1,8 +1,8 @@
 """The state of a text in a part, with the longest prefix of a stop that the text ends with.
 
 The prefix is found with the automaton of D. Knuth, J. Morris and V. Pratt, Fast pattern matching in
-strings, SIAM Journal on Computing 6, 1977. Bytes are compared, not characters: a stop in UTF-8 is
-found between characters only.
+strings, SIAM Journal on Computing 6, 1977. Bytes are compared, not characters: in UTF-8, the bytes
+of a stop occur only where its characters occur.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _STOPPED = -1
 
 
 class Stopped:
-    """Pairs of a state of the part and a matched length of the stop, as numbers."""
+    """The states of a combination: pairs of a state of the part and a matched length of the stop. A
+    pair is one number: the state times the size of the stop, plus the length."""
 
     def __init__(self, part: Dfa, stop: bytes, budget: Budget) -> None:
         letters = bytearray(256)

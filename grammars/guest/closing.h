@@ -34,7 +34,7 @@ static bool close_with(sequence *s, uint32_t class) {
 }
 
 // Adds the shortest text that leads from a lexer state to a match of a terminal in `wanted` (0:
-// any). With `apart`, its first byte must end the lexeme of the state `apart`.
+// any). With `apart`, the first byte of this text must end the lexeme of the lexer state `apart`.
 static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
     uint32_t head = 0, count = 0, found = 0;
     zero(way_seen, g.lexer_states);
@@ -69,8 +69,8 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
     return true;
 }
 
-// Adds a terminal's shortest text; before it, some text of SKIP if it would continue the last
-// lexeme.
+// Adds a terminal's shortest text. If this text would continue the last lexeme, a text of SKIP is
+// added before it.
 static bool close_terminal(sequence *s, uint32_t terminal) {
     const uint32_t first = g.shortest_at[terminal], end = g.shortest_at[terminal + 1];
     if (first == end) return false;

@@ -4,7 +4,7 @@
 // its cache of masks. A sequence is a slot here: a lexer state and a stack.
 #include "closing.h"
 
-// Arguments and results of the calls; the host writes the upper part before a call.
+// Arguments and results of the calls. The host writes `arg`, `count` and `eos` before a call.
 static struct {
     uint32_t inbox, inbox_bytes;
     uint32_t arg;  // a sequence, or a size
@@ -47,7 +47,7 @@ EXPORT("grammar_reserve") uint32_t export_reserve(void) {
     return 1;
 }
 
-// Reads the trie and the tables that the host has written there.
+// Reads the trie and the tables, which the host has written to the reserved memory.
 EXPORT("grammar_open") uint32_t export_open(void) {
     open_tables(loading + trie_room, block.table_bytes);
     uint8_t *scratch = loading + trie_room + ((block.table_bytes + 15) & ~15u);
@@ -107,7 +107,8 @@ static bool add_token(sequence *s, uint32_t token) {
     return fits;
 }
 
-// Appends the tokens in the inbox up to the first that cannot follow; returns how many.
+// Appends the tokens in the inbox up to the first token that cannot follow; returns the number of
+// appended tokens.
 EXPORT("grammar_append") uint32_t export_append(void) {
     sequence *s = at_place(block.arg);
     const uint32_t *tokens = (const uint32_t *)inbox;
@@ -117,9 +118,9 @@ EXPORT("grammar_append") uint32_t export_append(void) {
 }
 
 // Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. A
-// token is appended if it can follow, and if the next mask is in the cache, allows a token and does
-// not force one. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the
-// token, and the sequence is unchanged.
+// token is appended if it can follow and the next mask is in the cache, allows a token and does not
+// have MASK_FORCED. The mask's address then replaces the token in the inbox. Otherwise 0 replaces
+// the token, and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {

@@ -1,9 +1,9 @@
-// Token masks: computed once for what they depend on, then cached.
+// Token masks, which are computed once and then cached.
 //
 // Without a parser, a mask depends on the lexer state only. With a parser, a mask also depends on
-// the part of the stack that its computation read, from the top down. So the cache is a tree whose
-// edges are a lexer state and then parser states; a path ends where the computation stopped
-// reading.
+// the part of the stack that its computation read, from the top down. So the cache is a tree: the
+// first edge of a path is a lexer state, and the further edges are parser states from the top of
+// the stack down. A path ends where the computation stopped reading.
 #ifndef GRAMMAR_MASKS_H
 #define GRAMMAR_MASKS_H
 
@@ -38,7 +38,7 @@ typedef struct edge {
 
 static spellings **spellings_of;   // [lexer_states]
 static result **result_of;         // [lexer_states] without a parser
-static edge *edges;                // [EDGES] with one
+static edge *edges;                // [EDGES] with a parser
 static uint32_t edge_count, place_count;
 static kept_mask *buckets[BUCKETS];
 static uint32_t *work;             // the mask that is being computed
@@ -88,7 +88,7 @@ static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack,
     }
 }
 
-// The stack if the lexeme ends here; NO_STACK if it cannot.
+// The stack if the lexeme ends here; NO_STACK if the lexeme cannot end here.
 static uint32_t ended(const sequence *s, uint32_t stack) {
     if (s->lexer == g.lexer_start) return stack;
     const uint32_t terminal = g.accepted[s->lexer];
@@ -246,8 +246,8 @@ static const result *find_result(const sequence *s) {
     const outlook seen = look(s, stack);
     if (out_of_nodes) return 0;
     result *found = keep_result(seen);
-    // A result that depends on a larger part of a stack is not cached, because it would fill the
-    // tree.
+    // A result that depends on more than DEEPEST_KEPT states of a stack is not cached, because its
+    // path would fill the tree.
     if (found && s->depth - lowest > DEEPEST_KEPT) return found;
     return found && hang(s, lowest, found) ? found : 0;
 }

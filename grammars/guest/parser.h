@@ -18,7 +18,7 @@ typedef struct stack_node {
 } stack_node;
 
 static const uint16_t *base;  // the sequence's own stack
-static uint32_t lowest;       // the lowest index of it that was read
+static uint32_t lowest;       // the lowest index of `base` that was read
 static stack_node *stack_nodes;  // [NODES]
 static uint32_t stack_node_count;
 static bool out_of_nodes;
@@ -67,8 +67,8 @@ static inline uint32_t reduced_by(uint32_t stack, uint32_t production) {
 }
 
 // Moves the top node of a stack down to the first place after the nodes in use, which are the other
-// nodes of the stack and the first `kept` nodes. Other stacks must not be built on the top node. So
-// a long chain of reductions needs few nodes.
+// nodes of the stack and the first `kept` nodes. A long chain of reductions then needs few nodes.
+// Other stacks must not be built on the top node.
 static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     const stack_node top = stack_nodes[stack - DEEPEST];
     uint32_t to = top.below < DEEPEST ? 0 : top.below - DEEPEST + 1;
@@ -79,7 +79,7 @@ static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     return DEEPEST + to;
 }
 
-// The stack after a terminal; NO_STACK if it cannot follow.
+// The stack after a terminal; NO_STACK if the terminal cannot follow, or if all nodes are in use.
 static uint32_t push(uint32_t stack, uint32_t terminal) {
     const uint32_t before = stack_node_count;
     while (!out_of_nodes) {

@@ -31,7 +31,8 @@ static void assign(sequence *to, const sequence *from) {
     copy(to->stack, from->stack, 2 * from->depth);
 }
 
-// A free slot; TOO_MANY, or NO_ROOM if there is no memory for another one.
+// A free slot; TOO_MANY if all MAX_SEQUENCES slots are used, NO_ROOM if a new slot does not fit
+// into the memory.
 static int32_t free_place(void) {
     for (uint32_t i = 0; i < sequence_count; i++)
         if (!sequences[i]->used) return (int32_t)i;

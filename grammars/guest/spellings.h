@@ -1,5 +1,6 @@
 // Finds, for each token after a lexer state, its spelling (the terminals that it completes) and the
-// kind of lexeme that it leaves unfinished. Both are independent of the parser's stack.
+// kind of lexeme that it leaves unfinished. The spelling and the kind do not depend on the parser's
+// stack.
 //
 // Most tokens do not complete a terminal: they stay inside one lexeme. Tokens with the same
 // spelling that leave the same kind of lexeme unfinished are allowed together on every stack: they
@@ -16,7 +17,7 @@ enum { MAX_SPELLINGS = 65535, MAX_GROUPS = 65536, GROUP_SLOTS = 4 * MAX_GROUPS }
 typedef struct group {
     uint32_t kind;
     uint32_t count;  // of its tokens
-    uint32_t *tokens, *mask;  // one of the two, the smaller
+    uint32_t *tokens, *mask;  // only the smaller one is set
 } group;
 
 // The tree of spellings; spelling 0 is the empty one.
@@ -30,14 +31,14 @@ typedef struct spellings {
     group *groups;
 } spellings;
 
-// During a search. A slot belongs to the current search if it has its number.
+// The state of a search. A slot belongs to the current search if its `search` is `f.search`.
 typedef struct group_slot {
     uint32_t search, spelling, kind, group;
 } group_slot;
 
 static struct {
     spelling *tree;    // [MAX_SPELLINGS]
-    uint32_t spelled;  // how many
+    uint32_t spelled;  // their number
     struct {
         uint32_t spelling, kind, tokens, to;
     } *groups;  // [MAX_GROUPS]

@@ -1,6 +1,7 @@
 // The tables of a grammar or of a regular expression, as grammars/ writes them.
 //
-// A regular expression is only a lexer with one lexeme: its text may end where the lexeme may.
+// The tables of a regular expression are only a lexer with one lexeme: the text may end where the
+// lexeme may end.
 #ifndef GRAMMAR_TABLES_H
 #define GRAMMAR_TABLES_H
 
@@ -15,7 +16,7 @@ static struct {
     uint32_t lexer_first;      // state before a text: lexer_start, or the state after a newline
     uint8_t class_of[256];
     uint8_t class_size[256];   // bytes of a class, at most 255
-    uint8_t class_byte[256];   // one of them, a letter or digit if there is one
+    uint8_t class_byte[256];   // a byte of the class, if possible a letter or digit
     bool class_dead[256];      // no lexer state has a transition with it
     const uint16_t *next;      // [lexer_states * classes]
     const uint16_t *accepted;  // [lexer_states]
@@ -36,7 +37,8 @@ static struct {
     const uint16_t *kind_of;  // [lexer_states]
     const uint32_t *kind_set; // [kinds * words]
     // Whether a lexeme of a kind may follow a terminal on some stack: [(terminals + 1) * kinds],
-    // the last row is for any terminal; a null pointer if the table would be too large.
+    // the last row is for a text before its first terminal and is all ones; a null pointer if the
+    // table would be too large.
     const uint8_t *may_begin;
     const uint32_t *follow;  // [terminals * words]
 } g;

@@ -14,7 +14,7 @@ typedef uint32_t lanes __attribute__((vector_size(16)));
 
 static struct {
     uint32_t size, eos, mask_words;  // mask_words: 32 tokens each, a multiple of 4
-    const uint32_t *offsets;         // [size] offset of its bytes << 8 | how many
+    const uint32_t *offsets;         // [size] offset of the token's bytes << 8 | their number
     const uint8_t *data;
 
     // Nodes in preorder; node 0 is the root.
@@ -123,7 +123,7 @@ static void lay_out(merging *m) {
         path[d] = at++;
         uint32_t next = m->child[node];
         if (next) {
-            // A node is entered once: its first child is no longer needed.
+            // Each node is entered once, from its parent or from its sibling.
             d++;
             node = next;
             continue;

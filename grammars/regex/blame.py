@@ -1,8 +1,9 @@
 """Finds the part of a pattern that makes it too large.
 
-Parts are compiled alone, for a short time, from the whole pattern downwards: the search descends
-into a part that is itself too large. If only several items of a concatenation together are too
-large, the result is the shortest run of such items.
+The search begins with the whole pattern. It compiles the items of a part alone, for a short time
+each, and continues with an item that is itself too large. If each item of a concatenation is small
+enough but the items together are too large, the result is the shortest run of items that is too
+large.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _TRIAL_SHARE = 0.15
 _TRIED = 20
 """Maximum items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""A set with more ranges than this counts as a Unicode category: a class in a pattern rarely has
-more."""
+"""A set with more ranges than this is described as a Unicode category, because a class that is
+written in a pattern rarely has as many ranges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def grown(
 ) -> Grown | None:
     """The smallest part found that alone needs more than ``max_states``, or too much time.
 
-    ``known``: the limit that the whole tree is known to exceed. Returns None if the whole tree is
+    ``known``: the limit that the whole tree has already exceeded. Returns None if the whole tree is
     small enough when it is compiled alone, without the other patterns.
     """
     limit = Budget(max_states, seconds)

@@ -28,8 +28,9 @@ class RegexError(ValueError):
 
 
 class Exhausted(Exception):
-    """A limit was exceeded. ``what`` is a predicate about it, such as "needs more than 9 states".
-    The caller finds the faulty part with ``blame`` and raises a RegexError."""
+    """A compilation exceeded a limit. ``what`` is a predicate for a sentence about the pattern,
+    such as "needs more than 9 states". The caller finds the faulty part with ``blame`` and raises a
+    RegexError."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -61,17 +62,18 @@ class Budget:
             raise Exhausted(f"takes longer than {self.max_seconds:g} s")
 
     def states(self, count: int) -> None:
-        """Raises Exhausted when ``count`` states are more than the limit."""
+        """Raises Exhausted if ``count`` states are more than the limit."""
         if count > self.max_states:
             raise Exhausted(f"needs more than {self.max_states:,} states")
 
     def positions(self, count: int) -> None:
-        """Raises Exhausted when a pattern with expanded repetitions has too many positions."""
+        """Raises Exhausted if a pattern with expanded repetitions has more than twice as many
+        positions as the maximum of states."""
         if count > 2 * self.max_states:
             raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 
     def entries(self, count: int) -> None:
-        """Raises Exhausted when the states together contain too many positions."""
+        """Raises Exhausted if the states together contain more than ``MAX_ENTRIES`` positions."""
         if count > MAX_ENTRIES:
             raise Exhausted(f"needs more than {MAX_ENTRIES:,} positions in all states together")
 

@@ -2,7 +2,7 @@
 
 A set is a sorted tuple of inclusive ranges that neither touch nor overlap. A set does not contain
 surrogates, because UTF-8 cannot encode them. Categories and cases are those of ``re`` in the
-running Python, so they follow its version of Unicode.
+running Python, whose version of Unicode they follow.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# Code points from these ends on do not belong to a category and do not have cases, in all versions
-# of Unicode up to that of Python 3.13. A test checks all code points.
+# Code points from these ends on are not in the category, and do not have cases. This holds for all
+# versions of Unicode up to that of Python 3.13; a test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
@@ -98,8 +98,8 @@ def _characters(end: int) -> str:
 def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
     """A set and every character that matches one of its characters under ``(?i)``, as in ``re``.
 
-    Two characters match if their lower cases are equal or have the same upper case, as s and the
-    long s do. With ``ascii_only``, only the letters A to Z have cases.
+    Two characters match if their lower cases are equal, or if their lower cases have the same upper
+    case, for example s and the long s. With ``ascii_only``, only the letters A to Z have cases.
     """
     if ascii_only:
         more = list(chars)

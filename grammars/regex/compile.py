@@ -77,11 +77,11 @@ def compile_choice(
 def compile_lexer(
     lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
 ) -> LexerDfa:
-    """The minimal automaton that finds out which of the lexemes match a text.
+    """The minimal automaton that shows which of the lexemes match a text.
 
-    A lexeme that matches the empty text makes the start state accept; the caller decides whether
-    that is an error. Limits and errors are those of ``compile_regex``; the error has the pattern of
-    the faulty lexeme, and its message names the lexeme.
+    If a lexeme matches the empty text, the start state accepts; the caller decides whether this is
+    an error. Limits and errors are those of ``compile_regex``. An error has the pattern of the
+    faulty lexeme, and its message names the lexeme.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)

@@ -42,7 +42,8 @@ class Dfa:
 
     ``classes[b]`` is the class of byte b, below ``num_classes``. ``transitions[s * num_classes +
     classes[b]]`` is the state after byte b in state s, as u32. ``accepting[s]`` is 1 if a match may
-    end in state s. The automaton of a pattern is minimal, so that each language has one table.
+    end in state s. The automaton of a pattern is minimal, so that patterns with the same matches
+    have the same table.
     """
 
     classes: bytes
@@ -53,11 +54,11 @@ class Dfa:
 
     @property
     def num_states(self) -> int:
-        """Number of states, including the dead one."""
+        """Number of states, including the dead state."""
         return len(self.accepting)
 
     def step(self, state: int, byte: int) -> int:
-        """The state after one more byte; 0 if no match begins with these bytes."""
+        """The state after one more byte; 0 if the bytes up to this one do not begin any match."""
         return self.transitions[state * self.num_classes + self.classes[byte]]
 
     def walk(self, data: bytes, state: int | None = None) -> int:
@@ -99,10 +100,11 @@ class Dfa:
 class LexerDfa(Dfa):
     """One automaton for all lexemes of a lexer.
 
-    ``accepted[s]`` is the preferred lexeme that matches in state s, or -1 if none does. A literal
-    is preferred to a regular expression, and an earlier lexeme to a later one. In the bit sets, bit
-    i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that matches in s;
-    ``reachable[s]`` contains every lexeme that ``accepted`` has in s or after more bytes.
+    ``accepted[s]`` is the preferred lexeme of those that match in state s, or -1 if no lexeme
+    matches. A literal is preferred to a regular expression, and an earlier lexeme to a later one.
+    In the bit sets, bit i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that
+    matches in s; ``reachable[s]`` contains every lexeme that is ``accepted`` in s or in a state
+    that can follow s.
     """
 
     num_lexemes: int
@@ -111,7 +113,8 @@ class LexerDfa(Dfa):
     reachable: list[int]
 
     def reaching(self, marks: Sequence[int]) -> list[int]:
-        """For each state, the union of the bit sets ``marks[t]`` of all t reachable from it.
+        """For each state, the union of the bit sets ``marks[t]`` of the state and of all states t
+        that can follow it.
 
         ``reaching(accepts_all)`` has the lexemes that can still match, preferred or not.
         """
@@ -198,7 +201,7 @@ def _reaching(transitions: array[int], width: int, marks: Sequence[int]) -> list
         if target:
             sources[target].add(at // width)
     reached = list(marks)
-    # States are numbered in the order in which they are reached: most follow their sources.
+    # Most states have higher numbers than their sources, so the last states are processed first.
     pending = [state for state, bits in enumerate(marks) if bits]
     while pending:
         state = pending.pop()

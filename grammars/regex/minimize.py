@@ -1,4 +1,4 @@
-"""Minimises an automaton without a change of its language, or of its languages if it has several.
+"""Minimises an automaton. It accepts the same trees after the same texts as before.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m

@@ -1,7 +1,7 @@
 """Glushkov's automaton: the positions of a pattern, and which may follow which.
 
 A position is one place of the pattern that matches a character; a repetition with counts is
-expanded to its copies. The state after a position is the set of positions that may match the next
+expanded to its copies. A state of the automaton is the set of positions that may match the next
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
 Position ~i is the end of tree i. This position does not match a character: a state that contains it
@@ -24,8 +24,9 @@ last character. The positions of the first character are the union of the sets."
 
 @dataclass(slots=True)
 class Positions:
-    """``charset[p]``: number of the character set that position p matches; ``follow[p]``: sets
-    whose union is the positions that may follow p."""
+    """The positions of a pattern. ``charset[p]``: the index in ``charsets`` of the characters that
+    position p matches. The union of the sets ``follow[p]`` has the positions that may follow p.
+    ``first`` has the positions of the first character."""
 
     charsets: list[CharSet] = field(default_factory=list)
     charset: list[int] = field(default_factory=list)

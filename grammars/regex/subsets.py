@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Characters that are in the same sets of the pattern form one class, so that this step takes no
-longer for Unicode than for ASCII. The states are sets of positions.
+Characters that are in the same sets of the pattern form one class, so that large Unicode sets do
+not slow this step down. The states are sets of positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Automaton:
 
 
 def character_classes(charsets: list[CharSet]) -> tuple[Segments, list[list[int]]]:
-    """The ranges of characters that are in some set, each with its class; the classes of each
-    set."""
+    """Returns the ranges of all characters that are in any set, each range with its class, and for
+    each set its classes."""
     changes: dict[int, int] = {}
     for number, chars in enumerate(charsets):
         bit = 1 << number
@@ -57,7 +57,8 @@ def character_classes(charsets: list[CharSet]) -> tuple[Segments, list[list[int]
 
 
 def determinise(positions: Positions, budget: Budget) -> Automaton:
-    """The deterministic automaton of some positions. Raises Exhausted when it grows too large."""
+    """The deterministic automaton of some positions. Raises Exhausted if the automaton is too
+    large."""
     segments, members = character_classes(positions.charsets)
     classes = [members[number] for number in positions.charset]
     follow = positions.follow

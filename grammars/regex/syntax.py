@@ -79,8 +79,8 @@ _parser = _own_parser()
 
 
 def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
-    """The tree of a pattern, as ``re._parser`` makes it but with ``Node`` objects, and its global
-    flags.
+    """The tree that ``re._parser`` makes of a pattern, but with ``Node`` objects; and the global
+    flags of the pattern.
 
     Raises RegexError with Python's message if the pattern is not a regular expression, and
     Exhausted when the time is used up.

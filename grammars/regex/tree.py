@@ -1,8 +1,8 @@
 """The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
 
-Parts without an effect on the language are dropped: groups and their names, greediness, anchors at
-the ends. A construct is an error if an automaton over the text cannot express it, or if dropping it
-would silently change the language.
+Parts that do not change which texts match are dropped: groups and their names, greediness, anchors
+at the ends. Any other construct is an error, for example a back-reference, because the automaton
+would silently match other texts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item ``least`` to ``most`` times; None: no upper bound."""
+    """An item ``least`` to ``most`` times. If ``most`` is None, the number does not have an upper
+    bound."""
 
     start: int
     end: int
@@ -125,8 +126,8 @@ def void(tree: Tree) -> Tree | None:
 
 
 class _Reader:
-    """Converts the parser's nodes. ``ends``: whether a node is at the start of the pattern, and at
-    its end."""
+    """Converts the parser's nodes. ``ends``: whether a node is at the start, and whether it is at
+    the end of the pattern."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern = pattern
@@ -227,7 +228,7 @@ class _Reader:
 
 
 def _refused(operator: Any, argument: Any, text: str) -> str:
-    """Why a construct is not supported, and what to write instead."""
+    """The message that a construct is not supported, with the reason or an alternative."""
     match operator:
         case op.AT if argument in _STARTS:
             return f"the anchor {text} is supported at the start of the pattern only"

@@ -1,9 +1,9 @@
 """Converts an automaton over characters to an automaton over the bytes of valid UTF-8.
 
 The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node has the
-bytes that may follow after some bytes of a character; a leaf is a class of characters. Equal nodes
-are merged. The transitions of each state are this graph with next states as leaves; classes that
-lead to the same state are merged.
+bytes that may follow some first bytes of a character; a leaf is a class of characters. Equal nodes
+are merged. For each state, the leaves of this graph are replaced by the next states, and classes
+that lead to the same state are merged.
 
 If the automaton over characters is minimal, the automaton over bytes is minimal too. Different
 nodes inside a character lead to different states, and a state inside a character never equals a
@@ -38,7 +38,7 @@ class ByteAutomaton:
     accepts. State 0 is dead, and state 1 is the start.
 
     States are numbered in the order in which ascending bytes reach them, so that each language has
-    one numbering.
+    the same numbers for its states.
     """
 
     rows: list[Runs]
@@ -54,8 +54,8 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
     inner: dict[Runs, int] = {}
 
     def instance(number: int, targets: list[int], made: dict[int, int]) -> int:
-        """The state for a node inside a character, with the node's leaves replaced by next
-        states."""
+        """The state for node ``number`` inside a character. ``targets``: the next states, which
+        replace the leaves of the node."""
         state = made.get(number)
         if state is None:
             runs = filled(number, targets, made)
@@ -166,8 +166,8 @@ class _Graph:
         return ~number
 
     def projected(self, root: int, groups: tuple[tuple[int, int], ...]) -> int:
-        """The root with each class replaced by its group, and without the classes that have no
-        group."""
+        """A copy of the root in which each class is replaced by its group; classes without a group
+        are removed."""
         made = self._projections.setdefault(groups, {})
         group_of = dict(groups)
 

@@ -15,7 +15,7 @@ The compilation of a grammar, one file for each step:
     parser, recognizer
                 an interpreter of the tables in Python: the reference for the guest engine
 
-``compile_grammar`` runs all of them. ``docs/grammars.md`` describes the format.
+``compile_grammar`` runs all steps. ``docs/grammars.md`` describes the format.
 """
 
 from .compile import Compilation, compile_grammar

@@ -25,8 +25,9 @@ def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
 
 
 def _fixpoint(grammar: Grammar, may_stand: Callable[[int], bool]) -> set[int]:
-    """The smallest set with every nonterminal that has an alternative of members of the set and of
-    terminals for which ``may_stand`` is true. ``may_stand`` must be true for every nonterminal."""
+    """The smallest set of nonterminals that contains each nonterminal with a suitable alternative:
+    one that has only members of the set and terminals for which ``may_stand`` is true.
+    ``may_stand`` must be true for every nonterminal."""
     terminals = len(grammar.terminals)
     found: set[int] = set()
     waiting = [0] * len(grammar.productions)

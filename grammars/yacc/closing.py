@@ -21,7 +21,8 @@ MAX_REST_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The completion of an item: after ``terminals``, the nonterminal ``lhs`` replaces the item.
+    """The completion of an item: after ``terminals``, the parser reduces the item to the
+    nonterminal ``lhs``.
 
     The top ``pops`` states of the stack belong to the symbols of the item that are already read.
     ``cost``: the bytes of the shortest lexemes of the terminals, plus one for each terminal.
@@ -113,8 +114,8 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """The production of each nonterminal that derives its shortest text, by symbol. The costs of
-    the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's
+    """For each nonterminal, by its symbol, the production that derives its shortest text. The costs
+    of the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's
     algorithm" (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}

@@ -36,8 +36,8 @@ class Compilation:
     """Conflicts that precedences do not decide. The parser prefers a shift to a reduction, and the
     earlier of two rules."""
     warnings: tuple[str, ...]
-    """Warnings about lexemes that can never match because others are always preferred, and about
-    texts that can only begin with the rest of a lexeme."""
+    """Warnings about lexemes that can never match because other lexemes are always preferred, and
+    about a grammar whose texts can only begin with the rest of a lexeme."""
 
 
 def compile_grammar(
@@ -45,9 +45,9 @@ def compile_grammar(
 ) -> Compilation:
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
-    Raises GrammarError, with line and column if the error has a place, if the grammar cannot be
-    parsed, fails a check, or needs more than ``max_states`` parser states or ``max_seconds``
-    seconds.
+    Raises GrammarError if the grammar cannot be parsed, fails a check, or needs more than
+    ``max_states`` parser states or ``max_seconds`` seconds. The error has a line and a column if it
+    belongs to one place.
     """
     deadline = time.monotonic() + max_seconds
     grammar = number_grammar(read_source(text))
@@ -76,11 +76,11 @@ def compile_grammar(
 
 
 def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
-    """The lexemes in order of preference if several match the same text: keywords, then
-    ``%reserved`` regular expressions, then the others by the grammar's lexer rules.
+    """The lexemes in order of preference, which decides if several lexemes match the same text:
+    keywords, then ``%reserved`` regular expressions, then the others by the grammar's lexer rules.
 
-    Under AICI's rules, the regular expression that is written with more bytes is preferred; of two
-    with the same number of bytes, the one that is used first.
+    Under AICI's rules, a regular expression that is written with more bytes is preferred; if two
+    have the same number of bytes, the regular expression that is used first is preferred.
     """
     by_length = grammar.lexer_rules is LexerRules.AICI
 
@@ -151,8 +151,8 @@ _ORDER = {
 def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
     """The grammar with a lexer that begins as if it had just read a newline.
 
-    If a text cannot begin with a lexeme that begins with a newline, the lexer begins at its start
-    state.
+    If no text of the grammar can begin with a lexeme whose first byte is a newline, the lexer
+    begins at its start state instead.
     """
     first = grammar.transitions[
         grammar.lexer_start * grammar.num_classes + grammar.classes[ord("\n")]
@@ -172,8 +172,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
     names = " or ".join(grammar.terminals[t] for t in set_bits(grammar.reachable[first] & viable))
     yield (
         f"a text can only begin with the rest of {names} after a newline: the lexer begins as if "
-        "it had just read a newline, and that newline alone is not a lexeme that a text can begin "
-        "with; add it to SKIP, or write '%lexer declared'"
+        "it had just read a newline, and a newline alone is not a lexeme that a text can begin "
+        "with; add the newline to SKIP, or write '%lexer declared'"
     )
 
 

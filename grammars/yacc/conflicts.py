@@ -127,7 +127,7 @@ def _spelled(grammar: Grammar, shortest: _Shortest | None, symbols: list[int] | 
     is kept."""
     words: list[str] = []
     waiting = list(symbols or ())
-    # From the right, so that the lexemes before the dot are kept.
+    # The last symbols are spelled first, so that the lexemes next to the conflict are kept.
     while waiting and len(words) < MAX_EXAMPLE:
         symbol = waiting.pop()
         if symbol < len(grammar.terminals):
@@ -149,7 +149,7 @@ def _path(
     deadline: float,
 ) -> list[int] | None:
     """The symbols of a shortest path to the place where ``production`` is reduced before
-    ``terminal``."""
+    ``terminal``; None if the search does not find a path before ``deadline``."""
     assert shortest is not None
     bit = 1 << terminal
     length = shortest.length

@@ -1,12 +1,12 @@
 """A grammar by numbers: terminals, nonterminals, productions, precedences, and its lexemes.
 
 Terminals come first: 0 is the end of the text, 1 is SKIP, which productions do not contain. A
-symbol is a terminal's number, or the number of terminals plus a nonterminal's. Nonterminal 0, the
-whole text, and production 0, which derives the start rule from it, are added.
+symbol is the number of a terminal, or the number of terminals plus the number of a nonterminal.
+Nonterminal 0, the whole text, is not in the source; production 0 derives the start rule from it.
 
-A rule whose alternatives are single lexemes that are used nowhere else (as CONSTANT in AICI's C)
-becomes one terminal with several lexemes. The language is the same, with fewer states and
-reductions.
+A rule whose alternatives are single lexemes that are used nowhere else (for example CONSTANT in
+AICI's C grammar) becomes one terminal with several lexemes. The same texts match, but the parser
+needs fewer states and reductions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RESERVED = "a reserved word"
 class GrammarLexeme:
     """A keyword or regular expression of the grammar, and the terminal that it counts as.
 
-    ``pattern``: as written, without quotes and slashes. ``offset``: where it is first used, in
-    characters.
+    ``pattern``: the text of a keyword, or a regular expression without its slashes. ``offset``: the
+    place of the first use, in characters.
     """
 
     pattern: str
@@ -50,7 +50,8 @@ class Production:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar by numbers. ``precedence`` and ``associativity`` are by terminal; level 0: none.
+    """A grammar by numbers. ``precedence[t]`` and ``associativity[t]`` are those of terminal t;
+    precedence 0 means none.
 
     ``lexemes`` are in the order in which they are first used.
     """

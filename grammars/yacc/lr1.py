@@ -1,4 +1,4 @@
-"""The LR(1) automaton, with states merged as Pager does.
+"""The LR(1) automaton, with states merged by Pager's method.
 
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
 two states with the same items are merged if their lookaheads are weakly compatible, so that a merge
@@ -88,8 +88,8 @@ class Items:
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
         """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
-        Each has the terminals that can follow it there, and whether terminals that follow
-        ``symbol`` can follow it too."""
+        For each nonterminal: the terminals that can follow it within these derivations, and whether
+        terminals that follow ``symbol`` can follow the nonterminal too."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known
@@ -185,7 +185,8 @@ def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
     """The target of a transition: the state ``before`` if it is compatible, else a state of
-    ``others`` that has all lookaheads, else a compatible state. None if these do not exist."""
+    ``others`` that has all lookaheads, else a compatible state. None if such a state does not
+    exist."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None

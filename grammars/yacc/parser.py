@@ -22,7 +22,7 @@ class Parser:
 
     def push(self, stack: Stack, terminal: int) -> Stack | None:
         """The stack after a terminal and the reductions before it; None if the terminal cannot
-        follow. After terminal 0, the end of the text, the stack is that of the whole text."""
+        follow. For terminal 0, the end of the text, returns the stack after the last reductions."""
         grammar = self.grammar
         row = grammar.num_terminals
         while True:

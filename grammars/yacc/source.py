@@ -71,7 +71,7 @@ class LexerRules(Enum):
 
     AICI = "aici"
     """The default, as in AICI (spec/aici-grammar.md): the regular expression that is written with
-    more characters is preferred, and the lexer begins as if it had just read a newline."""
+    more bytes is preferred, and the lexer begins as if it had just read a newline."""
     DECLARED = "declared"
     """As in flex: the regular expression that comes first in the grammar is preferred, and the
     lexer begins at the first byte."""

@@ -133,8 +133,8 @@ def set_bits(bits: int) -> list[int]:
 def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
     """Raises GrammarError if a state reduces empty rules at one terminal forever.
 
-    This happens only if the grammar is not LR(1) and a conflict was decided for the empty rule.
-    Such a run never pops the state in which it started, so each state is checked alone.
+    Endless reductions are possible only if the grammar is not LR(1) and a conflict was decided for
+    the empty rule. They never pop the state in which they began, so each state is checked alone.
     """
     terminals = tables.num_terminals
     for state in range(tables.num_states):
