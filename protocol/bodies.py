@@ -37,8 +37,8 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
 def encoding_of(body: bytes) -> Encoding:
     """The encoding of a body.
 
-    A body is a map or a list: in msgpack its first byte is 0x80 or more, in JSON it is ASCII. An
-    empty body is a message without fields, in either encoding.
+    A body is a map or a list. The first byte is 0x80 or more in msgpack, and an ASCII character in
+    JSON. An empty body counts as JSON: a message without fields.
     """
     return "json" if not body or body[0] < 0x80 else "msgpack"
 

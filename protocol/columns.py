@@ -52,7 +52,7 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
     clients that have the capability ``text_columns``."""
     entries: list[Token] = []
-    """The entries of streams that have a field which is not a column."""
+    """All entries of a stream if one of them has a field that is not a column."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -95,7 +95,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     """The rows of a body; raises RequestError if its columns differ in length, or a stream id is
     not valid.
 
-    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``.
+    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``, which are then not
+    unpacked again.
     """
     rows = len(body.streams) // 8
     u64, u32, f64 = _unpackers(rows)

@@ -13,7 +13,8 @@ def separate(addresses: str) -> list[str]:
 
 def numbered(address: str, number: int) -> str:
     """The address of broker ``number``, if ``address`` is the address of broker 0. A TCP port is 10
-    higher for each broker; the name of a socket file ends with ``-NUMBER``, before a suffix.
+    higher for each broker. The name of a socket file gets ``-NUMBER``, before its suffix if it has
+    one.
 
     Raises ValueError if the address has neither form.
     """

@@ -1,4 +1,4 @@
-"""Errors with stable codes, as ``ERROR`` carries them and clients catch them.
+"""Errors with stable codes, which ``ERROR`` messages carry and clients raise.
 
 The code is part of the protocol: programs match on it. The message is for people: it states which
 value is wrong and why, and then what would be right.

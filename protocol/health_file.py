@@ -1,6 +1,6 @@
 """A file by which the probes of a container check a process without a connection to the process.
 
-Workers do not listen on an address. A probe that asked the broker would restart the workers
+Workers do not listen on an address. If a probe asked the broker, the workers would be restarted
 whenever the broker is down. The file's modification time shows that the process works; the file's
 text shows whether the process serves.
 """
@@ -30,8 +30,8 @@ class HealthFile:
     """The file of one process, at the path of the setting ``health_file``. If the setting is empty,
     the file is not written.
 
-    Times are seconds of a monotonic clock. If the file cannot be written, this is logged once; the
-    probes then fail, as they should.
+    Times are seconds of a monotonic clock. If the file cannot be written, the error is logged once,
+    and the probes fail.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -48,8 +48,8 @@ class HealthFile:
             self.touch(READY if ready else NOT_READY, now)
 
     def touch(self, text: str, now: float) -> None:
-        """Records that the process works: writes the file if its text has changed, and otherwise
-        updates its modification time."""
+        """Records that the process works: writes the file if the text has changed, and otherwise
+        updates the modification time at most once in ``EVERY_S``."""
         if self._path is None or (text == self._text and now < self._next):
             return
         self._next = now + EVERY_S

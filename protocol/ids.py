@@ -26,7 +26,7 @@ def counting_ids(boot: int) -> Iterator[int]:
     bits.
 
     Two runs with different numbers never assign the same id, so that a worker that outlives its
-    broker cannot confuse requests of the two.
+    broker cannot confuse the requests of the two runs.
     """
     base = (boot & 0x7FFF_FFFF) << 32
     number = 0
@@ -53,8 +53,8 @@ def is_session_token(text: str) -> bool:
 def session_id(token: str, key: str = "") -> int:
     """The id of the session with this token, of the client with this CURVE public key.
 
-    The id is derived from both. Workers report the id to a restarted broker, which can then check
-    whether a client has the session's token.
+    The id is derived from the token and the key. Workers report the id to a restarted broker, which
+    can then check whether a client has the session's token.
     """
     digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_ID

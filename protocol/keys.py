@@ -101,13 +101,13 @@ class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
     streams: Bound | None = None
     """Maximum number of live streams of all sessions of the tenant together."""
     tokens_per_minute: Bound | None = None
-    """Generated tokens."""
+    """Maximum number of generated tokens in a minute."""
     upload_bytes: Bound | None = None
     """Maximum size of the tenant's controller modules, including their compiled forms."""
     variable_bytes: Bound | None = None
     """Maximum size of the variables of all live requests of the tenant together."""
     sandbox_ms_per_minute: Bound | None = None
-    """CPU time of the tenant's controllers."""
+    """Maximum CPU time of the tenant's controllers in a minute, in milliseconds."""
     max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
     """The highest priority of the tenant's requests; None: 0, or 100 for an operator."""
 

@@ -2,8 +2,9 @@
 
 WebSocket, line-oriented stdio and in-process clients use lines. A line has no attachments; the
 fields of its body replace them (token ids as a list, a module as base64). ``line_frames`` and
-``frames_line`` carry messages between lines and frames without decoding their bodies. A carrier
-with binary messages (WebSocket) has ``frames_binary`` for clients that ask for tokens in columns.
+``frames_line`` convert between lines and frames; they decode only the bodies of ``HELLO`` and
+``UPLOAD``. A carrier with binary messages (WebSocket) has ``frames_binary`` for clients that ask
+for tokens in columns.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     - ``bodies``: it accepts several bodies in one TOKEN
     - ``columns``: it accepts TOKEN in columns, which are only sent in msgpack
     - ``text_columns``: with ``columns``, it accepts rows with text
-    - ``recover``: it knows ``Welcome.recovering``
+    - ``recover``: it handles ``Welcome.recovering``
     - ``gateway``: it carries messages of other users, so it never has the operator's rights
     """
 
@@ -117,7 +117,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher priorities are served first."""
     timeout_s: Timeout | None = None
-    """End the stream, with ``timeout``, this many seconds after it arrived."""
+    """End the stream, with the finish reason ``timeout``, this many seconds after the request
+    arrived."""
     by: UserName = ""
     """The user who sent the request, if one session serves several users; the requests of the users
     take turns in the queue."""
@@ -189,7 +190,7 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
 class Buffer(Struct, kw_only=True, omit_defaults=True):
     """``BUFFER``: store a part of prompts in the session, which ``buffers`` can name.
 
-    It has exactly one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of them, the
+    It has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of these, the
     buffer is deleted.
     """
 
@@ -415,7 +416,8 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker computes the steps of a model."""
 
     attention: str = ""
-    """``FlashAttention over blocks`` or ``SDPA over gathered blocks``."""
+    """The kind of attention, for example ``FlashAttention over blocks`` or ``SDPA over gathered
+    blocks``."""
     graphs: int = 0
     """Number of batch sizes that have a CUDA graph."""
     fallbacks: list[str] = []
@@ -545,8 +547,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     workers: list[WorkerStatus]
     counters: dict[str, int] = {}
     live: list[StreamStatus] = []
-    """With ``streams``: the live streams of all clients with the sender's key, in the order of
-    their arrival."""
+    """With ``streams``: the live streams that the sender may see (``StatusRequest.streams``), in
+    the order of their arrival."""
     metrics: list[Series] = []
     """With ``metrics``: the metrics of the broker itself."""
 
@@ -558,7 +560,7 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
-    """The ``received`` of the ``ATTACH`` that this answers."""
+    """The ``received`` of the ``ATTACH`` that this message answers."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
@@ -617,8 +619,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
     """Whether this connection has a session that began with ``HELLO``. If not (the broker was
     restarted, or the session expired), send ``HELLO`` again."""
     position: Count = 0
-    """The number of the client's requests whose end has been sent, for a client with the capability
-    ``ack``."""
+    """For a client with the capability ``ack``: the number of ends of requests that were sent on
+    this connection."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {

@@ -6,9 +6,9 @@ from __future__ import annotations
 RETRY_AFTER_S = 1.0
 """Seconds until a client should try again if the rate is not known."""
 MEMORY = 16
-"""The approximate number of past events in the average, whose weights decay."""
+"""Approximate number of past bursts in the average. An older burst has a smaller weight."""
 MIN_TIMES = 4
-"""The rate is unknown until the event has happened at this number of times."""
+"""The rate is unknown until events have happened at this number of different times."""
 BOUNDS_S = (0.1, 60.0)
 """The shortest and the longest time for which a client is asked to wait, in seconds."""
 
@@ -17,7 +17,8 @@ class Pace:
     """The rate of one kind of event.
 
     Events at one time count as one burst: a step of a GPU worker ends several streams. The rate is
-    the average burst over the average time between two. Times are seconds of a monotonic clock.
+    the average size of a burst, divided by the average time between two bursts. Times are seconds
+    of a monotonic clock.
     """
 
     __slots__ = ("_at", "_burst", "_due", "_gap_s", "_number", "_times")

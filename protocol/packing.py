@@ -55,7 +55,7 @@ def pack(frames: Sequence[bytes]) -> Frames:
 
 
 def unpack(received: Frames) -> Frames:
-    """The frames of a message from those that were received, at least one.
+    """The frames of a message. ``received``: the frames from the socket, at least one.
 
     Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` if the sizes
     do not match the frame.

@@ -13,7 +13,7 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum length of a stop string, as each new text is compared with all prefixes of the string."""
+"""Maximum length of a stop string. Each new text is compared with all prefixes of the string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 SAMPLING_VERSION = 2
@@ -26,7 +26,8 @@ Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
-    """Decoder arguments of one request, as LMTP names them and as vLLM and OpenAI extend them.
+    """Decoder arguments of one request. Their names are LMTP's, and those of vLLM and OpenAI for
+    arguments that LMTP does not have.
 
     They apply to a row of logits ``[vocab]`` in this order: ``logit_bias`` is added, then the three
     penalties and a controller's mask apply, and ``temperature`` divides. Then ``top_k``, ``top_p``

@@ -81,7 +81,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of requests assigned to one GPU worker, including waiting ones; others queue
     at the broker."""
     require_fast_attention: bool = False
-    """Refuse a model whose blocks FlashAttention cannot read in place."""
+    """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
@@ -155,9 +155,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
     """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
-    read; a stream with more of them ends."""
+    read; a stream with more unread entries ends."""
     cors: list[str] = []
-    """Origins whose pages may use the gateways, as ``https://example.org``; ``*``: all."""
+    """Origins whose pages may use the gateways, for example ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
     """Render chat templates that requests contain; without it, ``chat_template`` is refused."""
     drain_s: Positive = 30.0

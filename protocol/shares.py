@@ -8,9 +8,10 @@ def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
     """Whether a client may take ``size`` more units of a resource with ``capacity`` units. The
     client has ``own`` units, and all clients together have ``total``.
 
-    A client may have as much as stays free. So a single client gets half of the resource, each of
-    n greedy clients gets 1/(n + 1), and the same amount stays free for a later client. The rule
-    needs no setting for each client. A client that has nothing may take whatever is free.
+    A client may have at most as many units as remain free. So a single client gets half of the
+    resource, each of n greedy clients gets 1/(n + 1), and the same amount stays free for a later
+    client. The rule needs no setting for each client. A client that has nothing may take whatever
+    is free.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", 1998, with a factor of 1.

@@ -3,8 +3,8 @@ texts.
 
 A ``Structure`` says which parts an answer may have, and a ``Reader`` follows an answer byte by byte
 through them. The controller worker has a reader for the masks of the constraint ``structural``, and
-programs that show the answer have one for its parts. Both use this code, so that the parts agree
-with the constraint.
+programs that show the answer have one for its parts. The two readers use the same code, so that the
+parts agree with the constraint.
 
 An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its
 content, its ``end``, and then another phase. In a text, a special token is written as its name
@@ -24,7 +24,7 @@ SPECIAL = b"\xff"
 MAX_TAGS = 512
 MAX_PHASES = 16
 MAX_TEXT = 4096
-"""Maximum number of bytes of ``begin`` and of ``end``."""
+"""Maximum number of characters of ``begin``, and of ``end``."""
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -52,8 +52,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     name: str = ""
     """The function's name, for a ``call``."""
     max_tokens: int | None = None
-    """Maximum number of tokens of ``text`` content. If the content has reached it, ``closing`` and
-    ``end`` follow."""
+    """Maximum number of tokens of ``text`` content. If the content has reached this number,
+    ``closing`` and ``end`` follow."""
     closing: str = ""
     """The text before ``end`` if ``max_tokens`` are used up."""
     then: int
@@ -235,7 +235,8 @@ class Automaton:
         return phase.may_end and (phase.text or state.mode == "value" or not state.at)
 
     def watched(self, state: State) -> Sequence[bytes]:
-        """The texts to watch for in free text, or in a tag; other bytes do not change the state."""
+        """The texts to watch for in free text, or in a tag's content. Outside of JSON, other bytes
+        do not change the state."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"
@@ -423,7 +424,8 @@ class Reader:
         return _joined(pieces)
 
     def end(self) -> list[Piece]:
-        """The bytes that were held back when the answer ends."""
+        """The pieces of the bytes that are held back when the answer ends. An unfinished ``begin``
+        or ``end`` is dropped."""
         pieces: list[Piece] = []
         if self.state.mode not in ("begin", "end"):
             self._give(pieces, self.state, len(self._held))

@@ -4,7 +4,7 @@ tokenizing takes seconds for each megabyte.
 A token represents a bounded number of bytes, so a text of more than ``max_tokens`` times this
 number cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC does) or
 has one token for all unknown text. Then four times as much text is allowed. Text that would shrink
-even more, such as a long run of spaces that becomes one, is refused although it might fit.
+even more, such as a long run of spaces that becomes one space, is refused although it might fit.
 
 Most tokens are much shorter than the longest one, so a text within this bound may still have far
 too many tokens. Therefore the tokens of a long text are first counted in segments, and counting

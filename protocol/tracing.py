@@ -161,8 +161,8 @@ _active: Tracing | None = None
 
 
 def start(process: str) -> Tracing | None:
-    """Creates the exporter of a process (``PARENTS``, or ``gateway``) at its start, if traces are
-    on; ``active`` returns it from then on."""
+    """If traces are on, creates the exporter of this process, which ``active`` then returns.
+    ``process``: a key of ``PARENTS``, or ``gateway``. Called at the start of the process."""
     global _active
     if not wanted(os.environ):
         return None

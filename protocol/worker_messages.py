@@ -1,4 +1,4 @@
-"""The messages between the broker and its workers, other than the forwarded ones of clients.
+"""The messages between the broker and its workers, except the forwarded messages of clients.
 
 Each has a header (``header.py``) between type and body; bodies are msgpack. Sources: the worker
 side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of AICI.
@@ -71,8 +71,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     default: str = ""
     """The model that the worker uses for requests without a model."""
     live: list[LiveRequest] = []
-    """The live requests of this broker, or of an earlier one at its address, without requests of
-    other brokers."""
+    """The worker's live requests that came from this broker, or from an earlier broker at its
+    address."""
     update: bool = False
     """Whether a registered worker changes what it serves; its lease continues."""
     step_age_s: float | None = None
@@ -142,7 +142,7 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
 
 
 class Claim(Struct, kw_only=True, omit_defaults=True):
-    """``CLAIM``: the client of a session has come from another broker. The broker sends it to a GPU
+    """``CLAIM``: the client of a session has come from another broker. Sent by the broker to a GPU
     worker.
 
     The worker sends a JOURNAL for each live stream of the session, and for each stream that has
@@ -170,8 +170,8 @@ class Released(Struct, kw_only=True, omit_defaults=True):
 class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for a request or a START. The header names the request.
 
-    This happens if other brokers have sent the worker requests that this broker does not know yet.
-    The attachments are the body and the attachments that were refused.
+    The worker may be full because other brokers have sent it requests that this broker does not
+    know yet. The attachments are the body and the attachments that were refused.
     """
 
     type: str
@@ -249,9 +249,9 @@ class Replay(Struct, array_like=True):
     The controller worker runs all rounds again with the same inputs. Variable operations get the
     same answers as the first time. The worker sends, in order, the results that may not have been
     applied: all results after the sequence's last sampled token or its last fork, whichever is
-    later. A fork is one of ``forks``, or the fork that created the sequence. The first result that
-    it sends has all logs and writes since the sampled token. The GPU worker stores how many of
-    these the client has received.
+    later. A fork is one of ``forks``, or the fork that created the sequence. The first of these
+    results has all logs and writes since the sampled token. The GPU worker stores how many of these
+    logs and writes the client has received.
     """
 
     seq: Id
@@ -259,7 +259,7 @@ class Replay(Struct, array_like=True):
     """The tokens that were sampled, in order; one round followed each. Tokens that the controller
     dropped or appended are not included, as they follow from these."""
     forks: list[int] = []
-    """The sequences that its forks created, in order. Any later fork is a new one."""
+    """The sequences that its forks created, in order. Any later fork is a new fork."""
     ended: bool = False
     """Whether the sequence has ended. An ended sequence is replayed only for its forks, and its
     results are not sent."""
@@ -316,7 +316,8 @@ class StepSequence(Struct, array_like=True):
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
     stop: str = ""
-    """The stop string that ended it, before whose first occurrence its text ends."""
+    """The stop string that ended the sequence. The sequence's text ends before the first occurrence
+    of this string."""
     draft: list[TokenId] = []
     """Tokens that are likely to follow, for a controller that takes drafts. If the controller
     decides to sample, its result also has the masks along the draft."""
@@ -350,7 +351,7 @@ class StepResult(Struct, array_like=True):
     """Number of tokens to drop from the end of the sequence, not counting the token that is about
     to be sampled."""
     ff_tokens: list[TokenId] = []
-    """Tokens to append after that."""
+    """Tokens to append after the drop."""
     row: int | None = None
     """Row of the shared file that holds the mask."""
     attachment: int | None = None
@@ -363,7 +364,7 @@ class StepResult(Struct, array_like=True):
     """The writes to variables, as AICI's storage commands."""
     error: str | None = None
     code: str | None = None
-    """``error``: its code."""
+    """``error``: the code of the error."""
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
@@ -392,8 +393,8 @@ class StepResult(Struct, array_like=True):
     wakes: int = 0
     """How often the sequence has been woken since its last sampled token."""
     biases_along: list[int | None] = []
-    """The biases of the tokens after those of ``along``, as rows or attachments like these; None:
-    no bias. Empty if none of the tokens has a bias."""
+    """The biases that belong to the masks of ``along``, in the same order, as rows or attachments;
+    None: no bias. Empty if no position along the draft has a bias."""
 
     @property
     def biased(self) -> bool:

@@ -1,8 +1,8 @@
 """A DEALER socket on an event loop, for programs that have many of them at once.
 
 A message needs no thread, task or future: the loop watches the socket's descriptor, and a receiver
-takes all messages that have arrived. The number of waiting messages is bounded in both directions,
-so each end notices if the other stops reading.
+takes several messages at once. The number of waiting messages is bounded in both directions, so
+each end notices if the other end stops reading.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AsyncDealer:
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
-        """Waits until a message has arrived, and returns all messages that have; never an empty
-        list.
+        """Waits until a message has arrived. Returns the messages that have arrived, up to
+        ``TAKE_AT_ONCE``; never an empty list.
 
         Other tasks of the loop have their turns, however fast messages arrive.
         """
@@ -67,7 +67,7 @@ class AsyncDealer:
                 self._sender = self._loop.create_future()
                 self._look()
                 await self._sender
-        # A send can consume the descriptor's edge.
+        # A send can clear the descriptor's signal that a message has arrived.
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:

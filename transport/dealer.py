@@ -388,7 +388,7 @@ class Dealer:
                 frames = queue[0]
                 send(socket, pack(frames) if self._packed else frames)
                 queue.popleft()
-            # A send can consume the edge that would wake the connection's thread.
+            # A send can clear the descriptor's signal that would wake the connection's thread.
             return not readable(socket)
         except zmq.ZMQError:
             # The connection's thread gets the same error and handles it.
@@ -402,7 +402,7 @@ class Dealer:
             self._thread.join(timeout=JOIN_S)
 
     def __del__(self) -> None:
-        # ``close`` cannot do this, because another thread may be about to write to the pipe.
+        # ``close`` does not close the pipe, because another thread may be about to write to it.
         for end in ("_wake_r", "_wake_w"):
             if hasattr(self, end):
                 os.close(getattr(self, end))

@@ -150,8 +150,8 @@ export interface Hello {
    * - `ping`: the client sends PING, and its session may expire - `ack`: its PINGs have `ack` -
    * `bodies`: it accepts several bodies in one TOKEN - `columns`: it accepts TOKEN in columns,
    * which are only sent in msgpack - `text_columns`: with `columns`, it accepts rows with text -
-   * `recover`: it knows `Welcome.recovering` - `gateway`: it carries messages of other users, so it
-   * never has the operator's rights
+   * `recover`: it handles `Welcome.recovering` - `gateway`: it carries messages of other users, so
+   * it never has the operator's rights
    */
   readonly capabilities?: readonly string[] | undefined;
 }
@@ -248,7 +248,8 @@ export interface Generate {
   /** Higher priorities are served first. At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /**
-   * End the stream, with `timeout`, this many seconds after it arrived. More than 0, at most 86400.
+   * End the stream, with the finish reason `timeout`, this many seconds after the request arrived.
+   * More than 0, at most 86400.
    */
   readonly timeout_s?: number | null | undefined;
   /**
@@ -336,7 +337,7 @@ export interface Attach {
 /**
  * `BUFFER`: store a part of prompts in the session, which `buffers` can name.
  *
- * It has exactly one of `tokens`, `text` and attachment 0 (u32 ids). Without any of them, the
+ * It has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these, the
  * buffer is deleted.
  */
 export interface BufferMessage {
@@ -741,7 +742,9 @@ export function readToken(
 
 /** How a GPU worker computes the steps of a model. */
 export interface ForwardPath {
-  /** `FlashAttention over blocks` or `SDPA over gathered blocks`. */
+  /**
+   * The kind of attention, for example `FlashAttention over blocks` or `SDPA over gathered blocks`.
+   */
   readonly attention: string;
   /** Number of batch sizes that have a CUDA graph. */
   readonly graphs: number;
@@ -960,8 +963,8 @@ export interface Status {
   readonly workers: readonly WorkerStatus[];
   readonly counters: Readonly<Record<string, number>>;
   /**
-   * With `streams`: the live streams of all clients with the sender's key, in the order of their
-   * arrival.
+   * With `streams`: the live streams that the sender may see (`StatusRequest.streams`), in the
+   * order of their arrival.
    */
   readonly live: readonly StreamStatus[];
   /** With `metrics`: the metrics of the broker itself. */
@@ -1016,7 +1019,7 @@ export interface Msg {
   readonly stream_id: number;
   readonly model_info?: ModelInfo;
   readonly status?: Status;
-  /** The `received` of the `ATTACH` that this answers. */
+  /** The `received` of the `ATTACH` that this message answers. */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
   readonly moves: number;
@@ -1135,8 +1138,8 @@ export interface Pong {
    */
   readonly session: boolean;
   /**
-   * The number of the client's requests whose end has been sent, for a client with the capability
-   * `ack`.
+   * For a client with the capability `ack`: the number of ends of requests that were sent on this
+   * connection.
    */
   readonly position: number;
 }
