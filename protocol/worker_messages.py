@@ -256,8 +256,9 @@ class Replay(Struct, array_like=True):
 
     seq: Id
     tokens: list[TokenId]
-    """The tokens that were sampled, in order; one round followed each. Tokens that the controller
-    dropped or appended are not included, as they follow from these."""
+    """The tokens that were sampled, in order; one round followed each. Sampled tokens that the
+    controller dropped later are included. Tokens that it appended are not included, because the
+    replay appends them again."""
     forks: list[int] = []
     """The sequences that its forks created, in order. Any later fork is a new fork."""
     ended: bool = False

@@ -50,7 +50,9 @@ def _add_tag(actions: Any) -> None:
     parser.add_argument(
         "module", metavar="MODULE", help="module id (at least 8 characters of it) or tag"
     )
-    parser.add_argument("tags", nargs="+", metavar="TAG", help="new tag; another module loses it")
+    parser.add_argument(
+        "tags", nargs="+", metavar="TAG", help="tag to assign; it is removed from other modules"
+    )
     _finish(parser, _tag)
 
 
@@ -197,6 +199,6 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
             flush=True,
         )
     sys.stdout.flush()
-    # Sets of strings have the same order in all workers, because a stream may move between them.
+    # Gives sets of strings the same order in all workers, because a stream may move to another one.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     os.execve(sys.executable, command, os.environ | same_order | environment(settings))

@@ -204,8 +204,8 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """The tokens by their ids, except that text tokens with a new first character come first. Low
-    ids come early because they are frequent tokens in most tokenizers."""
+    """First each token whose first character no token before it has, then the other tokens, in the
+    order of their ids. In most tokenizers, low ids belong to frequent tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

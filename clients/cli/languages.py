@@ -241,7 +241,7 @@ class _Regex:
 
 def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The pattern in a file, and the line and column of each of its characters and of its end. The
-    lines are joined without trailing blanks; lines that begin with ``#`` are left out."""
+    lines are joined without blanks at their ends; lines that begin with ``#`` are left out."""
     pattern, places = "", [(1, 1)]
     for number, line in enumerate(text.splitlines(), 1):
         kept = line.strip()

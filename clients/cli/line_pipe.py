@@ -128,7 +128,7 @@ class LinePipe:
         await self._dealer.send(frames)
 
     def _is_for_the_user(self, frames: Frames) -> bool:
-        """Whether a message is printed. Also removes ended streams from the open ones."""
+        """Whether a message is printed. Also removes streams that have ended from ``_live``."""
         match frames[0]:
             case b"TOKEN":
                 for entry in decode_as(list[_Entry], frames[1], "json"):

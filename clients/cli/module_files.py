@@ -70,7 +70,7 @@ def _compiled(source: Path) -> bytes:
         )
     workers = importlib.util.find_spec("tokenbus.workers")
     places = workers.submodule_search_locations if workers is not None else None
-    # Only the file itself causes warnings; system headers do not.
+    # With -isystem, the headers of the SDK do not cause warnings.
     include = [f"-isystem{place}/controller/sdk" for place in places or []]
     with tempfile.TemporaryDirectory(prefix="tokenbus-c-") as folder:
         out = Path(folder) / "out.wasm"
@@ -86,7 +86,8 @@ def _compiled(source: Path) -> bytes:
 
 
 def _checked(source: Path, diagnostics: str) -> str:
-    """Returns the compiler's warnings; raises FileFault if one reports a call that does not exist.
+    """Returns the compiler's warnings; raises FileFault if a warning reports a call that does not
+    exist.
 
     The SDK declares the four calls, and clang warns about a function without a declaration. That
     warning finds a misspelt call. Other functions may be defined without a prototype.

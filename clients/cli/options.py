@@ -46,7 +46,9 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every request."""
     add_connection(parser)
     # The dest is not ``model``, because the setting ``model`` is the model of the workers.
-    parser.add_argument("--model", dest="request_model", metavar="M", default="", help="its name")
+    parser.add_argument(
+        "--model", dest="request_model", metavar="M", default="", help="name of the model"
+    )
     parser.add_argument(
         "--timeout", type=_number("timeout_s"), metavar="S", help="give up after S seconds"
     )

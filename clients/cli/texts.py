@@ -75,7 +75,8 @@ def print_completed(stream: Stream, notices: Notices) -> None:
 
 
 def exit_code(sequences: list[GeneratedSequence]) -> int:
-    """Reports each failure on stderr; returns the exit code of the first if all failed."""
+    """Reports each failed sequence on stderr. Returns the exit code of the first failure if all
+    sequences failed, otherwise 0."""
     failed = [s for s in sequences if s.finish_reason == "error"]
     codes = [
         report(error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}")) for s in failed

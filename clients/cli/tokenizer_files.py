@@ -48,7 +48,7 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     except (msgspec.DecodeError, UnicodeDecodeError):
         spec = None
     if not isinstance(spec, dict):
-        raise FileFault(f"{path} is not a tokenizer, as it is not a JSON object; {_WANTED}")
+        raise FileFault(f"{path} is not a tokenizer, because it is not a JSON object; {_WANTED}")
     fingerprint = hashlib.sha256(content).hexdigest()
     try:
         if "config" in spec and "model" not in spec:

@@ -41,7 +41,7 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the cells are aligned to the right."""
     drop: int = 0
-    """A narrow terminal drops the columns above 0, the highest number first."""
+    """A narrow terminal drops columns with a number above 0, the highest number first."""
 
 
 WORKER_COLUMNS = (
