@@ -59,7 +59,7 @@ class Member:
 
     @property
     def node(self) -> str | None:
-        """The node of the worker, or the planned one; None if it is unknown."""
+        """The node of the worker, or the planned node; None if the node is unknown."""
         return self.report.node if self.report is not None else self._target
 
     def look(self, now: float) -> None:
@@ -106,8 +106,8 @@ class Member:
 class Members:
     """All workers of one kind of one system.
 
-    The names ``SYSTEM/RUN/KIND-N`` of placement groups and actors identify the system's run. Both
-    are detached, so that workers outlive the process that created them.
+    The names ``SYSTEM/RUN/KIND-N`` of placement groups and actors identify the system's run.
+    Placement groups and actors are detached, so that workers outlive the process that created them.
     """
 
     def __init__(

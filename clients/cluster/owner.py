@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESTART_S = (0.5, 15.0)
-"""The first and the longest pause before an ended process is restarted, in seconds. Each pause is
-twice the previous one, until a process has run longer than the longest pause."""
+"""The shortest and the longest pause before an ended process is restarted, in seconds. If a process
+ran longer than the longest pause, the next pause is the shortest; otherwise it is twice the
+previous pause."""
 WRONG_SETTING = 2
 """The exit code after which a process is not restarted, because a restart would fail too."""
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ FULL = 0.8
 """Utilization of the workers above which another worker is needed."""
 IDLE = 0.5
 """A worker can be removed if the utilization of the remaining workers is at most this value. The
-number does not change between the two values."""
+number of workers does not change while the utilization is between ``IDLE`` and ``FULL``."""
 
 
 class Bounds(NamedTuple):
@@ -76,7 +76,7 @@ def gpu_workers_needed(status: Status, settings: Settings) -> float:
 
 def controller_workers_needed(status: Status, settings: Settings) -> float:
     """The number of controller workers that the running and waiting controllers would fill. If a
-    round waits for a thread at every worker, the result is the number of workers plus one."""
+    round waits for a thread at every worker, the result is large enough for another worker."""
     workers = [worker for worker in status.workers if worker.role == "controller"]
     needed = sum(worker.requests for worker in workers) / settings.controller_capacity
     if workers and all(worker.load.get("waiting", 0.0) > 0 for worker in workers):

@@ -84,8 +84,8 @@ def add_commands(subparsers: Subparsers) -> None:
         "serve-model",
         allow_abbrev=False,
         help="run a system that serves one model",
-        description="Runs a broker, workers and gateways for one model until Ctrl-C, as LMTP's "
-        "command of this name does.",
+        description="Runs a broker, workers and gateways for one model until Ctrl-C, like LMTP's "
+        "command of the same name.",
     )
     serve.add_argument(
         "model",
@@ -115,7 +115,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         dest="controller_workers",
         action=_Range,
         metavar="M",
-        help="number of controller workers (default: 1); a state worker runs unless it is 0",
+        help="number of controller workers (default: 1); a state worker runs unless M is 0",
     )
     add("--http", metavar="HOST:PORT", help="gateways' address, or none (127.0.0.1:8080)")
     add("--gateways", metavar="N", help="number of gateways on that address (default: 1)")
@@ -171,7 +171,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Range(argparse.Action):
-    """``N`` sets the setting with the name of the flag; ``N..M`` also sets its maximum."""
+    """``N`` sets the setting of the flag, ``SETTING``; ``N..M`` also sets ``max_SETTING``."""
 
     def __call__(
         self,
@@ -291,7 +291,7 @@ def _http_lines(settings: Settings) -> list[str]:
 
 def _with_what_is_installed(settings: Settings) -> Settings:
     """The settings; without controller workers if wasmtime is not installed, and without gateways
-    if Starlette is not."""
+    if Starlette is not installed."""
     if settings.http != "none" and find_spec("starlette") is None:
         print(
             "tokenbus: no gateway starts, because starlette is not installed; "
@@ -353,8 +353,8 @@ def _check_model(settings: Settings) -> None:
 
 
 def _port_dir(port: int) -> str:
-    """The run directory of a system that serve-model starts: the default one for the default port,
-    otherwise one for each port."""
+    """The run directory of a system that serve-model starts: the default run directory for the
+    default port, otherwise a separate run directory for each port."""
     name = f"tokenbus-{os.getuid()}" + (f"-{port}" if port != DEFAULT_PORT else "")
     return str(Path(tempfile.gettempdir()) / name)
 

@@ -22,8 +22,8 @@ def end_system(settings: Settings) -> int:
     code.
 
     If the socket of supervisord was deleted, supervisord is ended by its process id. If supervisord
-    was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if it
-    does not stop within the ``drain_s`` with which it was started.
+    was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if
+    the system does not stop within the ``drain_s`` with which it was started and a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -59,8 +59,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Ends a supervisord that does not accept commands. It stops all processes in the stop order,
-    as after ``Control.shutdown``."""
+    """Ends a supervisord that does not accept commands. supervisord then stops all processes in the
+    stop order, as after ``Control.shutdown``."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

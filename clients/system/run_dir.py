@@ -74,8 +74,9 @@ class RunDir:
     def make(self) -> None:
         """Creates the folder and its ``log/`` with access for this user only.
 
-        Raises SystemFault if the path of a socket would be too long. Also raises SystemFault if the
-        folder belongs to another user or if others have access, who could then control the system.
+        Raises SystemFault if the path contains ``%`` or is too long for a socket in the folder.
+        Also raises SystemFault if the folder belongs to another user or if others have access, who
+        could then control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))

@@ -102,8 +102,8 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies the processes that they will not have successors, so that they do not wait for
-        them."""
+        """Notifies the brokers and the cluster process that the system ends, so that they do not
+        wait for successors of its processes."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
@@ -132,7 +132,7 @@ class Supervisor:
     """A supervisord that this process started, and its children.
 
     supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process,
-    which then ends the others in the stop order.
+    which then ends the other processes in the stop order.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -198,7 +198,8 @@ class Supervisor:
                 self.run_dir.make()
 
     def exit_code(self) -> int | None:
-        """The exit code of supervisord; None while it runs. Negative: the signal that killed it."""
+        """The exit code of supervisord; None while it runs; 0 before it is started. Negative: the
+        signal that killed it."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:

@@ -113,7 +113,7 @@ def check_address(front: str, has_keys: bool = False) -> None:
         host, port = "", None
     if parts.scheme != "tcp" or not port:
         raise SystemFault(
-            f"front: {front!r} is not a valid address; use one as tcp://127.0.0.1:5555 or "
+            f"front: {front!r} is not a valid address; use one like tcp://127.0.0.1:5555 or "
             "ipc:///path/of/a/socket",
             WRONG_SETTING,
         )

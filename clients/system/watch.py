@@ -85,7 +85,7 @@ class Watcher:
 
     def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
         """The load of the system, or its phase, such as ``starting``."""
-        # If another process stops supervisord, supervisord does not answer.
+        # supervisord does not answer while another process stops it.
         if self.ending or not processes:
             return "ending"
         if self._joins:
@@ -152,8 +152,8 @@ class Watcher:
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if self._joins:
-            # A worker's key does not open the broker's socket for clients, so that the worker's
-            # state is not available.
+            # A worker's key does not open the broker's socket for clients, so the state of the
+            # workers is not available.
             return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.group == "broker":
             serves = status is not None and self._answers(process, status)
