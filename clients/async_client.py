@@ -120,8 +120,8 @@ class AsyncClient(BaseClient):
     async def status(
         self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
     ) -> Status:
-        """Workers, sessions and queues. ``streams`` adds the live streams of all clients with the
-        same key, ``metrics`` the counters and histograms."""
+        """Workers, sessions and queues. ``streams`` adds the live streams that this client may see,
+        and ``metrics`` the counters and histograms."""
         answer = await self._ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status

@@ -119,7 +119,8 @@ class Call:
     received: int = 0
     """Number of TOKEN entries of this attempt."""
     repeats: int = 0
-    """Number of next entries that were received before, according to the answer to ATTACH."""
+    """Number of the next entries that repeat received entries, according to the answer to
+    ATTACH."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     seen: dict[int, int] = field(default_factory=dict)
@@ -129,8 +130,9 @@ class Call:
 
     @property
     def may_be_live(self) -> bool:
-        """Whether a worker may still have the stream after a restart of the broker, so that the
-        client waits for it. A request without a received entry is sent again if it may be."""
+        """Whether the client waits for a worker to report the stream after a restart of the broker.
+        If no entry of the stream was received, the client sends the request again instead, unless
+        ``retry_s`` is 0."""
         streams = isinstance(self.message, Generate | Score)
         return streams and (self.received > 0 or self.retry_s == 0)
 

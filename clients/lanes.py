@@ -19,7 +19,8 @@ class Step(NamedTuple):
     rows: Iterable[Row]
 
     def deliver(self) -> None:
-        """Adds each row to its reader's queue, and calls ``Unread.wake`` if it is watched."""
+        """Adds each row to its reader's queue, and calls ``Unread.wake`` if the queue is
+        watched."""
         for unread, row in zip(self.unread, self.rows, strict=True):
             unread.append(row)
             if unread.watched:

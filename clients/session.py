@@ -1,9 +1,9 @@
 """The client's side of the protocol, without sockets and clocks, like the broker's core.
 
 The caller passes received frames and the time. ``outgoing`` has the messages to send, and ``ready``
-the events for the callers of requests. A session outlives its connection: it sends HELLO with its
-token and ATTACH for each stream. Lost requests are sent again, each entry is delivered once, and
-every call has a time limit.
+the events for the callers of requests. A session outlives its connection: on a new connection, it
+sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each entry is
+delivered once, and every call has a time limit.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ HINT_S = 3.0
 """Seconds without a broker after which a warning is logged if calls wait."""
 GRACE_S = 1.0
 """Seconds after the timeout of a request until the client ends the request itself. The broker
-should end it before."""
+should end the request before."""
 
 STREAM_BITS, TRY_BITS = 20, 8
-"""Number of low bits of a named session's stream ids that count its streams and their attempts."""
+"""Numbers of low bits in the stream ids of a named session. The last ``TRY_BITS`` bits count the
+attempts of a stream. The other bits of the last ``STREAM_BITS`` number the streams of a request."""
 MAX_TRY = (1 << TRY_BITS) - 1
 
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
@@ -522,7 +523,7 @@ def no_broker(front: str) -> str:
     if front == Settings().front:
         return f"no broker answers at {front}; start a system with: tokenbus up"
     what = f"no broker answers at {front}; is that the address of a running system?"
-    # Several addresses belong to a system that has more settings.
+    # A system with several addresses needs more flags than --front.
     return what if "," in front else f"{what} Start one with: tokenbus up --front {front}"
 
 

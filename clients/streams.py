@@ -20,7 +20,7 @@ from .results import GeneratedSequence, Sequences, check_text, describe
 
 
 class _Reader:
-    """The common base of both streams. It processes the events of a call."""
+    """The common base of ``Stream`` and ``AsyncStream``, which processes the events of a call."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class _Reader:
         return self._collected.listed()
 
     def close(self) -> None:
-        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
+        """Cancels the request unless the stream has been read to its end. A closed stream cannot
+        be read."""
         if not self._finished:
             self._finished = self._closed = True
             self._connection.cancel(self._call)
@@ -205,7 +206,8 @@ class Stream(_Reader):
         return self.sequences
 
     def close(self) -> None:
-        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
+        """Cancels the request unless the stream has been read to its end. A closed stream cannot
+        be read."""
         super().close()
         self._wakes.put(None)  # Wakes a thread that waits for an entry.
 
@@ -372,7 +374,8 @@ class AsyncStream(_Reader):
         return self.sequences
 
     def close(self) -> None:
-        """Cancels the request unless it was read to its end. A closed stream cannot be read."""
+        """Cancels the request unless the stream has been read to its end. A closed stream cannot
+        be read."""
         super().close()
         self._wake()
 
