@@ -226,7 +226,7 @@ export class Composer extends EventTarget {
   }
 }
 
-/** An error in which the label of the field replaces its name in requests. */
+/** The message of an error, with the label of the field instead of the field's name in requests. */
 function inWordsOfThePage(field, message) {
   const label = byId(field).labels[0].firstChild.textContent.trim();
   const text = message

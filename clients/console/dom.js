@@ -31,8 +31,9 @@ export function setText(element, text) {
 }
 
 /**
- * Updates the children of `parent` from `values`. `make(value)` creates an element for a new key, and
- * `update(element, value)` updates the element of an existing key.
+ * Updates the children of `parent` from `values`. `key(value)` identifies a child. `make(value)`
+ * creates the element of a new key, and `update(element, value)` updates each element, also a new
+ * one.
  */
 export function follow(parent, values, key, make, update) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));

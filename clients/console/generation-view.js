@@ -77,7 +77,7 @@ export class GenerationView extends EventTarget {
     this.#steps.redraw();
   }
 
-  /** The size and the texts of a model's vocabulary. Both are cached for later generations. */
+  /** The size and the texts of a model's vocabulary, which are cached for later generations. */
   async #modelOf(model) {
     let known = this.#models.get(model);
     if (!known) {

@@ -53,7 +53,7 @@ export class Sequence {
     this.seq = seq;
     this.parent = parent;
     this.from = from;
-    /** The number of current tokens, including tokens before the fork. */
+    /** The current tokens, including tokens before the fork. */
     this.kept = parent ? parent.kept.slice(0, from) : [];
     this.inherited = this.kept.length;
   }
@@ -92,7 +92,9 @@ export class Sequence {
     this.kept.push(item);
   }
 
-  /** Whether `run` has all generated tokens, except the token that ended the sequence. */
+  /**
+   * Whether `run` has all tokens of the sequence after its fork. The last one may be missing.
+   */
   hasWritten(run) {
     const own = this.kept.slice(this.inherited);
     const rest = own.length - run.length;

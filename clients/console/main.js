@@ -42,7 +42,7 @@ connection.addEventListener("state", ({ detail: state }) => {
 let polling = false;
 let nextPoll = 0;
 
-/** Shows the status. Repeats this one second after each answer while the page is visible. */
+/** Shows the status. Requests it again one second after each answer while the page is visible. */
 async function poll() {
   clearTimeout(nextPoll);
   if (polling || document.hidden || !connection.open) return;
