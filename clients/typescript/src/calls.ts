@@ -71,7 +71,7 @@ export class Call {
   resendAt: number | null = null;
   /** Number of TOKEN entries of this attempt. */
   received = 0;
-  /** Number of next entries that were received before, according to the answer to ATTACH. */
+  /** Number of the next entries that repeat received entries, according to the answer to ATTACH. */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
@@ -90,8 +90,9 @@ export class Call {
   }
 
   /**
-   * Whether a worker may still have the stream after a restart of the broker, so that the client
-   * waits for it. A request without a received entry is sent again if it may be.
+   * Whether the client waits for a worker to report the stream after a restart of the broker. If no
+   * entry of the stream was received, the client sends the request again instead, unless `retryS`
+   * is 0.
    */
   get mayBeLive(): boolean {
     const { type } = this.request;

@@ -5,9 +5,12 @@ import { ConnectionLostError, type TokenbusError } from "./errors.js";
 import { Session } from "./session.js";
 import type { Link, Received, Transport } from "./transport.js";
 
-/** The first and the longest pause after consecutive failures. Each is twice the previous pause. */
+/**
+ * The first and the longest pause after consecutive failures, in seconds. Each pause is twice the
+ * previous pause.
+ */
 const PAUSES_S = [0.05, 2] as const;
-/** The longest pause if the next connection is to another broker. */
+/** The longest pause if the next connection is to another broker, in seconds. */
 const ELSEWHERE_S = 0.2;
 
 export class Connection {

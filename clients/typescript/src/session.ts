@@ -1,10 +1,10 @@
 /**
  * The client's side of the protocol, without sockets and clocks, like `clients/session.py`.
  *
- * The caller passes messages and times (seconds). `outgoing` has the messages to send, and `ready` the
- * events for the callers of requests. A session outlives its connection: it sends HELLO with its token
- * and ATTACH for each stream. Lost requests are sent again, each entry is delivered once, and every
- * call has a time limit.
+ * The caller passes messages and times (seconds). `outgoing` has the messages to send, and `ready`
+ * the events for the callers of requests. A session outlives its connection: on a new connection,
+ * it sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each
+ * entry is delivered once, and every call has a time limit.
  */
 
 import type { Call, Event, Outgoing } from "./calls.js";
@@ -28,7 +28,10 @@ import type { Received } from "./transport.js";
 
 /** Seconds without an answer to HELLO after which a new connection is opened. */
 const HELLO_AGAIN_S = 5;
-/** The first and the longest pause before another attempt. Each is twice the previous pause. */
+/**
+ * The first and the longest pause before another attempt, in seconds. Each pause is twice the
+ * previous pause.
+ */
 const BACK_OFF_S = [0.1, 2] as const;
 /** Interval between checks of the deadlines, in seconds. */
 const LOOK_S = 0.25;
@@ -53,7 +56,10 @@ export class Session {
   #token: string | null = null;
   #welcomed = false;
   #offlineSince: number;
-  /** Whether the warning about a missing broker was printed. `#look` sets, WELCOME clears it. */
+  /**
+   * Whether the warning about a missing broker was printed. `#look` sets this flag, and a WELCOME
+   * clears it.
+   */
   #hinted = false;
   #helloAt: number;
   #heard: number;

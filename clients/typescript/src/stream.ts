@@ -9,9 +9,9 @@ import { type GeneratedSequence, Sequences } from "./results.js";
 /**
  * The tokens of one request, as they arrive. Iterate over the stream with `for await`.
  *
- * The request is cancelled if the loop is left, by `cancel()`, or by the request's AbortSignal. At its
- * end, a failed stream throws a TokenbusError, and an aborted stream the signal's reason. Unread
- * entries are stored, so cancel a stream that you do not need any more.
+ * The request is cancelled if the loop is left, by `cancel()`, or by the request's AbortSignal. At
+ * its end, a failed stream throws a TokenbusError, and an aborted stream throws the signal's
+ * reason. Unread entries are stored, so cancel a stream that you do not need any more.
  */
 export class TokenStream implements AsyncIterableIterator<Token> {
   readonly #connection: Connection;
@@ -79,7 +79,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return (await this.wait())[0]?.tokens ?? [];
   }
 
-  /** Cancels the request unless it was read to its end. A loop over the stream ends. */
+  /** Cancels the request unless it has ended. A loop over the stream ends. */
   cancel(): void {
     if (this.#state !== "running") return;
     this.#end("cancelled", null);

@@ -7,7 +7,10 @@ import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
 import { type Link, type Listener, type Received, type Transport, decodeMessages } from "./transport.js";
 
-/** The used part of a WebSocket, which is a browser's, Node's, or the package `ws`'s. */
+/**
+ * The part of a WebSocket that this package uses. The WebSocket is the browser's, Node's, or that
+ * of the package `ws`.
+ */
 export interface WebSocketLike {
   binaryType: string;
   onopen: ((event: never) => void) | null;

@@ -29,7 +29,8 @@ class Socket implements Link {
     readonly listener: Listener,
     readonly several: boolean,
   ) {
-    // The queue has no bound, so that a send does not wait. A long silence opens a new socket.
+    // The queue has no bound, so that a send does not wait. After a long silence, the session opens
+    // a new socket.
     this.#dealer = new Dealer({
       sendHighWaterMark: 0,
       receiveHighWaterMark: 0,
@@ -80,9 +81,9 @@ class Socket implements Link {
   }
 
   /**
-   * ZeroMQ reconnects by itself, but the new connection would not have a session. A new socket begins
-   * with HELLO. The events must be read to their end, when the socket is closed: ZeroMQ's thread would
-   * otherwise wait forever for the reader, and block all sockets.
+   * ZeroMQ reconnects by itself, but the new connection would not have a session. A new socket
+   * begins with HELLO. The events must be read until the socket is closed. Otherwise ZeroMQ's
+   * thread would wait forever for the reader, and block all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
