@@ -1,1 +1,2 @@
-"""The state worker: the variables that the sequences of a request share."""
+"""The state worker: the variables that the sequences of a request share, and the tables of tenants'
+controller modules."""

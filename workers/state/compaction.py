@@ -1,8 +1,8 @@
 """Compaction of the log: a new log with the current state, written a few requests at a time.
 
-Operations continue meanwhile. Those of requests that are already in the new log are written to both
-logs; earlier ones are part of the request's saved state. Requests do not depend on each other, so
-each can be saved at a different time.
+Operations continue meanwhile. An operation of a request that is already in the new log is written
+to both logs; earlier operations are part of the request's saved state. Requests do not depend on
+each other, so each can be saved at a different time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .module_tables import SavedTable
 from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
-"""Bytes of requests that are saved in one call; operations wait for it."""
+"""Bytes of requests that are saved in one call; operations wait for the end of the call."""
 
 _encode = msgpack.Encoder().encode
 
@@ -45,7 +45,8 @@ class Compaction:
             raise
 
     def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
-        """Saves some of the pending requests, with the key of each one's tenant. Raises OSError."""
+        """Saves some of the pending requests, with the key of each request's tenant. Raises
+        OSError."""
         size = 0
         while self.pending and size < SLICE:
             request = self.pending.pop()

@@ -1,12 +1,12 @@
 """Durable variables and tables of modules: each operation is written to a log before it is applied.
 
 The log has the operations as they were received; replaying it gives the same answers. If the
-process is killed during an operation, its sender has no answer and repeats it, and it is applied
-exactly once whether it is in the log or not.
+process is killed during an operation, the sender has no answer and repeats the operation. The
+operation is applied exactly once, whether it is in the log or not.
 
-A table is synced before it is answered, variables within ``SYNC_S``. After a sync has failed, no
-operation is done until a new log with the whole state is on the disk: the kernel may have dropped
-any part of the old one.
+A change of a table is synced before its answer is sent; variables are synced within ``SYNC_S``.
+After a sync has failed, no operation is done until a new log with the whole state is on the disk:
+the kernel may have dropped any part of the old log.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ COMPACT_FLOOR = 16 * MIB
 COMPACT_FACTOR = 2
 """The log is rewritten if it exceeds the floor and this many times the size of the state."""
 SYNC_S = 1.0
-"""Seconds between two syncs of the log. A power failure can lose this much of the latest
-operations; a crash of the process loses none."""
+"""Seconds between two syncs of the log. A power failure can lose the operations of about this time;
+a crash of the process loses no operations."""
 
 _UNBOUNDED = 1 << 62
 _DELETED = FileNotFoundError(ENOENT, "the file was deleted")
@@ -66,9 +66,9 @@ class Counts(NamedTuple):
 
 
 class DurableVariables:
-    """A ``VariableStorage``, the ``ModuleTables`` and their log, in a folder of its own.
+    """A ``VariableStorage``, the ``ModuleTables`` and their log, in one folder.
 
-    One thread applies operations; another one calls ``maintain``.
+    One thread applies operations; another thread calls ``maintain``.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class DurableVariables:
         return Counts(len(storage), storage.variables, storage.bytes, self._log.size)
 
     def size(self, request: int) -> int:
-        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown one."""
+        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown request."""
         return self._storage.size(request)
 
     def apply(
@@ -118,8 +118,8 @@ class DurableVariables:
         """Applies operations in order, each given decoded and as received; returns their answers.
 
         ``tenants`` has the tenant of each operation, None if the broker did not name one. All
-        operations are logged with one write. If it fails, or a sync of the log has failed, new
-        operations are not applied. Their answers then have an ``error`` and ``again``.
+        operations are logged with one write. If the write fails, or a sync of the log has failed,
+        new operations are not applied. Their answers then have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -168,7 +168,8 @@ class DurableVariables:
         """Reads or replaces the table of a tenant. The new table is on the disk before the answer
         is sent.
 
-        If it cannot be written or synced, it is not replaced, and the answer has an ``error``.
+        If the new table cannot be written or synced, the old table stays, and the answer has an
+        ``error``.
         """
         with self._lock:
             table = self._tables.replacement(op)
@@ -186,8 +187,8 @@ class DurableVariables:
     def end(self, requests: Iterable[int]) -> None:
         """Removes the variables of ended requests; ignores requests that have none.
 
-        If the log cannot be written, they reappear after a restart, until the broker reports that
-        it does not know them.
+        If the log cannot be written, the variables reappear after a restart, until the broker
+        reports that it does not know the requests.
         """
         with self._lock:
             ended = [request for request in requests if self._storage.end(request)]
@@ -200,10 +201,8 @@ class DurableVariables:
                 self._compaction.pending.difference_update(ended)
 
     def maintain(self) -> float:
-        """Syncs the log and rewrites a part of it, if either is due.
-
-        Returns the seconds until it should be called again. It may run on another thread than the
-        operations.
+        """Syncs the log, and writes a part of a new log, if these are due. Returns the seconds
+        until the next call. Another thread may apply operations meanwhile.
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:
@@ -262,7 +261,7 @@ class DurableVariables:
                     folder.close()
                     raise
             except (OSError, FolderError) as error:
-                # The next call tries again; until then the log without a name records the
+                # The next call tries again; until then the deleted log still records the
                 # operations.
                 log.error("cannot write %s anew: %s", self._path, error)
                 return
@@ -309,7 +308,7 @@ class DurableVariables:
             return storage, old
 
     def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
-        """A new log of the current state, which replaces any other. Raises OSError."""
+        """A new log of the current state, which replaces any other log. Raises OSError."""
         compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
         try:
             while compaction.pending:
@@ -356,7 +355,8 @@ class DurableVariables:
         if error is not None:
             self._log.cut(size)
             if self._compaction is not None:
-                # The new log has the table too. The log has a fault, so that another one begins.
+                # The new log of the compaction has the table too. Because of the fault, another
+                # compaction begins.
                 self._compaction.abandon()
                 self._compaction = None
         return error
@@ -371,7 +371,7 @@ class DurableVariables:
         return None
 
     def _finish(self, compaction: Compaction) -> None:
-        """Replaces the old log by the new one. Raises OSError if the old one stays."""
+        """Replaces the old log by the new log. Raises OSError if the old log stays."""
         # Most of the new log is synced without the lock, so that operations do not wait.
         compaction.log.sync()
         with self._lock:

@@ -31,7 +31,8 @@ class Folder:
                 _sync(folder.parent)
             if path.stat().st_uid != os.getuid():
                 raise FolderError(
-                    f"the folder {path} belongs to another user; it must belong to this one"
+                    f"the folder {path} belongs to another user; it must belong to the user "
+                    "of this process"
                 )
             path.chmod(0o700)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

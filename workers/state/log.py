@@ -1,6 +1,6 @@
-"""The log file: appended records, which are read back up to the first incomplete one.
+"""The log file: appended records, which are read back up to the first incomplete record.
 
-A record has a length and a CRC-32 (u32 each, little-endian), then that many bytes: one for its
+A record has a length and a CRC-32 (u32 each, little-endian), then that many bytes: one byte for the
 kind, and the body. The first record of a file is a header with its format.
 """
 
@@ -110,7 +110,7 @@ class Log:
 
     def cut(self, size: int) -> None:
         """Removes all records after the first ``size`` bytes; if the file cannot be truncated now,
-        before the next append."""
+        it is truncated before the next append."""
         with self._syncing:
             self.size = size
             self._synced = 0
@@ -121,7 +121,7 @@ class Log:
 
     def sync(self) -> None:
         """Syncs the appended records to disk. Raises OSError, also if a sync has failed before.
-        Thread-safe: the kernel reports an error to one of two syncs at the same time."""
+        Thread-safe: the kernel reports an error only to one of two simultaneous syncs."""
         with self._syncing:
             if self.fault is not None:
                 raise OSError(self.fault.errno, self.fault.strerror)
@@ -149,7 +149,7 @@ class Log:
 
     @property
     def in_place(self) -> bool:
-        """Whether the log's path is still that of its file."""
+        """Whether the log's path still leads to the open file."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except OSError:

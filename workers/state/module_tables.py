@@ -3,7 +3,7 @@
 In this module a table is bytes with a version, which is replaced by compare-and-set; the controller
 workers interpret it. Versions are ascending times in microseconds. If a table is lost with this
 worker's folder, another machine may restore its copy; its versions then differ from all earlier
-ones.
+versions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
 from .variables import MIB
 
 TABLE_BYTES = 8 * MIB
-"""Bytes of a table at most: enough for all modules and tags of a tenant with usual names."""
+"""Maximum bytes of a table: enough for all modules and tags of a tenant with usual names."""
 TOTAL_BYTES = 256 * MIB
-"""Bytes of all tables at most, on a machine with enough memory."""
+"""Maximum bytes of all tables, on a machine with enough memory."""
 PARTS = 8
 """A table may have at most this fraction (1 / PARTS) of the bytes of all tables."""
 
@@ -42,7 +42,7 @@ class ModuleTables:
         total_bytes: int = TOTAL_BYTES,
         clock: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """``total_bytes``: bytes of all tables at most. ``clock``: the time in microseconds."""
+        """``total_bytes``: the maximum bytes of all tables. ``clock``: the time in microseconds."""
         self._max_total_bytes = total_bytes
         self._max_bytes = min(TABLE_BYTES, total_bytes // PARTS)
         self._clock = clock
@@ -67,8 +67,8 @@ class ModuleTables:
         return ModuleTableAnswer(op.id, table.version, None if known else table.content)
 
     def replacement(self, op: ModuleTable) -> SavedTable | None:
-        """The table that an operation writes; None if it only reads, was done before, or has
-        another version."""
+        """The table that an operation writes; None if the operation only reads, was done before, or
+        has another version."""
         table = self._tables.get(op.tenant)
         current = table.version if table is not None else 0
         if op.content is None or op.known != current or (table is not None and table.by == op.id):
@@ -93,7 +93,7 @@ class ModuleTables:
         return None
 
     def put(self, table: SavedTable) -> None:
-        """Stores a table, replacing any other of its tenant."""
+        """Stores a table, and replaces any other table of the same tenant."""
         before = self._tables.get(table.tenant)
         self.bytes += len(table.content) - (len(before.content) if before is not None else 0)
         self._tables[table.tenant] = table

@@ -37,7 +37,7 @@ class Shares:
         return self._requests.get(request, _NOTHING).key
 
     def size(self, request: int) -> int:
-        """The bytes of a request; 0 for an unknown one."""
+        """The bytes of a request; 0 for an unknown request."""
         return self._requests.get(request, _NOTHING).bytes
 
     def refusal(self, tenant: Tenant, request: int, cost: int) -> str | None:

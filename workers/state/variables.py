@@ -119,17 +119,19 @@ class VariableStorage:
         return len(self._held)
 
     def size(self, request: int) -> int:
-        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown one."""
+        """The bytes of a request, as ``StorageLimits`` counts them; 0 for an unknown request."""
         held = self._held.get(request)
         return held.bytes if held is not None else 0
 
     def answered(self, op: Variable) -> bool:
-        """Whether the operation was already applied, so that it only gets the same answer again."""
+        """Whether the operation was already applied. It is then only answered again, with the same
+        answer."""
         held = self._held.get(op.request)
         return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
-        """The error for a new operation that is refused without a stored answer; None otherwise.
+        """The error for a new operation that is refused without a stored answer; None if the
+        operation is not refused.
 
         Refusals for a name that is not valid, a value that is too long, an ended request, and a
         request without room for another answer are the same when repeated. If all requests together
@@ -304,8 +306,8 @@ def _as_it_is(stored: _Stored | None) -> _Result:
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that become free if a value is replaced, without those that stored answers refer
-    to."""
+    """The bytes that become free if a value is replaced, without the bytes that stored answers
+    refer to."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)

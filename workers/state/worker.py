@@ -81,12 +81,13 @@ class StateWorker:
         self._links: dict[int, set[int]] = {
             request: set(every) for request in self._variables.requests
         }
-        """By request: the links to the brokers that may have it, those over which operations of it
-        came; of one that was in the log, all. One that has gone on behind another broker is ended
-        by the first one too."""
+        """By request: the links to the brokers that may have the request. These are the links over
+        which its operations came, or all links for a request that was restored from the log. A
+        request that has moved to another broker is also reported as ended by its first broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, and since when, in order. An operation of such
-        a request may still come over another link."""
+        """Requests that no broker is known to have, and when this began, in seconds of the
+        monotonic clock. The earliest time is first. An operation of such a request may still come
+        over another link."""
         self._ops = 0
         self._stop_reason = ""
 
@@ -99,7 +100,8 @@ class StateWorker:
                     # No operation is in progress, and the next state worker replays the log.
                     self.stop("the broker requested it")
                 elif message.type != LEASE_ENDED:
-                    # After that, the variables are needed where the requests continue.
+                    # After LEASE_ENDED, the variables are kept, because the requests may continue
+                    # at another broker.
                     log.warning(
                         "ignored a message of type %r, which a state worker does not take",
                         message.type,
@@ -110,8 +112,9 @@ class StateWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Stops it after the current operations; may be called from a signal handler. ``restarts``
-        has no effect: every state worker leaves its folder to the next one."""
+        """Stops the worker after the current operations; may be called from a signal handler.
+        ``restarts`` has no effect: every state worker leaves its folder to the next state
+        worker."""
         self._stop_reason = reason
         self._bus.interrupt()
 
@@ -136,8 +139,8 @@ class StateWorker:
                     self._end(end.requests, message.link, elsewhere=elsewhere)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
-                    # A broker that has stood still may not have received the END yet with which it
-                    # would report that a request has gone on behind another one.
+                    # A broker that was suspended may not know yet that a request continues under
+                    # another broker.
                     self._end(answer.unknown, message.link, elsewhere=self._several)
                     self._bus.registered(answer, message.link)
                 else:
@@ -275,7 +278,8 @@ class StateWorker:
 
 
 def _tenant_of(message: FromBus) -> Tenant | None:
-    """The tenant that the broker names in a message; None if it does not. Raises ValueError."""
+    """The tenant that the broker names in a message; None if the broker does not name a tenant.
+    Raises ValueError."""
     return Tenant.decode(message.attachments[-1]) if message.attachments else None
 
 
