@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 LEASE_ENDED = b"LEASE_ENDED"
-"""The type of a message that brokers do not send. A worker with several brokers receives it when
-the lease at one of them has ended, possibly for good."""
+"""The type of a message that brokers do not send. A worker with several brokers receives a message
+of this type when the lease at one of the brokers has ended, possibly for good."""
 
 
 class BusEndedError(RuntimeError):
@@ -90,8 +90,8 @@ class Bus:
         """Whether the worker can serve requests: a GPU worker needs a model, or loads models on
         demand."""
         self._process = secrets.randbits(63) or 1
-        """Number of this process, by which brokers distinguish it from other processes with its
-        name."""
+        """Number of this process, by which brokers distinguish it from other processes with the
+        same worker name."""
         addresses = separate(endpoint)
         self._links = [Link(n, address, self, key) for n, address in enumerate(addresses)]
 
@@ -156,8 +156,8 @@ class Bus:
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
         """The requests of a link that continue after this ``REGISTERED``; the worker drops the
-        others. None means that all continue, because the message answers a change of the
-        registration."""
+        link's other requests. None means that all continue, because the message answers a change of
+        the registration."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
@@ -193,7 +193,7 @@ class Bus:
 
     def drain(self, reason: str, successor: bool = False) -> None:
         """Stops the brokers from sending further requests. ``successor``: another process replaces
-        this process, so that its streams may move at once."""
+        this process, so that the streams of this process may move at once."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 
@@ -260,8 +260,8 @@ class Bus:
         self._inbox.put(kept)
 
     def link_ended(self, reason: str) -> None:
-        """Handles the end of a link's thread, and with it of the connection: it was closed, or
-        ended for this reason."""
+        """Handles the end of a link's thread, which also ends the connection. ``reason`` is empty
+        if the connection was closed."""
         self._ended = reason
         self._inbox.put([])
 

@@ -38,8 +38,8 @@ class Lease:
         self._next_beat = now
         self._drain: Drain | None = None
         self._outdated = False
-        """Whether the registration changed after REGISTER was sent. ``changed`` sets it, and clears
-        it when the update is sent."""
+        """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
+        ``connected`` clears it, and so does ``changed`` when it sends the update."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
         self._registrations = 0
@@ -108,7 +108,8 @@ class Lease:
     def changed(self) -> list[Frames]:
         """The messages that report a changed registration; empty before the lease is granted. The
         update then follows ``REGISTERED``, because a second REGISTER would end the lease."""
-        # Set before ``registered`` is checked, which another thread may set meanwhile.
+        # The flag is set before ``registered`` is checked, because another thread may set
+        # ``registered`` in between.
         self._outdated = True
         if not self.registered:
             return []

@@ -1,7 +1,7 @@
 """A worker's link to one broker: its lease there, its posted messages, and its connection.
 
 A worker has a link to each broker of its list. Each link has its own lease, and does not affect the
-others.
+other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
 requests to other workers. So posted messages are dropped from the ``REGISTER`` of a new lease on,
@@ -44,8 +44,8 @@ class FromBus(NamedTuple):
 
 
 class Worker(Protocol):
-    """The functions of its worker that a link calls on its thread. ``registration`` is also called
-    on the worker's own thread."""
+    """The functions of a worker that its links call on their threads. ``registration`` is also
+    called on the worker's own thread."""
 
     def registration(self, link: int) -> Register:
         """The registration at a broker."""
@@ -61,8 +61,8 @@ class Worker(Protocol):
         are void."""
 
     def link_ended(self, reason: str) -> None:
-        """Called when the thread of a link has ended: its owner closed it (the reason is empty), or
-        for another reason."""
+        """Called when the thread of a link has ended. ``reason`` is empty if the link was
+        closed."""
 
 
 class Link:
@@ -73,7 +73,8 @@ class Link:
         self._outbox: deque[Frames] = deque()
         self._gate = threading.Lock()
         self._muted = False
-        """Whether posted messages are dropped. The holder of ``_gate`` sets and clears it."""
+        """Whether posted messages are dropped. The holder of ``_gate`` sets and clears this
+        flag."""
         self._handled = 0
         """The lease whose ``REGISTERED`` the worker has handled."""
 
@@ -133,7 +134,7 @@ class Link:
 
     def _mute(self) -> None:
         """Mutes the link, because another lease begins. Called by the holder of the turn to send,
-        before its ``REGISTER``."""
+        before the lease sends ``REGISTER``."""
         with self._gate:
             self._muted = True
             self._outbox.clear()
@@ -165,7 +166,7 @@ class _WorkerPeer:
 
     def connected(self, now: float) -> None:
         """Registers. Drops messages that have arrived for requests of an earlier registration, and
-        messages that are posted for them."""
+        messages that are posted for these requests."""
         self._mute()
         self._worker.lease_ended(self._number)
         self._answers.clear()
@@ -179,7 +180,8 @@ class _WorkerPeer:
         log.warning("%s; trying again", error.message)
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """Passes each message to the lease, and the others to the worker."""
+        """Passes each message to the lease. Messages that are not only for the lease are passed to
+        the worker."""
         taken: list[FromBus] = []
         for frames in messages:
             try:

@@ -14,7 +14,7 @@ REFUSED = 2
 
 
 class Worker(Protocol):
-    """A worker as its process sees it."""
+    """The interface of a worker for its process."""
 
     def run(self) -> int:
         """Serves until the worker is stopped; returns the exit code."""

@@ -1,10 +1,10 @@
 """A draft model: a small model writes draft tokens, which the large model verifies.
 
 The draft model has its own KV cache. For each sequence it first computes the accepted tokens that
-it has not seen, and then writes one token after another. If the large model samples, the draft
-model samples with the same counter-based random numbers. Two similar distributions then give the
-same token most of the time, almost as in a maximal coupling. The idea of verified drafts is from
-Leviathan, Kalman and Matias (2023).
+it has not computed yet, and then writes one token after another. If the large model samples, the
+draft model samples with the same counter-based random numbers. Two similar distributions then give
+the same token most of the time, almost as in a maximal coupling. The idea of verified drafts is
+from Leviathan, Kalman and Matias (2023).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ large model."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Raises ModelLoadError if the tokens of a draft model are not those of the model."""
+    """Raises ModelLoadError if the draft model has other tokens than the model, or if the model is
+    spread over several devices."""
     name = f"the draft model {draft.name!r}"
     if loaded.ranks is not None:
         raise ModelLoadError(
@@ -118,7 +119,8 @@ class DraftModel:
             return [[] for _ in sequences]
 
     def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
-        """Captures the CUDA graphs of the draft model's forwards, if it can have any."""
+        """Captures the CUDA graphs of the draft model's forwards, if the draft model can have
+        graphs."""
         self._runner.capture_graphs(max_batch, on_progress)
 
     def forget(self, sequence: Sequence) -> None:

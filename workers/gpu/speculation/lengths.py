@@ -126,8 +126,8 @@ def written_length(
     """The number of tokens that a draft model writes for each sequence of a step; 0 if no draft is
     worth its cost. ``probabilities``: the acceptance probability of each sequence's draft tokens.
 
-    ``forward_cost``: the cost of a draft model's forward, relative to one of the large model. Each
-    position of the drafts needs one forward.
+    ``forward_cost``: the cost of a draft model's forward, relative to a forward of the large model.
+    Each position of the drafts needs one forward.
     """
     if not probabilities:
         return 0

@@ -6,10 +6,10 @@ a lookup does not depend on the length of the text. Places are compared backward
 match wins. If it has fewer than ``LONGEST`` tokens, the texts of the session's earlier requests are
 searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding, 2023).
 
-A text that differs from its source at one place (a replaced name, a value of a record) often
-returns to it soon. So near the last match, one or two equal tokens are enough for a new match. The
-acceptance probability of a draft token is estimated from the tokens that follow the other places of
-the run before it.
+A text that differs from its source at one place (a replaced name, a value of a record) often agrees
+with its source again soon after this place. So near the last match, one or two equal tokens are
+enough for a new match. The acceptance probability of a draft token is estimated from the tokens
+that follow the other places of the run before it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """The place after the last match where the last two tokens occur, or the last one."""
+        """The place after the last match where the last two tokens occur, or else the last
+        token."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None

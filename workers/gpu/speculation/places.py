@@ -8,7 +8,7 @@ from typing import NamedTuple
 SIZE = 3
 """Tokens of a run. Shorter runs are too frequent to predict the next token."""
 PLACES = 6
-"""Maximum number of places that are stored for each run: the latest ones."""
+"""Maximum number of places that are stored for each run: the latest places."""
 LONGEST = 32
 """Matches are compared up to this length. A longer match does not predict better."""
 

@@ -1,10 +1,10 @@
 """Verifies drafts: samples each row as it would be sampled without a draft.
 
 The forward computes the sequence's last token and its draft, with a row of logits for each. The
-first row gives the next token. If that equals the first draft token, the second row is the row that
-the next step would have computed, and gives the token after it, and so on. Sampling depends on the
-seed, the sequence, the position and the tokens before. All these inputs are the same as without a
-draft, so the sampled tokens are the same too.
+first row gives the next token. If this token equals the first draft token, the second row is the
+row that the next step would have computed. The second row then gives the token after the draft
+token, and so on. Sampling depends on the seed, the sequence, the position and the tokens before.
+All these inputs are the same as without a draft, so the sampled tokens are the same too.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Verifier:
 
 def _is_verifiable(sequence: Sequence) -> bool:
     """Whether a part of a sequence's draft can be verified; shortens the draft to that part.
-    Options apply only to the next token, so a sequence with these is sampled without its draft."""
+    Options apply only to the next token, so a sequence with options is sampled without its
+    draft."""
     if sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:
