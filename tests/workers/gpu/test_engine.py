@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 from tokenbus.protocol.errors import Code, RequestError
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
@@ -306,7 +307,7 @@ def test_text_in_columns_is_that_of_outputs(engine: Engine) -> None:
             entry = (o.token, o.pos, o.text, o.finish_reason, o.stop, o.shortened)
             found.setdefault((o.request, o.seq), []).append(entry)
     assert {row.request for row in rows} == {*range(len(TEXTS)), 50}
-    assert all((row.text is None) == (row.request == 50) for row in rows)
+    assert all((row.text is UNSET) == (row.request == 50) for row in rows)
     for number, options in enumerate(TEXTS):
         for seq in range(options.get("n", 1)):
             assert found[number, seq] == found[100 + number, seq]

@@ -101,7 +101,8 @@ class Batch:
 
 
 def output(request: int, **more: object) -> TokenOutput:
-    return TokenOutput(request, 0, 5, -1.0, 0)._replace(**more)  # type: ignore[arg-type]
+    made = TokenOutput(token=5, stream_id=0, logprob=-1.0, finish_reason=None, request=request)
+    return msgspec.structs.replace(made, **more)
 
 
 def test_what_cannot_be_encoded_ends_its_own_stream_with_an_error() -> None:
@@ -161,9 +162,13 @@ def play(
         alone = number % 8
         alive = sorted(key for key in keys if key[0] not in over)
         columns = batch.rows(*(key for key in alive if key[0] != alone))
-        others = [TokenOutput(*key, 7, None, 0, text="x") for key in alive if key[0] == alone]
+        others = [
+            output(request, seq=seq, token=7, logprob=None, text="x")
+            for request, seq in alive
+            if request == alone
+        ]
         if number < 8 and others:
-            others[-1] = others[-1]._replace(finish_reason="stop")
+            others[-1].finish_reason = "stop"
             over.add(alone)
         sent.streams.send(StepOutputs(others, columns))
 

@@ -491,7 +491,8 @@ class Engine:
     ) -> None:
         """Ends one sequence. For the reason "error", its last output has ``error`` and ``code``."""
         ended = self._live.end(self._live.named(request, seq), reason, error)
-        self._live.outputs.append(ended._replace(code=code))
+        ended.code = code
+        self._live.outputs.append(ended)
 
 
 def _cache_bytes(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec import UNSET
 
 from ..sampling.row_parameters import Rows
 from ..sampling.sampled_batch import SampledBatch
 from ..sampling.sampler import NAN, Sampled, Scores
 from .scheduler import Chunk
-from .sequence import Inspected, Sequence, TokenColumns, TokenOutput
+from .sequence import Sequence, TokenColumns, TokenOutput
 from .sequences import LiveSequences
 from .text import Text
 
@@ -95,17 +96,16 @@ class Results:
             except Exception as error:
                 live.fail_text(sequence, error)
                 return
-        request, seq = sequence.request, sequence.seq
-        outputs = [
-            TokenOutput(request, seq, token, value, first + i, None, top, text)
-            for i, (token, value, top, text) in enumerate(
-                zip(tokens, found, tops, texts, strict=True)
-            )
-        ]
+        rows = zip(tokens, found, tops, texts, strict=True)
+        for pos, (token, value, top, text) in enumerate(rows, first):
+            output = TokenOutput.of(sequence, token, value)
+            output.pos = pos
+            output.top_logprobs = UNSET if top is None else top
+            output.text = UNSET if text is None else text
+            live.outputs.append(output)
         if chunk.completes:
-            outputs[-1] = outputs[-1]._replace(finish_reason="length")
+            live.outputs[-1].finish_reason = "length"
             live.remove(sequence)
-        live.outputs += outputs
 
     def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
         """The requests whose outputs of this step are not all plain tokens."""
@@ -126,22 +126,13 @@ class Results:
         if isinstance(pushed, Exception):
             self._live.fail_text(sequence, pushed)
             return
-        token, logprob = sampled.tokens[i], sampled.logprobs[i]
-        top = sampled.top.get(i) or {token: logprob}
-        inspected = None
+        output = TokenOutput.of(sequence, sampled.tokens[i], sampled.logprobs[i])
+        output.top_logprobs = sampled.top_of(i)
+        output.distribution = sampled.distributions.get(i)
         if sequence.inspect:
-            inspected = Inspected(
-                sampled.allowed.get(i), sampled.cut.get(i, ()), sampled.biased.get(i, {})
-            )
-        self._live.append(
-            sequence,
-            token,
-            logprob,
-            top,
-            inspected=inspected,
-            pushed=pushed,
-            distribution=sampled.distributions.get(i),
-        )
+            output.allowed = sampled.allowed.get(i, UNSET)
+            output.cut, output.bias = sampled.cut.get(i, []), sampled.biased.get(i, {})
+        self._live.append(sequence, output, pushed)
 
 
 def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:

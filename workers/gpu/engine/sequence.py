@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
-from ....protocol.messages import ConstraintEnd, FinishReason
-from ....protocol.sampling import Distribution, Sampling
+from ....protocol.messages import FinishReason, Token
+from ....protocol.sampling import Sampling
 from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
 from ..sampling.under import Under
@@ -23,56 +23,37 @@ MAX_SEQ = 2**32 - 1
 """The highest sequence number: sequence numbers are sent as u32."""
 
 
-class Inspected(NamedTuple):
-    """The facts that a request with ``inspect`` receives about a token."""
+class TokenOutput(Token, kw_only=True, omit_defaults=True):
+    """The result of a step for one sequence: a token, the end of the sequence, or both.
 
-    allowed: int | None = None
-    """Number of tokens that the mask and the bias allowed; None without a mask and a bias."""
-    cut: Tokens[int] = ()
-    """The most likely tokens that the mask or the bias forbade, the most likely first."""
-    bias: Mapping[int, float] = {}
-    """The biases of the token itself and of the other most likely tokens, by token."""
-    round_us: int = 0
-    """Duration of the controller's round before the token, in microseconds."""
+    An output is the entry that clients receive. The engine does not have the streams of requests:
+    ``LiveStreams`` sets ``stream_id``, and clears the fields that clients do not receive.
+    """
 
-
-class TokenOutput(NamedTuple):
-    """The result of a step for one sequence: a token, the end of the sequence, or both."""
-
-    request: int
-    seq: int
-    token: int | None
-    logprob: float | None
-    pos: int
-    """The token's position, counted from the first generated or scored token."""
-    finish_reason: FinishReason | None = None
-    top_logprobs: Mapping[int, float] | None = None
-    """The most likely tokens; None for a scored token, unless the SCORE requests them."""
-    text: str | None = None
-    """Text mode: the text that became certain."""
-    error: str | None = None
-    backtrack: int = 0
-    """Number of tokens of the sequence that were removed before this token."""
-    parent: int | None = None
-    """In a fork's first output: the number of the parent sequence."""
-    code: str | None = None
-    """The error code of ``error``."""
-    logs: str = ""
-    """The log output of the sequence's controller."""
-    storage: Tokens[Any] = ()
-    """The controller's writes to variables."""
-    constraint: ConstraintEnd | None = None
-    """In the last output, under a built-in constraint: how the text ended."""
+    request: int = 0
+    """The number of the request. Clients do not receive it."""
     shortened: bool = False
     """In the last output: the text ends earlier than the controller's view of it, at a stop string
-    or between appended tokens."""
-    stop: str | int | None = None
-    """In the last output: the stop string or stop token that ended the sequence."""
-    inspected: Inspected | None = None
-    distribution: Distribution | None = None
-    """The distribution that the controller requested."""
-    wakes: int = 0
-    """With a sampled token: number of wakes of the controller since the last sampled token."""
+    or between appended tokens. Clients do not receive it."""
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        token: int | None = None,
+        logprob: float | None = None,
+        reason: FinishReason | None = None,
+    ) -> Self:
+        """An output at the end of a sequence."""
+        return cls(
+            token=token,
+            stream_id=0,
+            logprob=logprob,
+            finish_reason=reason,
+            pos=sequence.num_generated,
+            seq=sequence.seq,
+            request=sequence.request,
+        )
 
 
 @dataclass(slots=True)
@@ -133,7 +114,7 @@ class Sequence:
     """With token healing: characters at the beginning of the text that belong to the prompt."""
     with_text: bool = False
     inspect: bool = False
-    """Whether outputs report the effect of the masks (``Inspected``)."""
+    """Whether outputs report the effect of the masks."""
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
@@ -220,9 +201,9 @@ class TokenColumns:
     logprobs: np.ndarray
     """float64."""
     positions: np.ndarray
-    """int64; see ``TokenOutput.pos``."""
+    """int64; see ``Token.pos``."""
     texts: list[str | None] | None = None
-    """See ``TokenOutput.text``; None if no row has text."""
+    """See ``Token.text``; None if no row has text."""
 
     @property
     def requests(self) -> set[int]:
@@ -251,8 +232,11 @@ class TokenColumns:
         columns = (self.tokens.tolist(), self.logprobs.tolist(), self.positions.tolist())
         texts = self.texts or [None] * len(self.sequences)
         for s, token, logprob, pos, text in zip(self.sequences, *columns, texts, strict=True):
-            top = {token: logprob}
-            yield TokenOutput(s.request, s.seq, token, logprob, pos, None, top, text)
+            output = TokenOutput.of(s, token, logprob)
+            output.pos, output.top_logprobs = pos, {token: logprob}
+            if text is not None:
+                output.text = text
+            yield output
 
 
 @dataclass(slots=True)

@@ -9,13 +9,12 @@ from collections.abc import Sequence as Tokens
 from ....protocol.errors import Code, RequestError
 from ....protocol.logs import about
 from ....protocol.messages import FinishReason
-from ....protocol.sampling import Distribution
 from ..model.runner import Runner
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
 from .pending_step import PendingStep
 from .scheduler import Scheduler
-from .sequence import MAX_SEQ, Inspected, Sequence, TokenOutput
+from .sequence import MAX_SEQ, Sequence, TokenOutput
 from .text import Text
 
 log = logging.getLogger(__name__)
@@ -148,9 +147,9 @@ class LiveSequences:
         self.forks += n
         children = [self._forked(parent, number) for number in numbers]
         for child in children:
-            self.outputs.append(
-                TokenOutput(request, child.seq, None, None, child.num_generated, parent=parent.seq)
-            )
+            begun = TokenOutput.of(child)
+            begun.parent = parent.seq
+            self.outputs.append(begun)
             if self.step is not None and parent in self.step.rows:
                 self.step.rows[child] = self.step.rows[parent]
             elif parent.row is not None:
@@ -217,15 +216,18 @@ class LiveSequences:
         if drop:
             self._drop(sequence, drop)
         if not tokens:
-            request, seq, pos = sequence.request, sequence.seq, sequence.num_generated
-            self.outputs.append(TokenOutput(request, seq, None, None, pos, backtrack=drop))
+            dropped = TokenOutput.of(sequence)
+            dropped.backtrack = drop
+            self.outputs.append(dropped)
             return
         for number, token in enumerate(tokens, 1):
-            if not self.append(sequence, token, backtrack=drop):
+            output = TokenOutput.of(sequence, token)
+            if number == 1:
+                output.backtrack = drop
+            if not self.append(sequence, output):
                 if number < len(tokens):
-                    self.outputs[-1] = self.outputs[-1]._replace(shortened=True)
+                    self.outputs[-1].shortened = True
                 return
-            drop = 0
 
     def discard_logits(self, sequence: Sequence) -> None:
         """Discards the logits and decisions of a sequence; its last token is computed again."""
@@ -246,90 +248,68 @@ class LiveSequences:
 
     # --- tokens and ends ------------------------------------------------------------------------
 
-    def append(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprob: float | None = None,
-        top: dict[int, float] | None = None,
-        backtrack: int = 0,
-        inspected: Inspected | None = None,
-        pushed: Text | None = None,
-        distribution: Distribution | None = None,
-    ) -> bool:
-        """Appends a token to a sequence, and ends the sequence at a stop or at its maximum length.
-        Returns whether it is still alive. ``pushed``: the token's text, if already decoded."""
-        pos = sequence.num_generated
-        reason: FinishReason | None = None
-        shortened = False
-        stop: str | int | None = None
+    def append(self, sequence: Sequence, output: TokenOutput, pushed: Text | None = None) -> bool:
+        """Appends the token of an output to a sequence, and ends the sequence at a stop or at its
+        maximum length. Returns whether it is still alive. ``pushed``: the token's text, if already
+        decoded."""
+        token = output.token
+        assert token is not None
         if token in sequence.stop_ids:
-            reason = "stop"
-            stop = token if token in sequence.sampling.stop else None
+            output.finish_reason = "stop"
+            output.stop = token if token in sequence.sampling.stop else None
         elif len(sequence.tokens) + 1 >= sequence.max_length:
-            reason = "length"
-        text = None
+            output.finish_reason = "length"
         if sequence.text is not None:
             try:
                 if pushed is None:
                     pushed = sequence.text.push(token)
                 text = pushed.certain
                 found = pushed.stop
-                if reason is not None and not found:
+                if output.finish_reason is not None and not found:
                     rest = sequence.text.finish()
                     text += rest.certain
                     found = rest.stop
                 if found:
-                    reason, stop, shortened = "stop", found, True
+                    output.finish_reason, output.stop, output.shortened = "stop", found, True
+                if sequence.with_text:
+                    output.text = text
             except Exception as error:
                 self.fail_text(sequence, error)
                 return False
         sequence.tokens.append(token)
-        if reason is not None:
+        if output.finish_reason is not None:
             self.remove(sequence)
-        text = text if sequence.with_text else None
-        request, seq = sequence.request, sequence.seq
-        output = TokenOutput(
-            request, seq, token, logprob, pos, reason, top, text, backtrack=backtrack, stop=stop
-        )
-        if shortened or inspected is not None or distribution is not None:
-            output = output._replace(
-                shortened=shortened, inspected=inspected, distribution=distribution
-            )
         self.outputs.append(output)
-        return reason is None
+        return output.finish_reason is None
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
         """Ends a sequence without a further token."""
-        text = None
+        output = TokenOutput.of(sequence, reason=reason)
+        output.error = error or None
         if sequence.with_text and sequence.text is not None:
             try:
-                text = sequence.text.finish().certain
+                output.text = sequence.text.finish().certain
             except Exception:
                 text_of = "decoding the last text of request %d failed"
                 log.exception(text_of, sequence.request, extra=about(sequence.request))
         self.remove(sequence)
-        return TokenOutput(
-            sequence.request,
-            sequence.seq,
-            None,
-            None,
-            sequence.num_generated,
-            reason,
-            text=text,
-            error=error or None,
-        )
+        return output
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """Ends a sequence and its pending forks with an error. Clears and frees its blocks."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0
-        self.outputs.append(self.end(sequence, "error", error))
-        self.outputs += [
-            TokenOutput(sequence.request, 1 + i, None, None, 0, "error", error=error)
-            for i in range(sequence.pending_forks)
-        ]
+        self.outputs += self._ends(sequence, "error", error)
+
+    def _ends(self, sequence: Sequence, reason: FinishReason, error: str = "") -> list[TokenOutput]:
+        """Ends a sequence and its pending forks."""
+        ends = [self.end(sequence, reason, error)]
+        for seq in range(sequence.seq + 1, sequence.seq + 1 + sequence.pending_forks):
+            end = TokenOutput.of(sequence, reason=reason)
+            end.seq, end.error = seq, error or None
+            ends.append(end)
+        return ends
 
     def fail_text(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence whose tokens could not be decoded to text."""
@@ -355,9 +335,5 @@ class LiveSequences:
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
         for sequence in list(self.requests.get(request, {}).values()):
-            ended.append(self.end(sequence, reason))
-            ended += [
-                TokenOutput(request, sequence.seq + 1 + i, None, None, 0, reason)
-                for i in range(sequence.pending_forks)
-            ]
+            ended += self._ends(sequence, reason)
         return ended

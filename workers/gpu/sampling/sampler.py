@@ -55,6 +55,10 @@ class Sampled:
     distributions: dict[int, Distribution] = field(default_factory=dict)
     """By row: the answers to the queries of controllers."""
 
+    def top_of(self, row: int) -> dict[int, float]:
+        """The log-probabilities that an output of a row reports: at least the chosen token's."""
+        return self.top.get(row) or {self.tokens[row]: self.logprobs[row]}
+
 
 @dataclass(slots=True)
 class OnHost:

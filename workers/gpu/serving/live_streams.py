@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from msgspec import UNSET
-
 from ....protocol import logs
 from ....protocol.errors import Code, ServiceError, TokenbusError
 from ....protocol.logs import about
@@ -121,6 +119,7 @@ class LiveStreams:
                 continue
             if output.finish_reason is not None:
                 stream.live -= 1
+                output.live = stream.live
                 if output.error is not None:
                     self.metrics.errors.add(output.code or Code.INTERNAL)
             if output.parent is not None:
@@ -128,13 +127,13 @@ class LiveStreams:
             if stream.move is not None:
                 self._announce(stream, stream.move)
             stream.num_tokens += output.token is not None
-            entry = _entry(output, stream)
             if not stream.started:
                 stream.started = True
                 if stream.usage is not None:
-                    entry.prompt_tokens = stream.usage.tokens
-                    entry.cached_tokens = stream.usage.cached or 0
-            new.setdefault(output.request, (stream, []))[1].append(entry)
+                    output.prompt_tokens = stream.usage.tokens
+                    output.cached_tokens = stream.usage.cached or 0
+            new.setdefault(output.request, (stream, []))[1].append(output)
+            output.stream_id, output.request, output.shortened = stream.stream_id, 0, False
 
     def _recipients_of(
         self, columns: TokenColumns, new: dict[int, tuple[Stream, list[Token]]]
@@ -326,34 +325,3 @@ def internal_error(error: Exception, doing: str) -> ServiceError:
     text = f"the GPU worker failed while {doing}: {type(error).__name__}: {error}"
     # File names may contain invalid Unicode, which cannot be sent.
     return ServiceError(Code.INTERNAL, text.encode(errors="backslashreplace").decode())
-
-
-def _entry(output: TokenOutput, stream: Stream) -> Token:
-    # A call with more than 15 keyword arguments builds a dict, which would take most of the time.
-    entry = Token(
-        token=output.token,
-        stream_id=stream.stream_id,
-        logprob=output.logprob,
-        finish_reason=output.finish_reason,
-        top_logprobs=UNSET if output.top_logprobs is None else dict(output.top_logprobs),
-        pos=output.pos,
-        seq=output.seq,
-        text=UNSET if output.text is None else output.text,
-        backtrack=output.backtrack,
-        parent=output.parent,
-        error=output.error,
-        code=output.code,
-        logs=output.logs,
-        storage=list(output.storage),
-    )
-    if output.finish_reason is not None:
-        entry.live, entry.stop, entry.constraint = stream.live, output.stop, output.constraint
-    inspected = output.inspected
-    if inspected is not None:
-        entry.allowed = UNSET if inspected.allowed is None else inspected.allowed
-        entry.cut, entry.round_us = list(inspected.cut), inspected.round_us
-        entry.bias = dict(inspected.bias)
-    if output.distribution is not None:
-        entry.distribution = output.distribution
-    entry.wakes = output.wakes
-    return entry

@@ -80,18 +80,17 @@ class Steered:
         return repeated
 
     def noted(self, output: TokenOutput) -> TokenOutput:
-        """An output with the stored logs and writes of its sequence."""
-        if self.inspect and output.inspected is not None:
-            round_us = self.round_us.pop(output.seq, 0)
-            output = output._replace(inspected=output.inspected._replace(round_us=round_us))
+        """Adds the stored logs and writes of its sequence to an output."""
+        if self.inspect and output.logprob is not None:
+            output.round_us = self.round_us.pop(output.seq, 0)
         if self.text_ends and output.finish_reason is not None:
             end = self.text_ends.pop(output.seq, None)
             if end is not None and output.error is None:
-                output = output._replace(constraint="cut" if output.shortened else end)
+                output.constraint = "cut" if output.shortened else end
         notes = self.notes.pop(output.seq, None) if output.parent is None else None
-        if notes is None:
-            return output
-        output = output._replace(logs=output.logs + notes[0], storage=[*output.storage, *notes[1]])
-        if output.logprob is None:
-            return output
-        return output._replace(wakes=self.wakes.pop(output.seq, 0))
+        if notes is not None:
+            output.logs += notes[0]
+            output.storage += notes[1]
+            if output.logprob is not None:
+                output.wakes = self.wakes.pop(output.seq, 0)
+        return output

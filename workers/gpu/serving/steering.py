@@ -234,7 +234,7 @@ class Steering:
                 continue
             output = steered.noted(output)
             if output.error == NOTHING_ALLOWED:
-                output = output._replace(error=EMPTY_MASK, code=Code.CONTROLLER_FAILED)
+                output.error, output.code = EMPTY_MASK, Code.CONTROLLER_FAILED
             update = self._update(steered, output)
             if update is not None:
                 _add(updates.setdefault(steered.worker, []), update)
@@ -486,7 +486,7 @@ class Steering:
         end = steered.ends.pop(key[1], None)
         self._awaited.pop(key, None)
         if end is not None:
-            end = end._replace(finish_reason="error", error=error, code=code)
+            end.finish_reason, end.error, end.code = "error", error, code
             return [steered.noted(end)]
         before = self._behind.get(key)
         if engine.alive(*key):
@@ -540,9 +540,9 @@ class Steering:
                     # The controller receives the stop string, because it needs the text before the
                     # string.
                     stop = output.stop
-                shortened = output.shortened and not stop
-                end = output._replace(finish_reason=reason, shortened=shortened)
-                steered.ends[output.seq] = end
+                output.finish_reason = reason
+                output.shortened = output.shortened and not stop
+                steered.ends[output.seq] = output
         seen = [output.distribution] if drawn and output.distribution is not None else []
         update = StepSequence(output.request, output.seq, drawn, reason, stop)
         update.distributions = seen

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..engine.block_manager import BlockManager
 from ..engine.pending_step import PendingStep
-from ..engine.sequence import Inspected, Sequence
+from ..engine.sequence import Sequence, TokenOutput
 from ..engine.sequences import LiveSequences
 from ..model.device_queue import Work
 from ..model.runner import Runner
@@ -109,10 +109,9 @@ class Verifier:
                 self._live.fail(sequence, sampled.errors[first + i])
                 return
             self.sampled_tokens += 1
-            token, logprob = drawn[i], sampled.logprobs[first + i]
-            top = sampled.top.get(first + i) or {token: logprob}
-            inspected = Inspected() if sequence.inspect else None
-            if not self._live.append(sequence, token, logprob, top, inspected=inspected):
+            output = TokenOutput.of(sequence, drawn[i], sampled.logprobs[first + i])
+            output.top_logprobs = sampled.top_of(first + i)
+            if not self._live.append(sequence, output):
                 return
 
     def _settle(self, sequence: Sequence, accepted: Tokens[int], unusable: bool) -> None:
