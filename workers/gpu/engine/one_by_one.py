@@ -97,7 +97,8 @@ class OneByOne:
             log.exception("sampling failed for request %d", number, extra=about(number))
             self._live.fail(sequence, f"sampling failed: {error}")
             return
-        self._results.take(batch, rows, sampled, in_columns=False)
+        columns = self._results.take(batch, rows, sampled)
+        self._live.outputs += columns or ()
 
     def _sampled_from(self, kept: list[KeptRow]) -> list[Sequence]:
         """The deferred sequences that will be sampled from these rows."""

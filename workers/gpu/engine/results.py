@@ -24,24 +24,13 @@ class Results:
         self._live = live
         self.sampled_tokens = 0
 
-    def take(
-        self, batch: SampledBatch, rows: Rows, sampled: Sampled, in_columns: bool = True
-    ) -> TokenColumns | None:
-        """Appends a token to each sequence of ``batch``. With ``in_columns``, returns the plain
-        tokens as columns. All other outputs are added to ``LiveSequences.outputs``."""
-        sequences = batch.sequences
+    def take(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> TokenColumns | None:
+        """Appends a token to each sequence of ``batch``, and returns the plain tokens as columns.
+        All other outputs are added to ``LiveSequences.outputs``."""
+        sequences, tokens = batch.sequences, sampled.tokens
         self.sampled_tokens += len(sequences)
-        plain_step = in_columns and batch.gives_columns
-        special = self._live.outputs or sampled.errors or sampled.distributions
-        plain_step = plain_step and not special
-        others: set[int] = set()
-        if not plain_step or batch.any_ends(rows, sampled.tokens):
-            others = {s.request for s in sequences}
-            if in_columns:
-                others = self._others(sequences, sampled)
-        pushed: dict[int, Pushed] = {}
-        if in_columns and batch.with_text:
-            pushed = _push_texts(batch, sampled.tokens, others)
+        others = self._others(batch, rows, sampled)
+        pushed = _push_texts(batch, tokens, others) if batch.with_text else {}
         for i in rows.masks:
             sequences[i].mask = None
         for i in rows.biases:
@@ -49,25 +38,17 @@ class Results:
         for i in rows.options:
             sequences[i].options = None
         if not others:
-            for sequence, token in zip(sequences, sampled.tokens, strict=True):
+            for sequence, token in zip(sequences, tokens, strict=True):
                 sequence.tokens.append(token)
             return _columns(sequences, rows, sampled, pushed)
-        plain: list[int] = []
+        plain = [i for i, sequence in enumerate(sequences) if sequence.request not in others]
+        columns = _columns(sequences, rows, sampled, pushed).of(plain) if plain else None
         for i, sequence in enumerate(sequences):
-            if sequence.request not in others:
-                sequence.tokens.append(sampled.tokens[i])
-                plain.append(i)
-                continue
-            try:
-                if i in sampled.errors:
-                    self._live.fail(sequence, sampled.errors[i])
-                else:
-                    self._append(i, sequence, rows, sampled, pushed.get(i))
-            except Exception as error:
-                self._live.fail_defect(sequence, error)
-        if not plain:
-            return None
-        return _columns(sequences, rows, sampled, pushed).of(plain)
+            if sequence.request in others:
+                self._append(i, sequence, sampled, pushed.get(i))
+            else:
+                sequence.tokens.append(tokens[i])
+        return columns
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
         """Adds an output for each scored token that follows a row of a chunk."""
@@ -107,32 +88,32 @@ class Results:
             live.outputs[-1].finish_reason = "length"
             live.remove(sequence)
 
-    def _others(self, sequences: list[Sequence], sampled: Sampled) -> set[int]:
+    def _others(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> set[int]:
         """The requests whose outputs of this step are not all plain tokens."""
         others = {output.request for output in self._live.outputs}
-        others.update(sequences[i].request for i in (*sampled.errors, *sampled.distributions))
-        others.update(
-            s.request
-            for s, token in zip(sequences, sampled.tokens, strict=True)
-            if not s.gives_columns or token in s.stop_ids or len(s.tokens) + 1 >= s.max_length
-        )
+        special = (*sampled.errors, *sampled.distributions, *batch.others(rows, sampled.tokens))
+        others.update(batch.sequences[i].request for i in special)
         return others
 
-    def _append(
-        self, i: int, sequence: Sequence, rows: Rows, sampled: Sampled, pushed: Pushed | None
-    ) -> None:
+    def _append(self, i: int, sequence: Sequence, sampled: Sampled, pushed: Pushed | None) -> None:
         """Appends the token of row i, with everything that its output reports. ``pushed``: the
         token's text, if it has already been decoded."""
-        if isinstance(pushed, Exception):
-            self._live.fail_text(sequence, pushed)
-            return
-        output = TokenOutput.of(sequence, sampled.tokens[i], sampled.logprobs[i])
-        output.top_logprobs = sampled.top_of(i)
-        output.distribution = sampled.distributions.get(i)
-        if sequence.inspect:
-            output.allowed = sampled.allowed.get(i, UNSET)
-            output.cut, output.bias = sampled.cut.get(i, []), sampled.biased.get(i, {})
-        self._live.append(sequence, output, pushed)
+        try:
+            if i in sampled.errors:
+                self._live.fail(sequence, sampled.errors[i])
+                return
+            if isinstance(pushed, Exception):
+                self._live.fail_text(sequence, pushed)
+                return
+            output = TokenOutput.of(sequence, sampled.tokens[i], sampled.logprobs[i])
+            output.top_logprobs = sampled.top_of(i)
+            output.distribution = sampled.distributions.get(i)
+            if sequence.inspect:
+                output.allowed = sampled.allowed.get(i, UNSET)
+                output.cut, output.bias = sampled.cut.get(i, []), sampled.biased.get(i, {})
+            self._live.append(sequence, output, pushed)
+        except Exception as error:
+            self._live.fail_defect(sequence, error)
 
 
 def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:

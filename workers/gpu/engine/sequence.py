@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def gives_columns(self) -> bool:
-        """Whether all tokens except the last can be reported in columns."""
+        """Whether all tokens except the first and the last can be reported in columns."""
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
@@ -190,8 +190,8 @@ class Sequence:
 class TokenColumns:
     """The plain tokens of one step: row i is the token of ``sequences[i]``.
 
-    A plain token is not the end of its sequence, has no error or fork, and its request asks for
-    neither ``inspect`` nor ``top_logprobs``. All columns have the same length.
+    A plain token is neither the first token nor the end of its sequence, has no error or fork, and
+    its request asks for neither ``inspect`` nor ``top_logprobs``. All columns have the same length.
     """
 
     sequences: list[Sequence]

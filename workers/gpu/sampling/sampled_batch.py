@@ -19,8 +19,7 @@ class SampledBatch:
         self.sequences = sequences
         self.parameters = RowParameters([(s.sampling, s.seed, s.seq) for s in sequences])
         self.num_prompt = ints(s.num_prompt for s in sequences)
-        self.gives_columns = all(s.gives_columns for s in sequences)
-        """Whether the tokens of all sequences may be reported in columns."""
+        self._others = [i for i, s in enumerate(sequences) if not s.gives_columns]
         self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
         """The rows whose tokens are decoded to text."""
         self._inspected = [i for i, s in enumerate(sequences) if s.inspect]
@@ -57,11 +56,13 @@ class SampledBatch:
             ]
         )
 
-    def any_ends(self, rows: Rows, tokens: list[int]) -> bool:
-        """Whether any sequence ends with its token of this step."""
-        if (rows.positions + 1 >= self._limits).any():
-            return True
-        return any(t in s.stop_ids for s, t in zip(self.sequences, tokens, strict=True))
+    def others(self, rows: Rows, tokens: list[int]) -> list[int]:
+        """The rows whose tokens of this step are not plain: the first and the last token of a
+        sequence, and all tokens of a sequence that reports more than columns contain."""
+        positions = rows.positions
+        others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
+        ends = enumerate(zip(self.sequences, tokens, strict=True))
+        return [*self._others, *others, *(i for i, (s, token) in ends if token in s.stop_ids)]
 
 
 def _with_override(
