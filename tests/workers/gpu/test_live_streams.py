@@ -19,10 +19,10 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import Journal
 from tokenbus.workers.gpu.engine import sequence
 from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
-from tokenbus.workers.gpu.serving import history, kept_streams
+from tokenbus.workers.gpu.serving import kept_streams
 from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
 from tokenbus.workers.gpu.serving.live_streams import LiveStreams
-from tokenbus.workers.gpu.serving.streams import Form, Frames, Stream
+from tokenbus.workers.gpu.serving.streams import ROW, Form, Frames, Stream
 
 
 class Sent:
@@ -77,10 +77,18 @@ class Batch:
         self._sequences: dict[tuple[int, int], Sequence] = {}
         self._last: list[Sequence] = []
 
-    def rows(self, *keys: tuple[int, int], token: int = 5) -> sequence.TokenColumns | None:
-        """One more token of each of these sequences, (request, seq)."""
+    def step(self, *keys: tuple[int, int], token: int = 5) -> StepOutputs:
+        """One more token of each of these sequences, (request, seq). The first tokens of a request
+        are entries."""
         if not keys:
-            return None
+            return StepOutputs()
+        columns = self.rows(*keys, token=token)
+        firsts = zip(columns.sequences, columns.positions.tolist(), strict=True)
+        columns_or_none, first = columns.without({s.request for s, p in firsts if p == 0})
+        return StepOutputs(first, columns_or_none)
+
+    def rows(self, *keys: tuple[int, int], token: int = 5) -> sequence.TokenColumns:
+        """One more token of each of these sequences, in columns."""
         sequences = []
         for key in keys:
             new = Sequence(*key, [1], 1, Sampling(), 9, with_text=key[0] in self._with_text)
@@ -145,12 +153,6 @@ WITH_TEXT = st.sets(st.integers(1, 4))
 """Which requests have text."""
 
 
-@pytest.fixture
-def sorted_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are sorted by stream every other step."""
-    monkeypatch.setattr(history, "SORTED_AFTER", 2)
-
-
 def play(
     sent: Sent, steps: list[tuple[set[tuple[int, int]], int]], with_text: Set[int] = frozenset()
 ) -> None:
@@ -161,7 +163,7 @@ def play(
     for keys, number in steps:
         alone = number % 8
         alive = sorted(key for key in keys if key[0] not in over)
-        columns = batch.rows(*(key for key in alive if key[0] != alone))
+        step = batch.step(*(key for key in alive if key[0] != alone))
         others = [
             output(request, seq=seq, token=7, logprob=None, text="x")
             for request, seq in alive
@@ -170,7 +172,8 @@ def play(
         if number < 8 and others:
             others[-1].finish_reason = "stop"
             over.add(alone)
-        sent.streams.send(StepOutputs(others, columns))
+        step.others += others
+        sent.streams.send(step)
 
 
 FORMS = st.sampled_from(["json", "msgpack", "columns"])
@@ -195,8 +198,6 @@ def test_every_form_gives_a_client_the_same_entries(
     assert mixed.entries() == plain.entries()
     assert takes_texts or not any(body.texts for body in mixed.columns())
     assert mixed.released == plain.released
-    for sent in (plain, mixed):
-        sent.streams._dissolve()
     counts = [[s.num_tokens for s in sent.streams] for sent in (plain, mixed)]
     assert counts[0] == counts[1]
     for stream in mixed.streams:
@@ -206,7 +207,6 @@ def test_every_form_gives_a_client_the_same_entries(
 
 
 @given(steps=STEPS, received=st.integers(0, 9), with_text=WITH_TEXT)
-@pytest.mark.usefixtures("sorted_early")
 def test_a_client_that_attaches_gets_what_it_has_missed(
     steps: list[tuple[set[tuple[int, int]], int]], received: int, with_text: set[int]
 ) -> None:
@@ -225,7 +225,6 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
 
 
 @given(steps=STEPS, with_text=WITH_TEXT)
-@pytest.mark.usefixtures("sorted_early")
 def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_ended(
     steps: list[tuple[set[tuple[int, int]], int]], with_text: set[int]
 ) -> None:
@@ -252,7 +251,7 @@ def test_streams_that_have_ended_are_kept_for_a_while_within_bounds(
     kept = KeptStreams(clock=lambda: now)
 
     def end(request: int, tokens: int = 1) -> None:
-        stream = Stream(request, 9, request, "msgpack", "m", 0, num_tokens=tokens)
+        stream = Stream(request, 9, request, "msgpack", "m", 0, rows=bytearray(tokens * ROW.size))
         stream.frames = [b"a long prompt"]
         kept.add(stream)
 
@@ -279,7 +278,7 @@ def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:
     stream.save, stream.prompt = "b", [1, 2]
     batch = Batch()
     for token in (10, 20, 30):
-        sent.streams.send(StepOutputs([], batch.rows((1, 0), (1, 1), token=token)))
+        sent.streams.send(batch.step((1, 0), (1, 1), token=token))
     end = output(1, token=99, backtrack=2, finish_reason="stop")
     stream.live = 1
     sent.streams.send([end])
@@ -292,15 +291,15 @@ def test_rows_of_a_stream_that_is_over_reach_nobody() -> None:
     sent = Sent(1, 2, form="columns")
     batch = Batch()
     for _ in range(2):
-        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+        sent.streams.send(batch.step((1, 0), (2, 0)))
     sent.streams.send([output(1, token=None, logprob=None, finish_reason="cancelled")])
-    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send(batch.step((1, 0), (2, 0)))
     got = sent.entries()
     assert [len(got[1]), len(got[2])] == [3, 3]
     assert [entry.finish_reason for entry in got[1]] == [None, None, "cancelled"]
     sent.streams.drop(2)
     sent.frames.clear()
-    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send(batch.step((1, 0), (2, 0)))
     assert sent.frames == []
 
 
@@ -310,7 +309,7 @@ def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> N
     batch = Batch()
     # The first rows are of a batch that is new, and kept as entries.
     for _ in range(4):
-        sent.streams.send(StepOutputs([], batch.rows((1, 0))))
+        sent.streams.send(batch.step((1, 0)))
     sent.streams.drop(1)
     again = Stream(1, 101, 1, "msgpack", "m", 1)
     sent.streams.add(again)
@@ -324,7 +323,7 @@ def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> N
 def test_an_entry_that_cannot_be_encoded_leaves_the_rows_beside_it() -> None:
     sent = Sent(1, 2, form="columns")
     batch = Batch()
-    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send(batch.step((1, 0), (2, 0)))
     sent.frames.clear()
     bad = output(1, storage=[1j])
     sent.streams.send(StepOutputs([bad], batch.rows((2, 0))))
@@ -337,7 +336,7 @@ def test_intervals_between_tokens_are_counted_for_each_row() -> None:
     sent = Sent(1, 2, form="columns")
     batch = Batch()
     for _ in range(5):
-        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+        sent.streams.send(batch.step((1, 0), (2, 0)))
     sent.streams.send([output(1, finish_reason="length")])
     sent.streams.send([output(2, finish_reason="length")])
     metrics = sent.streams.metrics.of("m")
@@ -352,10 +351,9 @@ def test_a_text_that_cannot_be_encoded_ends_its_own_stream_only() -> None:
     batch = Batch(with_text={1, 2})
     keys = ((1, 0), (2, 0), (2, 1), (3, 0))
     for _ in range(2):
-        sent.streams.send(StepOutputs([], batch.rows(*keys)))
+        sent.streams.send(batch.step(*keys))
     sent.frames.clear()
     rows = batch.rows(*keys)
-    assert rows is not None
     rows.texts = ["a", "b", "\ud800", None]
     sent.streams.send(StepOutputs([output(4, finish_reason="length")], rows))
     assert [frames[0] for frames in sent.frames].count(b"ERROR") == 1
@@ -373,14 +371,14 @@ def test_text_goes_in_rows_to_clients_that_take_it_there() -> None:
         stream.session = 100
     batch = Batch(with_text={1})
     for _ in range(3):
-        sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+        sent.streams.send(batch.step((1, 0), (2, 0)))
     *_, last = sent.columns()
     assert (last.texts, last.entries) == (["2 é2 é", None], [])
     for stream in sent.streams:
         stream.texts = False
-    sent.streams._dissolve()
+    sent.streams._recipients.clear()
     sent.frames.clear()
-    sent.streams.send(StepOutputs([], batch.rows((1, 0), (2, 0))))
+    sent.streams.send(batch.step((1, 0), (2, 0)))
     [body] = sent.columns()
     assert (body.texts, len(body.streams)) == ([], 8)
     [entry] = body.entries

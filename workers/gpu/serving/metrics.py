@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ....protocol.logs import about
 from ....protocol.messages import Token
@@ -41,26 +41,27 @@ class WorkerMetrics:
 
     def count(
         self,
-        streams: Iterable[tuple[Stream, list[Token]]],
+        new: Mapping[Stream, list[Token]],
         recipients: Recipients | None = None,
     ) -> None:
-        """Counts a message before it is sent: the entries of ``streams``, and one token for each
+        """Counts a message before it is sent: the ``new`` entries, and one token for each
         row of ``recipients``.
 
-        While a batch does not change, its rows are not visited one by one.
+        While a batch does not change, its intervals are counted at once.
         """
         now = time.monotonic()
-        with_tokens = [stream for stream, entries in streams if entries[-1].token is not None]
+        with_tokens = [stream for stream, entries in new.items() if entries[-1].token is not None]
         models: list[ModelMetrics] = []
         if recipients is not None:
             model = next(iter(recipients.streams)).metrics
             if model is not None and recipients.sent_at == model.sent_at:
                 model.regular += len(recipients.streams)
                 models.append(model)
+                for stream in recipients.streams:
+                    stream.sent_at = now
             else:
-                recipients.settle()
                 with_tokens += recipients.streams
-            recipients.sent(now)
+            recipients.sent_at = now
         last: ModelMetrics | None = None
         for stream in with_tokens:
             model = stream.metrics

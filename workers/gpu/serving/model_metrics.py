@@ -24,8 +24,10 @@ class CountedStream(Protocol):
     arrived: float
     first_at: float
     sent_at: float
-    num_tokens: int
     usage: PromptUsage | None
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 class ModelMetrics:

@@ -4,201 +4,142 @@ step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter, iadd
 
 import numpy as np
 
-from ....protocol.bodies import encode_body
 from ....protocol.columns import TokenColumns as ColumnsBody
 from ....protocol.columns import plain_entry
-from ....protocol.header import encode_token_header
 from ....protocol.messages import Token
 from ..engine.sequence import Sequence, TokenColumns
-from .streams import BySession, Form, Frames, Stream, entry_bodies
+from .streams import ROW, Form, Stream, TokenMessage
+
+_ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
+"""``ROW`` as a dtype."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """The consecutive rows of one session: ``first`` to ``end``.
-
-    Rows from ``entries`` on have text, which the client accepts only in entries.
-    """
+    """The consecutive rows of one session: ``first`` to ``end``. All of them are sent in the same
+    way."""
 
     link: int
     session: int
     form: Form
+    in_columns: bool
+    """Whether the rows are sent in columns; else they are sent as entries."""
     first: int
-    entries: int
     end: int
     streams: bytes
     seqs: bytes
     texts: bool
-    """Whether any row before ``entries`` has text."""
+    """Whether any row has text."""
 
 
-@dataclass(slots=True)
-class Columns:
-    """The rows of a step that have recipients, ordered by session, as they are sent and stored."""
-
-    recipients: Recipients
-    tokens: np.ndarray
-    """u32."""
-    logprobs: np.ndarray
-    """float64."""
-    positions: np.ndarray
-    """u32."""
-    texts: list[str | None] | None
-    """The text of each row; None if no row has text."""
+_in_columns = attrgetter("in_columns")
 
 
 class Recipients:
     """The streams of a batch's rows. Row i of a step belongs to ``sequences[i]``. A row without a
-    stream has no recipient.
-
-    The tokens of all streams are counted together. ``settle`` adds them to the counters of each
-    stream; call it before reading these counters.
-    """
+    stream has no recipient."""
 
     def __init__(self, sequences: list[Sequence], streams: Iterable[Stream | None]) -> None:
-        self.sequences: list[Sequence] | None = sequences
-        """The sequences of the rows; None if the recipients are used for one step only."""
-        by_session: dict[tuple[int, int, Form], list[tuple[int, Stream]]] = {}
-        counts: dict[Stream, int] = {}
-        for row, stream in enumerate(streams):
+        self.sequences = sequences
+        self.sent_at = math.nan
+        """The time at which the last step was sent, by ``time.monotonic``, in seconds."""
+        by_session: dict[tuple[int, int, Form, bool], list[tuple[int, Stream]]] = {}
+        for row, (sequence, stream) in enumerate(zip(sequences, streams, strict=True)):
             if stream is not None:
-                # ``stream.form`` would be slower, and this runs for each row of each batch that has
-                # changed.
+                # ``stream.form`` would be slower, and this runs for each row of each new batch.
                 form: Form = "columns" if stream.columns else stream.encoding
-                key = stream.link, stream.session, form
-                rows = by_session.get(key)
-                if rows is None:
-                    by_session[key] = [(row, stream)]
-                else:
-                    rows.append((row, stream))
-                counts[stream] = counts.get(stream, 0) + 1
-        self.streams = counts
-        """Each stream with its number of rows."""
-        in_entries = [_in_entries(rows, sequences) for rows in by_session.values()]
+                in_columns = stream.columns and (stream.texts or not sequence.with_text)
+                key = stream.link, stream.session, form, in_columns
+                by_session.setdefault(key, []).append((row, stream))
         ordered = [row for rows in by_session.values() for row in rows]
         order = [row for row, _ in ordered]
-        as_given = order == list(range(len(sequences)))
-        self._order = None if as_given else np.array(order, dtype=np.intp)
-        self.requests = np.array([stream.request for _, stream in ordered], dtype="<u8")
-        """The request of each row that has a recipient."""
-        self.seqs = np.array([sequences[row].seq for row in order], dtype="<u4")
+        self._order = None if order == list(range(len(sequences))) else np.array(order, np.intp)
+        self._streams = [stream for _, stream in ordered]
+        self.streams = dict.fromkeys(self._streams)
+        """The streams that have rows, each once."""
+        self._rows = np.zeros(len(order), _ROWS)
+        """The rows of the current step, ordered by session."""
+        self._as_bytes = self._rows.view((np.void, ROW.size))
+        self._rows["seq"] = [sequences[row].seq for row in order]
+        self._texts: list[str | None] = [None] * len(order)
+        self._ids = [stream.stream_id for stream in self._streams]
+        self._sent = [stream.rows for stream in self._streams]
         with_text = [sequences[row].with_text for row in order]
-        self._ids = np.array([stream.stream_id for _, stream in ordered], dtype="<u8")
-        ids, seqs = self._ids.tobytes(), self.seqs.tobytes() if self.seqs.any() else b""
-        self._parts: dict[int, list[_Part]] = {}
+        self._with_text = with_text if any(with_text) else []
+        """Whether each row has text; empty if no row has text."""
+        self._sent_texts = [s.row_texts for s in compress(self._streams, self._with_text)]
+        self._parts = sorted(self._parts_of(by_session, with_text), key=_in_columns)
+
+    def _parts_of(
+        self,
+        by_session: Mapping[tuple[int, int, Form, bool], list[tuple[int, Stream]]],
+        with_text: list[bool],
+    ) -> Iterable[_Part]:
+        ids = np.array(self._ids, "<u8").tobytes()
+        seqs = self._rows["seq"].tobytes() if self._rows["seq"].any() else b""
         first = 0
-        for ((link, session, form), rows), others in zip(
-            by_session.items(), in_entries, strict=True
-        ):
+        for key, rows in by_session.items():
             end = first + len(rows)
-            entries = end - others
-            of_it = seqs[4 * first : 4 * entries]
-            if not any(of_it):
-                of_it = b""
-            of_ids = ids[8 * first : 8 * entries]
-            texts = any(with_text[first:entries])
-            part = _Part(link, session, form, first, entries, end, of_ids, of_it, texts)
-            self._parts.setdefault(link, []).append(part)
+            own = seqs[4 * first : 4 * end]
+            texts = any(with_text[first:end])
+            of_streams = ids[8 * first : 8 * end]
+            yield _Part(*key, first, end, of_streams, own if any(own) else b"", texts)
             first = end
-        self._heads = {
-            link: encode_token_header([part.session for part in parts])
-            for link, parts in self._parts.items()
-        }
-        self._steps = 0
-        self.sent_at = math.nan
-        """The time at which the streams last received tokens, by ``time.monotonic``, in seconds."""
 
-    def columns(self, rows: TokenColumns) -> Columns:
-        """The rows of a step that have recipients. The arrays are copied, because they are
-        stored."""
-        tokens, logprobs, positions, texts = rows.tokens, rows.logprobs, rows.positions, rows.texts
-        order = self._order
-        if order is not None:
-            tokens, logprobs, positions = tokens[order], logprobs[order], positions[order]
-            if texts is not None:
-                texts = [texts[row] for row in order.tolist()]
-        u32 = tokens.astype("<u4"), positions.astype("<u4")
-        return Columns(self, u32[0], logprobs.astype("<f8"), u32[1], texts)
+    def take(self, columns: TokenColumns) -> None:
+        """Takes the rows of the next step, and stores them for their streams."""
+        rows, order, texts = self._rows, self._order, columns.texts
+        if order is None:
+            rows["token"], rows["logprob"] = columns.tokens, columns.logprobs
+            rows["pos"] = columns.positions
+        else:
+            rows["token"], rows["logprob"] = columns.tokens[order], columns.logprobs[order]
+            rows["pos"] = columns.positions[order]
+        # ``deque`` runs the loop over the rows in C.
+        deque(map(iadd, self._sent, self._as_bytes.tolist()), maxlen=0)
+        if self._with_text:
+            assert texts is not None
+            self._texts = texts if order is None else [texts[row] for row in order.tolist()]
+            own = compress(self._texts, self._with_text)
+            deque(map(list.append, self._sent_texts, own), maxlen=0)
 
-    @property
-    def links(self) -> Collection[int]:
-        """The links to the brokers of these streams."""
-        return self._parts.keys()
+    def add_to(self, messages: Mapping[int, TokenMessage]) -> None:
+        """Adds the rows of the current step to the messages for the links of their brokers."""
+        rows = self._rows
+        tokens, logprobs = rows["token"].tobytes(), rows["logprob"].tobytes()
+        positions = rows["pos"].tobytes()
+        for part in self._parts:
+            first, end, message = part.first, part.end, messages[part.link]
+            if not part.in_columns:
+                message.add(part.session, part.form, self._entries(first, end))
+                continue
+            body = ColumnsBody(
+                streams=part.streams,
+                tokens=tokens[4 * first : 4 * end],
+                logprobs=logprobs[8 * first : 8 * end],
+                positions=positions[4 * first : 4 * end],
+                seqs=part.seqs,
+            )
+            if part.texts:
+                body.texts = self._texts[first:end]
+            message.add_columns(part.session, body)
 
-    def frames(
-        self, columns: Columns, entries: BySession, finished: list[int], link: int = 0
-    ) -> Frames:
-        """The ``TOKEN`` of a step for one link: the rows of its sessions, and their entries, which
-        are removed from ``entries``."""
-        tokens, logprobs = columns.tokens.tobytes(), columns.logprobs.tobytes()
-        positions = columns.positions.tobytes()
-        bodies = []
-        parts = self._parts[link]
-        for part in parts:
-            first, end, form = part.first, part.entries, part.form
-            beside = entries.pop((part.session, form), []) if entries else []
-            if form == "columns":
-                if end < part.end:
-                    beside = self.entries(columns, end, part.end) + beside
-                body = ColumnsBody(
-                    streams=part.streams,
-                    tokens=tokens[4 * first : 4 * end],
-                    logprobs=logprobs[8 * first : 8 * end],
-                    positions=positions[4 * first : 4 * end],
-                    seqs=part.seqs,
-                    entries=beside,
-                )
-                if part.texts and columns.texts is not None:
-                    body.texts = columns.texts[first:end]
-                bodies.append(encode_body(body, "msgpack"))
-            else:
-                bodies.append(encode_body(self.entries(columns, first, end) + beside, form))
-        if not entries and not finished:
-            return [b"TOKEN", self._heads[link], *bodies]
-        sessions = [part.session for part in parts] + [session for session, _ in entries]
-        return [b"TOKEN", encode_token_header(sessions, finished), *bodies, *entry_bodies(entries)]
+    def entries(self) -> dict[Stream, list[Token]]:
+        """The rows of the current step as entries of their streams."""
+        found: dict[Stream, list[Token]] = {}
+        for stream, entry in zip(self._streams, self._entries(0, len(self._ids)), strict=True):
+            found.setdefault(stream, []).append(entry)
+        return found
 
-    def entries(self, columns: Columns, first: int, end: int) -> list[Token]:
-        """The rows from ``first`` to ``end`` as entries."""
-        rows = zip(
-            self._ids[first:end].tolist(),
-            columns.tokens[first:end].tolist(),
-            columns.logprobs[first:end].tolist(),
-            columns.positions[first:end].tolist(),
-            self.seqs[first:end].tolist(),
-            columns.texts[first:end] if columns.texts is not None else [None] * (end - first),
-            strict=True,
-        )
-        return [plain_entry(*row) for row in rows]
-
-    def sent(self, now: float) -> None:
-        """Counts one more token for each row."""
-        self._steps += 1
-        self.sent_at = now
-
-    def settle(self) -> None:
-        """Adds the counted tokens to the streams."""
-        steps, self._steps = self._steps, 0
-        if steps:
-            for stream, rows in self.streams.items():
-                stream.num_tokens += steps * rows
-                stream.sent_at = self.sent_at
-
-
-def _in_entries(rows: list[tuple[int, Stream]], sequences: list[Sequence]) -> int:
-    """Moves the rows of a session whose text the client accepts only in entries to the end. Returns
-    the number of moved rows."""
-
-    def in_entries(row: tuple[int, Stream]) -> bool:
-        place, stream = row
-        return stream.columns and sequences[place].with_text and not stream.texts
-
-    if not rows[0][1].columns or not any(map(in_entries, rows)):
-        return 0
-    rows.sort(key=in_entries)
-    return sum(map(in_entries, rows))
+    def _entries(self, first: int, end: int) -> list[Token]:
+        rows = self._rows[first:end]
+        columns = [rows[name].tolist() for name in ("token", "logprob", "pos", "seq")]
+        return list(map(plain_entry, self._ids[first:end], *columns, self._texts[first:end]))

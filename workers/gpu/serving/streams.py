@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from struct import Struct
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from ....protocol.bodies import Encoding, encode_body, error_body, pack_tokens
-from ....protocol.columns import pack_columns
+from ....protocol.columns import TokenColumns, pack_columns, plain_entry
 from ....protocol.errors import TokenbusError
 from ....protocol.header import Flag, Header, encode_header, encode_token_header
 from ....protocol.messages import Buffer, Generate, Msg, System, Token
@@ -25,6 +25,8 @@ from .model_metrics import ModelMetrics
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
 """The form of a client's TOKEN messages: entries in one of two encodings, or columns in msgpack."""
+ROW = Struct("<IdII")
+"""A plain token that was sent: token, log-probability, position and sequence number."""
 
 
 class Move(NamedTuple):
@@ -48,14 +50,6 @@ class Move(NamedTuple):
             pause_s=round(time.monotonic() - self.since, 6),
             moves=stream.moves,
         )
-
-
-class SentRows(NamedTuple):
-    """Rows of columns that were sent for a stream."""
-
-    rows: np.ndarray
-    texts: list[str | None] | None
-    """The text of each row; None if no row has text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +82,12 @@ class Stream:
     """The usage of the prompt; None until the request is passed to the engine."""
     started: bool = False
     """Whether any token was sent."""
-    num_tokens: int = 0
-    """Number of tokens that were sent."""
-    entries: list[tuple[int, list[Token]]] = field(default_factory=list)
-    """The entries that were sent, each list with the number of its message (``history.py``)."""
-    rows: list[SentRows] = field(default_factory=list)
-    """The rows that were sent in columns (``history.py``)."""
+    rows: bytearray = field(default_factory=bytearray)
+    """The plain tokens that were sent, as ``ROW``: 20 bytes each, and no Python objects."""
+    row_texts: list[str | None] = field(default_factory=list)
+    """In text mode: the text of each row."""
+    entries: list[tuple[int, Token]] = field(default_factory=list)
+    """All other entries that were sent, each with the number of rows before it."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of the request's span, if it has a trace."""
@@ -131,13 +125,37 @@ class Stream:
         msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
         return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that were sent."""
+        others = sum(entry.token is not None for _, entry in self.entries)
+        return len(self.rows) // ROW.size + others
+
+    def add(self, entry: Token) -> None:
+        """Stores an entry that is sent."""
+        self.entries.append((len(self.rows) // ROW.size, entry))
+
+    def sent(self) -> list[Token]:
+        """All entries that were sent, in order."""
+        rows = zip(ROW.iter_unpack(self.rows), self.row_texts or repeat(None), strict=False)
+        plain = [
+            plain_entry(self.stream_id, token, logprob, pos, seq, text)
+            for (token, logprob, pos, seq), text in rows
+        ]
+        found: list[Token] = []
+        first = 0
+        for end, entry in self.entries:
+            found += plain[first:end]
+            found.append(entry)
+            first = end
+        return found + plain[first:]
+
     def restore(self, sent: list[Token], move: Move, moves: int) -> None:
         """Restores a stream that began at another worker. ``sent``: the entries that its client has
         received. ``moves``: number of its moves so far."""
         self.moves = moves
-        self.entries = [(0, sent)]
+        self.entries = [(0, entry) for entry in sent]
         self.started = bool(sent)
-        self.num_tokens = sum(entry.token is not None for entry in sent)
         self.move = move
         if self.num_tokens:
             # The time to first token is not counted again. The pause counts as an interval between
@@ -151,22 +169,34 @@ class Stream:
         self.texts = bool(flags & Flag.TEXTS)
 
 
-BySession = dict[tuple[int, Form], list[Token]]
-"""The entries of a message, by session and form."""
+@dataclass(slots=True)
+class TokenMessage:
+    """A ``TOKEN`` for one broker: the tokens of a step, with one body for each session."""
 
+    finished: list[int] = field(default_factory=list)
+    """The requests that end with this message."""
+    _entries: dict[tuple[int, Form], list[Token]] = field(default_factory=dict)
+    _sessions: list[int] = field(default_factory=list)
+    _bodies: list[bytes] = field(default_factory=list)
 
-def entry_bodies(entries: BySession) -> list[bytes]:
-    """A ``TOKEN`` body with the entries of each session."""
-    return [
-        encode_body(tokens, "json" if form == "json" else "msgpack")
-        for (_, form), tokens in entries.items()
-    ]
+    def add(self, session: int, form: Form, entries: Sequence[Token]) -> None:
+        """Adds entries of a session."""
+        self._entries.setdefault((session, form), []).extend(entries)
 
+    def add_columns(self, session: int, body: TokenColumns) -> None:
+        """Adds the rows of a session, after all entries of the session. Raises an exception if a
+        text or an entry cannot be encoded."""
+        if self._entries:
+            body.entries = self._entries.pop((session, "columns"), [])
+        self._sessions.append(session)
+        self._bodies.append(encode_body(body, "msgpack"))
 
-def token_frames(entries: BySession, finished: Sequence[int]) -> Frames:
-    """The ``TOKEN`` of a step without columns. ``finished``: the requests that end with it."""
-    sessions = [session for session, _ in entries]
-    return [b"TOKEN", encode_token_header(sessions, finished), *entry_bodies(entries)]
+    def frames(self) -> Frames:
+        """The frames of the message. Raises an exception if an entry cannot be encoded."""
+        for (session, form), entries in self._entries.items():
+            self._sessions.append(session)
+            self._bodies.append(encode_body(entries, "json" if form == "json" else "msgpack"))
+        return [b"TOKEN", encode_token_header(self._sessions, self.finished), *self._bodies]
 
 
 def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
@@ -194,7 +224,7 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
     return [b"ERROR", head, encode_body(body, stream.encoding)]
 
 
-def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+def journal_frames(stream: Stream) -> Frames:
     """A stream's request and all sent entries, for a broker that was restarted or out of reach."""
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
@@ -203,7 +233,7 @@ def journal_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
         moves=stream.moves,
     )
     head = encode_header(stream.request, stream.session, stream.flags)
-    sent = encode_body(pack_columns(entries, texts=True), "msgpack")
+    sent = encode_body(pack_columns(stream.sent(), texts=True), "msgpack")
     return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
 
 
@@ -214,11 +244,11 @@ def gone_frames(request: int) -> Frames:
     return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
 
 
-def saved_buffer_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+def saved_buffer_frames(stream: Stream) -> Frames:
     """The buffer that a stream with ``save`` stores: the prompt and the tokens of its first
     sequence."""
     tokens = list(stream.prompt)
-    for entry in entries:
+    for entry in stream.sent():
         if entry.seq == 0:
             if entry.backtrack:
                 del tokens[-entry.backtrack :]
