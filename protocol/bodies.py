@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,11 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
     """The bytes of a message's body."""
     encoded: bytes = _encoders[encoding](body)
     return encoded
+
+
+def encode_bodies(bodies: Iterable[Any], encoding: Encoding) -> list[bytes]:
+    """The bytes of several bodies."""
+    return list(map(_encoders[encoding], bodies))
 
 
 def encoding_of(body: bytes) -> Encoding:

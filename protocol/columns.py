@@ -131,6 +131,13 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts))
 
 
+def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
+    """A body whose rows have these stream ids and sequence numbers; the other columns are empty."""
+    rows = len(streams)
+    packed = _column("I", rows).pack(*seqs) if any(seqs) else b""
+    return TokenColumns(streams=_column("Q", rows).pack(*streams), seqs=packed)
+
+
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
     """Entries as columns. The entries of a stream become rows if all of them are plain
     (``is_plain``); otherwise they stay entries. The order within each stream is kept. ``texts``:
@@ -139,16 +146,13 @@ def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
     u32 = _column("I", len(plain))
-    seqs = [entry.seq for entry in plain]
-    return TokenColumns(
-        streams=_column("Q", len(plain)).pack(*(entry.stream_id for entry in plain)),
-        tokens=u32.pack(*(entry.token for entry in plain)),
-        logprobs=_column("d", len(plain)).pack(*(entry.logprob for entry in plain)),
-        positions=u32.pack(*(entry.pos for entry in plain)),
-        seqs=u32.pack(*seqs) if any(seqs) else b"",
-        texts=_texts(plain),
-        entries=[entry for entry in entries if entry.stream_id in others],
-    )
+    body = row_columns([entry.stream_id for entry in plain], [entry.seq for entry in plain])
+    body.tokens = u32.pack(*(entry.token for entry in plain))
+    body.logprobs = _column("d", len(plain)).pack(*(entry.logprob for entry in plain))
+    body.positions = u32.pack(*(entry.pos for entry in plain))
+    body.texts = _texts(plain)
+    body.entries = [entry for entry in entries if entry.stream_id in others]
+    return body
 
 
 def _texts(entries: list[Token]) -> list[str | None]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter, iadd
+from operator import iadd
+from typing import NamedTuple
 
 import numpy as np
 
 from ....protocol.columns import TokenColumns as ColumnsBody
-from ....protocol.columns import plain_entry
+from ....protocol.columns import plain_entry, row_columns
 from ....protocol.messages import Token
 from ..engine.sequence import Sequence, TokenColumns
 from .streams import ROW, Form, Stream, TokenMessage
@@ -22,25 +22,19 @@ _ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", 
 """``ROW`` as a dtype."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """The consecutive rows of one session: ``first`` to ``end``. All of them are sent in the same
-    way."""
+class _Part(NamedTuple):
+    """The consecutive rows of one session: ``first`` to ``end``."""
 
     link: int
     session: int
     form: Form
-    in_columns: bool
-    """Whether the rows are sent in columns; else they are sent as entries."""
     first: int
     end: int
-    streams: bytes
-    seqs: bytes
+    body: ColumnsBody | None
+    """The rows in columns, of which each step replaces all but the streams and sequences. None: the
+    rows are sent as entries."""
     texts: bool
     """Whether any row has text."""
-
-
-_in_columns = attrgetter("in_columns")
 
 
 class Recipients:
@@ -65,33 +59,23 @@ class Recipients:
         self._streams = [stream for _, stream in ordered]
         self.streams = dict.fromkeys(self._streams)
         """The streams that have rows, each once."""
+        self._ids = [stream.stream_id for stream in self._streams]
+        self._seqs = [sequences[row].seq for row in order]
         self._rows = np.zeros(len(order), _ROWS)
         """The rows of the current step, ordered by session."""
+        self._rows["seq"] = self._seqs
         self._as_bytes = self._rows.view((np.void, ROW.size))
-        self._rows["seq"] = [sequences[row].seq for row in order]
-        self._texts: list[str | None] = [None] * len(order)
-        self._ids = [stream.stream_id for stream in self._streams]
         self._sent = [stream.rows for stream in self._streams]
-        with_text = [sequences[row].with_text for row in order]
-        self._with_text = with_text if any(with_text) else []
-        """Whether each row has text; empty if no row has text."""
+        self._texts: list[str | None] = [None] * len(order)
+        self._with_text = [sequences[row].with_text for row in order]
         self._sent_texts = [s.row_texts for s in compress(self._streams, self._with_text)]
-        self._parts = sorted(self._parts_of(by_session, with_text), key=_in_columns)
-
-    def _parts_of(
-        self,
-        by_session: Mapping[tuple[int, int, Form, bool], list[tuple[int, Stream]]],
-        with_text: list[bool],
-    ) -> Iterable[_Part]:
-        ids = np.array(self._ids, "<u8").tobytes()
-        seqs = self._rows["seq"].tobytes() if self._rows["seq"].any() else b""
+        self._parts: list[_Part] = []
         first = 0
-        for key, rows in by_session.items():
+        for (link, session, form, in_columns), rows in by_session.items():
             end = first + len(rows)
-            own = seqs[4 * first : 4 * end]
-            texts = any(with_text[first:end])
-            of_streams = ids[8 * first : 8 * end]
-            yield _Part(*key, first, end, of_streams, own if any(own) else b"", texts)
+            body = row_columns(self._ids[first:end], self._seqs[first:end]) if in_columns else None
+            texts = any(self._with_text[first:end])
+            self._parts.append(_Part(link, session, form, first, end, body, texts))
             first = end
 
     def take(self, columns: TokenColumns) -> None:
@@ -105,7 +89,7 @@ class Recipients:
             rows["pos"] = columns.positions[order]
         # ``deque`` runs the loop over the rows in C.
         deque(map(iadd, self._sent, self._as_bytes.tolist()), maxlen=0)
-        if self._with_text:
+        if self._sent_texts:
             assert texts is not None
             self._texts = texts if order is None else [texts[row] for row in order.tolist()]
             own = compress(self._texts, self._with_text)
@@ -116,21 +100,16 @@ class Recipients:
         rows = self._rows
         tokens, logprobs = rows["token"].tobytes(), rows["logprob"].tobytes()
         positions = rows["pos"].tobytes()
-        for part in self._parts:
-            first, end, message = part.first, part.end, messages[part.link]
-            if not part.in_columns:
-                message.add(part.session, part.form, self._entries(first, end))
+        for link, session, form, first, end, body, texts in self._parts:
+            if body is None:
+                messages[link].add(session, form, self._entries(first, end))
                 continue
-            body = ColumnsBody(
-                streams=part.streams,
-                tokens=tokens[4 * first : 4 * end],
-                logprobs=logprobs[8 * first : 8 * end],
-                positions=positions[4 * first : 4 * end],
-                seqs=part.seqs,
-            )
-            if part.texts:
+            body.tokens = tokens[4 * first : 4 * end]
+            body.logprobs = logprobs[8 * first : 8 * end]
+            body.positions = positions[4 * first : 4 * end]
+            if texts:
                 body.texts = self._texts[first:end]
-            message.add_columns(part.session, body)
+            messages[link].columns[session] = body
 
     def entries(self) -> dict[Stream, list[Token]]:
         """The rows of the current step as entries of their streams."""
@@ -141,5 +120,6 @@ class Recipients:
 
     def _entries(self, first: int, end: int) -> list[Token]:
         rows = self._rows[first:end]
-        columns = [rows[name].tolist() for name in ("token", "logprob", "pos", "seq")]
-        return list(map(plain_entry, self._ids[first:end], *columns, self._texts[first:end]))
+        columns = [rows[name].tolist() for name in ("token", "logprob", "pos")]
+        ids, seqs, texts = self._ids[first:end], self._seqs[first:end], self._texts[first:end]
+        return list(map(plain_entry, ids, *columns, seqs, texts))

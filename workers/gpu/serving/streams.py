@@ -13,7 +13,7 @@ from itertools import repeat
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from ....protocol.bodies import Encoding, encode_body, error_body, pack_tokens
+from ....protocol.bodies import Encoding, encode_bodies, encode_body, error_body, pack_tokens
 from ....protocol.columns import TokenColumns, pack_columns, plain_entry
 from ....protocol.errors import TokenbusError
 from ....protocol.header import Flag, Header, encode_header, encode_token_header
@@ -175,28 +175,24 @@ class TokenMessage:
 
     finished: list[int] = field(default_factory=list)
     """The requests that end with this message."""
+    columns: dict[int, TokenColumns] = field(default_factory=dict)
+    """The rows of each session that receives columns."""
     _entries: dict[tuple[int, Form], list[Token]] = field(default_factory=dict)
-    _sessions: list[int] = field(default_factory=list)
-    _bodies: list[bytes] = field(default_factory=list)
 
     def add(self, session: int, form: Form, entries: Sequence[Token]) -> None:
         """Adds entries of a session."""
         self._entries.setdefault((session, form), []).extend(entries)
 
-    def add_columns(self, session: int, body: TokenColumns) -> None:
-        """Adds the rows of a session, after all entries of the session. Raises an exception if a
-        text or an entry cannot be encoded."""
-        if self._entries:
-            body.entries = self._entries.pop((session, "columns"), [])
-        self._sessions.append(session)
-        self._bodies.append(encode_body(body, "msgpack"))
-
     def frames(self) -> Frames:
         """The frames of the message. Raises an exception if an entry cannot be encoded."""
-        for (session, form), entries in self._entries.items():
-            self._sessions.append(session)
-            self._bodies.append(encode_body(entries, "json" if form == "json" else "msgpack"))
-        return [b"TOKEN", encode_token_header(self._sessions, self.finished), *self._bodies]
+        for session, body in self.columns.items():
+            if self._entries or body.entries:
+                body.entries = self._entries.pop((session, "columns"), [])
+        bodies = encode_bodies(self.columns.values(), "msgpack")
+        for (_, form), entries in self._entries.items():
+            bodies.append(encode_body(entries, "json" if form == "json" else "msgpack"))
+        sessions = [*self.columns, *(session for session, _ in self._entries)]
+        return [b"TOKEN", encode_token_header(sessions, self.finished), *bodies]
 
 
 def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
