@@ -276,3 +276,42 @@ def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
         assert both.decode(few, *more) < 1e-3
         few.tokens.append(9)
         assert both.difference((few, 1, list(range(40, 40 + MAX_TOKENS - 1)))) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama: one key head for all",
+        "gemma2: soft caps, windows in every other layer",
+        "qwen3",
+        "granite",
+    ],
+)
+def test_rows_of_a_prompt_are_the_same_in_chunks_of_any_size(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    if kind:
+        request.getfixturevalue("narrow")
+    both = Both(name)
+    runner = both.runners[0]
+    native = native_of(runner)
+    assert native is not None
+    sequence, beside = both.sequence(150), both.sequence(90)
+    for one in (sequence, beside):
+        both.difference((one, len(one.tokens)))
+
+    def logits(threads: int, *chunks: Chunk) -> Any:
+        """The logits of all tokens of the last of these chunks."""
+        placed, packed = runner.pack(Batch(list(chunks)))
+        first = sum(c.end - c.start for c in placed[: placed.index(chunks[-1])])
+        count = chunks[-1].end - chunks[-1].start
+        packed.rows = first + torch.arange(count).numpy()
+        return native.forward(packed.ids, packed, threads)
+
+    whole = logits(1, Chunk(sequence, 0, 150))
+    for start, end in ((0, 1), (1, 38), (38, 39), (39, 103), (103, 150)):
+        assert torch.equal(logits(2, Chunk(sequence, start, end)), whole[start:end])
+        together = logits(3, Chunk(beside, 0, 90), Chunk(sequence, start, end))
+        assert torch.equal(together, whole[start:end])

@@ -49,7 +49,7 @@ def is_native(num_tokens: int, num_sequences: int) -> bool:
     return num_tokens <= MAX_TOKENS and num_sequences <= MAX_SEQUENCES
 
 
-# --- the structures of decode.c -------------------------------------------------------------------
+# --- the structures of decoder.h ------------------------------------------------------------------
 
 
 class _Norm(Structure):
@@ -81,6 +81,7 @@ class _Decoder(Structure):
         ("embedding_scale", c_float),
         ("norm", _Norm),
         ("head", _Product),
+        *((name, c_float) for name in ("logits_scale", "logits_cap")),
     ]
 
 
@@ -246,6 +247,8 @@ class NativeDecoder:
             *_embeddings(decoder),
             _norm(decoder.norm),
             _product(decoder.head),
+            decoder.logits_scale,
+            decoder.logits_cap or 0.0,
         )
         self._native = pointer(native)
         self._rotations = _Rotations(decoder)
@@ -279,7 +282,7 @@ class NativeDecoder:
         if failed:
             raise MemoryError(f"no memory for a forward of {len(positions)} tokens")
         del kept
-        return self._decoder.scaled(torch.from_numpy(logits))
+        return torch.from_numpy(logits)
 
 
 def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:

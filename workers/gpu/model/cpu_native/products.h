@@ -1,4 +1,4 @@
-/* Products of few rows with a matrix of weights, in float32.
+/* Products of rows with a matrix of weights, in float32.
  *
  * For any number of rows, an output is summed up in the same order: a vector of sums along its
  * weights, then its lanes, two neighbours at a time. So the result of a row does not depend on the
@@ -7,6 +7,7 @@
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
 
+#include "threads.h"
 #include "vectors.h"
 
 typedef struct {
@@ -22,6 +23,10 @@ enum {
     MAX_SUMS = 16,                 /* Maximum number of sums: of a tile, or LANES. */
     FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
     LINE = 16,                      /* Floats of a line of the processor's cache. */
+    PART_FLOATS = 1 << 13, /* Approximate number of weights of a part of a product, */
+    MANY_PARTS = 64,       /* except that a product has at most about this number. */
+    PANEL_FLOATS = 1 << 16, /* Floats of the rows of x that are multiplied with each part before the */
+    MIN_PANEL = 64,         /* next rows: a part of the second cache. The least number of rows. */
 };
 
 /* The weights to prefetch: for each vector of a tile, `vectors` vectors are fetched. */
@@ -48,13 +53,14 @@ INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int 
         for (int t = 0; t < rows; t++) {
             Vector input = load(x + t * in + at);
             for (int o = 0; o < outs; o++)
-                sums[t * outs + o] += weights[o] * input;
+                sums[t * outs + o] = FUSED(weights[o], input, sums[t * outs + o]);
         }
     }
     for (int t = 0; at < in && t < rows; t++) {
         Vector input = load_some(x + t * in + at, in - at);
         for (int o = 0; o < outs; o++)
-            sums[t * outs + o] += load_some(w + o * in + at, in - at) * input;
+            sums[t * outs + o] =
+                FUSED(load_some(w + o * in + at, in - at), input, sums[t * outs + o]);
     }
     for (int i = 0; i < outs * rows; i++)
         found[i] = sums[i];
@@ -150,6 +156,44 @@ static void multiply(const Product *product, const float *x, int64_t rows, float
         for (int64_t t = 0; t < rows; t++)
             for (int64_t n = first; n < end; n++)
                 y[t * stride + n] += product->bias[n];
+}
+
+/* --- on all threads ------------------------------------------------------------------------------ */
+
+typedef struct {
+    const Product *product;
+    const float *x;
+    float *y;
+    int64_t rows;
+} Multiplied;
+
+static void multiply_part(const void *given, int64_t thread, int64_t first, int64_t end) {
+    const Multiplied *m = given;
+    (void)thread;
+    multiply(m->product, m->x, m->rows, m->y, first, end);
+}
+
+/* Outputs of a part. Parts are few, because no weights have been prefetched when a part begins. */
+static int64_t part_of(int64_t out, int64_t in) {
+    int64_t outs = PART_FLOATS / in > out / MANY_PARTS ? PART_FLOATS / in : out / MANY_PARTS;
+    outs = outs / BLOCK_OUTS * BLOCK_OUTS;
+    return outs > BLOCK_OUTS ? outs : BLOCK_OUTS;
+}
+
+/* Number of rows of x of this size that stay in the cache. */
+static int64_t panel_of(int64_t in) {
+    int64_t rows = PANEL_FLOATS / in / TILE_ROWS * TILE_ROWS;
+    return rows > MIN_PANEL ? rows : MIN_PANEL;
+}
+
+/* y [rows, out] = x [rows, in] times the weights */
+static void product(const Product *given, const float *x, int64_t rows, float *y) {
+    int64_t panel = panel_of(given->in), some;
+    for (int64_t t = 0; t < rows; t += some) {
+        some = rows - t < panel ? rows - t : panel;
+        Multiplied m = {given, x + t * given->in, y + t * given->out, some};
+        threads_run(multiply_part, &m, given->out, part_of(given->out, given->in));
+    }
 }
 
 #endif

@@ -65,7 +65,7 @@ static int take(int64_t thread) {
                                                    memory_order_acquire))
             continue;
         int64_t first = (int64_t)TAKEN(word) * now.part, end = first + now.part;
-        now.loop(now.context, first, end < now.items ? end : now.items);
+        now.loop(now.context, thread, first, end < now.items ? end : now.items);
         atomic_fetch_add_explicit(&now.done, 1, memory_order_release);
         word = atomic_load_explicit(&now.word, memory_order_acquire);
         any = 1;
@@ -126,9 +126,13 @@ static void start(int64_t count) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
+int64_t threads_bounded(int64_t count) {
+    return count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : count;
+}
+
 void threads_begin(int64_t count) {
     pthread_mutex_lock(&caller);
-    now.threads = count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : count;
+    now.threads = threads_bounded(count);
     if (now.threads == 1)
         return;
     if (started < now.threads - 1)
@@ -150,7 +154,7 @@ void threads_run(Loop loop, const void *context, int64_t items, int64_t part) {
         part = (items + MAX_PARTS - 1) / MAX_PARTS;
     int64_t parts = (items + part - 1) / part;
     if (parts <= 1 || now.threads == 1) {
-        loop(context, 0, items);
+        loop(context, 0, 0, items);
         return;
     }
     now.loop = loop;

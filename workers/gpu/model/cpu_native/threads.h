@@ -11,8 +11,11 @@
 
 #include <stdint.h>
 
-/* Computes the items first to end - 1 of a loop. */
-typedef void (*Loop)(const void *context, int64_t first, int64_t end);
+/* Computes the items first to end - 1 of a loop, as number `thread`. */
+typedef void (*Loop)(const void *context, int64_t thread, int64_t first, int64_t end);
+
+/* The number of threads that are used if `count` are requested. */
+int64_t threads_bounded(int64_t count);
 
 /* Until threads_end, the caller uses this number of threads, including itself. Another thread that
  * calls this function waits until then. */

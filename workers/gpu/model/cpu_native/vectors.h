@@ -40,8 +40,8 @@ INLINE Vector all(float value) {
     return value - (Vector){0};
 }
 
-/* a * b + c, rounded once. The compiler would round twice in some places, and results that must be
- * equal to the last bit would differ. */
+/* a * b + c, rounded once. The compiler does not contract other products and sums (-ffp-contract=off),
+ * so that each rounding is in the source, and equal functions give equal bits at each call. */
 #define FUSED(a, b, c) __builtin_elementwise_fma(a, b, c)
 
 INLINE float sum(Vector values) {
@@ -127,15 +127,15 @@ INLINE Vector exponential(Vector x) {
     const float bias = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer. */
     x = choose(x < all(-87.3f), all(-87.3f), x);
     x = choose(x > all(88.0f), all(88.0f), x);
-    Vector power = (x * 1.44269504f + bias) - bias;
-    Vector rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    Vector power = FUSED(x, all(1.44269504f), all(bias)) - bias;
+    Vector rest = FUSED(power, all(2.12194440e-4f), FUSED(power, all(-0.693359375f), x));
     Vector found = all(1.9875691500e-4f);
-    found = found * rest + 1.3981999507e-3f;
-    found = found * rest + 8.3334519073e-3f;
-    found = found * rest + 4.1665795894e-2f;
-    found = found * rest + 1.6666665459e-1f;
-    found = found * rest + 5.0000001201e-1f;
-    found = found * (rest * rest) + rest + 1.0f;
+    found = FUSED(found, rest, all(1.3981999507e-3f));
+    found = FUSED(found, rest, all(8.3334519073e-3f));
+    found = FUSED(found, rest, all(4.1665795894e-2f));
+    found = FUSED(found, rest, all(1.6666665459e-1f));
+    found = FUSED(found, rest, all(5.0000001201e-1f));
+    found = FUSED(found, rest * rest, rest) + 1.0f;
     Integers scale = (__builtin_convertvector(power, Integers) + 127) << 23;
     return found * (Vector)scale;
 }
@@ -159,13 +159,13 @@ INLINE float dot(const float *a, const float *b, int64_t count) {
     Vector one = {0}, other = {0};
     int64_t at = 0;
     for (; at + 2 * LANES <= count; at += 2 * LANES) {
-        one += load(a + at) * load(b + at);
-        other += load(a + at + LANES) * load(b + at + LANES);
+        one = FUSED(load(a + at), load(b + at), one);
+        other = FUSED(load(a + at + LANES), load(b + at + LANES), other);
     }
     for (; at + LANES <= count; at += LANES)
-        one += load(a + at) * load(b + at);
+        one = FUSED(load(a + at), load(b + at), one);
     if (at < count)
-        other += load_some(a + at, count - at) * load_some(b + at, count - at);
+        other = FUSED(load_some(a + at, count - at), load_some(b + at, count - at), other);
     return sum(one + other);
 }
 

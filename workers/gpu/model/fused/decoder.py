@@ -198,8 +198,8 @@ class FusedDecoder:
         self.head = head
         self._rotary = rotary
         self.by_position = by_position
-        self._logits_scale = logits_scale
-        self._logits_cap = logits_cap
+        self.logits_scale = logits_scale
+        self.logits_cap = logits_cap
 
     @torch.inference_mode()
     def forward(
@@ -228,10 +228,10 @@ class FusedDecoder:
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Scales the logits of the output layer as the model does, in place."""
-        if self._logits_scale != 1:
-            logits = logits.mul_(self._logits_scale)
-        if self._logits_cap is not None:
-            logits = logits.div_(self._logits_cap).tanh_().mul_(self._logits_cap)
+        if self.logits_scale != 1:
+            logits = logits.mul_(self.logits_scale)
+        if self.logits_cap is not None:
+            logits = logits.div_(self.logits_cap).tanh_().mul_(self.logits_cap)
         return logits
 
     def pack(self, budget: int) -> int:
