@@ -11,7 +11,7 @@ import torch
 
 from ....protocol.sampling import Distribution, Override, Query
 from ..model.device_queue import on_device
-from .races import likeliest
+from .races import likeliest, row_sums
 
 _LOWEST = float(torch.finfo(torch.float32).min)
 """A log-probability of minus infinity is reported as this number, which JSON can represent."""
@@ -79,7 +79,7 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
     more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)
     ranks = torch.gt(own, sampled, out=more_likely).sum(-1) + 1
     # Infinite log-probabilities are clamped, so that a probability of 0 adds 0.
-    entropies = -torch.linalg.vecdot(torch.softmax(own, -1), every)
+    entropies = -row_sums(torch.softmax(own, -1).mul_(every)).squeeze(-1)
     numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)
     most = min(max(query.top for query in queries.values()), own.shape[-1])
     likely = None

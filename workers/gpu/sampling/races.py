@@ -46,6 +46,7 @@ _PLACES = 2**40
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
+_NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 
 
@@ -294,18 +295,37 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
     sum. Equal weights are ordered by token."""
     # The limit is infinite if all tokens are kept: rounding must not remove one.
     share = draws.column("limit", weights.device)
-    limit = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    limit = share * row_sums(weights, torch.float64)
     least = _least_kept(weights, limit)
-    if not costs_launches(weights):
-        kept = _as_floats(torch.ge, weights, least).mul_(weights)
-        if (kept.sum(-1, keepdim=True) - least < limit).all():
-            return kept
-    # Only some of several equal weights are removed.
+    if costs_launches(weights):
+        return _without_equals(weights, limit, least)
+    kept = _as_floats(torch.ge, weights, least).mul_(weights)
+    exceeds = row_sums(kept) - least >= limit
+    if exceeds.any():
+        # Each row decides by itself, so that its weights do not depend on the batch.
+        kept = torch.where(exceeds, _without_equals(weights, limit, least), kept)
+    return kept
+
+
+def _without_equals(
+    weights: torch.Tensor, limit: torch.Tensor, least: torch.Tensor
+) -> torch.Tensor:
+    """Sets weights below ``least`` to 0, and the last of the weights that equal ``least``."""
     above = _as_floats(torch.gt, weights, least).mul_(weights)
-    room = ((limit - above.sum(-1, keepdim=True, dtype=torch.float64)) / least).ceil_()
+    room = ((limit - row_sums(above, torch.float64)) / least).ceil_()
     equal = weights == least
     equal &= equal.cumsum(-1) <= room
     return torch.where(equal, weights, above)
+
+
+def row_sums(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The sum of each row of ``values`` ``[rows, n]``, ``[rows, 1]``. On a CPU, a row's sum does
+    not depend on the other rows: torch divides a single long row among threads, and NumPy does
+    not."""
+    if costs_launches(values) or dtype not in _NUMPY_TYPES or values.device.type != "cpu":
+        return values.sum(-1, keepdim=True, dtype=dtype)
+    summed = values.numpy().sum(-1, keepdims=True, dtype=_NUMPY_TYPES[dtype])
+    return torch.from_numpy(summed)
 
 
 def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
@@ -326,7 +346,7 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     for bit in range(29, -1, -1):
         tried = bits + (1 << bit)
         torch.gt(weights, tried.view(torch.float32), out=above)
-        reached = above.mul_(weights).sum(-1, keepdim=True) >= limit
+        reached = row_sums(above.mul_(weights)) >= limit
         bits = torch.where(reached, tried, bits)
     return (bits + 1).view(torch.float32)
 

@@ -21,7 +21,7 @@ from ..model.device_queue import on_device
 from .biases import Bias
 from .distributions import Answers, answer
 from .native_rows import reduce_rows
-from .races import PART, costs_launches, draw_tokens
+from .races import PART, costs_launches, draw_tokens, likeliest
 from .row_parameters import Row, Rows
 
 NAN = "the model's logits contain NaN"
@@ -169,14 +169,15 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
 def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
     """``draw`` from rows of logits, without the answers to queries."""
     most = _most_likely(rows)
-    reduced = None if most else reduce_rows(own)
+    reduced = reduce_rows(own)
     if reduced is None:
         return _draw_by_torch(own, rows, most)
     tokens, numbers = reduced
     best = torch.from_numpy(tokens)
+    likely = _likely_of(own, best, torch.from_numpy(numbers[1].copy()), most) if most else None
     if not rows.parameters.plain or rows.masks or rows.biases:
         best = _change(own, best, rows, numbers)
-    return Drawn(rows, own.shape[-1], best, Numbers(numbers))
+    return Drawn(rows, own.shape[-1], best, Numbers(numbers), likely)
 
 
 @torch.inference_mode()
@@ -237,16 +238,16 @@ class Scores:
 def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
     """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the
     ``most`` likely tokens of each row. Does not wait for a CUDA device."""
+    wanted = _ints(tokens, logits).unsqueeze(-1)
+    reduced = reduce_rows(logits)
+    if reduced is not None:
+        best, of_best = torch.from_numpy(reduced[0]), torch.from_numpy(reduced[1][1])
+        less = logits.gather(-1, wanted) - logits.gather(-1, best.unsqueeze(-1))
+        values = of_best + less.squeeze(-1)
+        return Scores(tokens, values, _likely_of(logits, best, of_best, most) if most else None)
     every = torch.log_softmax(logits, -1)
-    values = every.gather(-1, _ints(tokens, logits).unsqueeze(-1)).squeeze(-1)
-    likely = None
-    if most:
-        found = every.topk(min(most, every.shape[-1]), -1)
-        likely = (
-            found.indices.to("cpu", non_blocking=True),
-            found.values.to("cpu", non_blocking=True),
-        )
-    return Scores(tokens, values.to("cpu", non_blocking=True), likely)
+    values = every.gather(-1, wanted).squeeze(-1)
+    return Scores(tokens, values.to("cpu", non_blocking=True), _likely(every, most))
 
 
 def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
@@ -511,6 +512,17 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
         return None
     logprobs, ids = every.topk(min(most, every.shape[-1]), -1)
     return ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+
+
+def _likely_of(
+    own: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``most`` likely tokens of each row on a CPU and their log-probabilities, as ``_change``
+    computes the chosen token's. ``of_best`` ``[rows]``: the log-probability of each row's ``best``
+    token, float64."""
+    values, ids = likeliest(own, min(most, own.shape[-1]))
+    less = values - own.gather(-1, best.unsqueeze(-1))
+    return ids, of_best.unsqueeze(-1) + less
 
 
 def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
