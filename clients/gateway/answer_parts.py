@@ -5,8 +5,6 @@ The automaton that computed the token masks also parses the text (``protocol.str
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -43,7 +41,7 @@ class AnswerForm:
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
-        """The text of a sequence for ``read_answer``."""
+        """The text of a sequence for ``PartReader.feed``."""
         if not self._marks:
             return sequence.text
         data = b"".join(
@@ -147,38 +145,3 @@ class PartReader:
             kept = kept.lstrip()
         self._spoke = True
         parts.append(Reasoning(kept) if piece.kind == "reasoning" else Text(kept))
-
-
-@dataclass
-class ReadAnswer:
-    """The parts of a whole answer."""
-
-    parts: list[Part]
-
-    @cached_property
-    def text(self) -> str:
-        """The text outside thinking and calls."""
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
-
-    @cached_property
-    def reasoning(self) -> str:
-        """The thinking."""
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
-
-    @cached_property
-    def calls(self) -> list[tuple[str, str]]:
-        """The name and the arguments of each call."""
-        calls: list[tuple[str, str]] = []
-        for part in self.parts:
-            if isinstance(part, CallBegin):
-                calls.append((part.name, ""))
-            elif isinstance(part, Arguments):
-                name, before = calls[part.number]
-                calls[part.number] = name, before + part.text
-        return calls
-
-
-def read_answer(form: AnswerForm, text: str) -> ReadAnswer:
-    """The parts of a whole answer, whose text comes from ``AnswerForm.text_of``."""
-    reader = PartReader(form)
-    return ReadAnswer([*reader.feed(text), *reader.end()])

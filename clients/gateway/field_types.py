@@ -22,6 +22,7 @@ Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
 def seed_of(seed: int) -> int:

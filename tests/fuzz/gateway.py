@@ -20,13 +20,13 @@ from tokenbus.clients.gateway.aici.modules import SetTags
 from tokenbus.clients.gateway.aici.runs import RunRequest
 from tokenbus.clients.gateway.anthropic.bodies import Conversation
 from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
+from tokenbus.clients.gateway.conversation.rendering import for_template
+from tokenbus.clients.gateway.conversation.tools import calling
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.http_protocol import http_protocol
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
-from tokenbus.clients.gateway.openai.messages import for_template
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
-from tokenbus.clients.gateway.openai.response_input import read_items, to_messages
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
@@ -74,11 +74,13 @@ def _use(body: Body) -> None:
     body.ignored()
     match body:
         case ChatRequest():
-            for_template(body.messages)
-            _ = body.calling, body.own_constraint
+            conversation = body.to_conversation()
         case ResponsesRequest():
-            for_template(to_messages(read_items(body.input).input, body.instructions))
-            _ = body.calling, body.own_constraint
+            conversation = body.to_conversation(body.items)
+        case _:
+            return
+    for_template(conversation.turns)
+    calling(conversation.tools, conversation.rules.choice, conversation.rules.parallel)
 
 
 def _bodies() -> Iterator[bytes]:

@@ -11,15 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import GeneratedSequence, GenerateOptions
-from ..answer_parts import AnswerForm, read_answer
 from ..bodies import ignored_header, read_body
 from ..context import Gateway, gateway_of
+from ..conversation.answers import Answer
+from ..conversation.parts import Call, of_kind, text_of, thinking_of
+from ..conversation.planning import Prepared, prepare
 from ..events import unless_disconnected
 from ..json import json_response
-from ..models import ServedModel
 from ..new_ids import new_id
-from ..templates import template_of
-from .answering import answering
 from .chat_bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -30,12 +29,8 @@ from .chat_bodies import (
 )
 from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
-from .constraints import Constraint
-from .conversations import prompt_ids
 from .generations import Generations, begun
 from .logprobs import ChatLogprobs, Sampled, compose, token_logprobs
-from .messages import for_template
-from .tools import for_template as tools_for_template
 from .usage import Counter
 
 
@@ -44,10 +39,7 @@ class ChatJob:
     """One request for a chat's next message."""
 
     body: ChatRequest
-    model: ServedModel
-    constraint: Constraint | None
-    form: AnswerForm | None
-    """The form of the answer; None: the answer is one text."""
+    prepared: Prepared
     generations: Generations
     counter: Counter
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
@@ -67,34 +59,17 @@ async def chat_completions(request: Request) -> Response:
 
 async def _begin(gateway: Gateway, body: ChatRequest) -> ChatJob:
     body.check()
-    model = await gateway.models.get(body.model)
-    template = template_of(model) if body.chat_template is None else body.chat_template
-    calling, own = body.calling, body.own_constraint
-    messages = for_template(body.messages)
-    tools = tools_for_template(body.functions)
-    ids = await prompt_ids(gateway, model, messages, tools, body)
-    how = answering(
-        model,
-        template,
-        ids,
-        calling,
-        own,
-        max_thinking_tokens=body.max_thinking_tokens,
-        separate_reasoning=body.separate_reasoning is not False,
-    )
+    prepared = await prepare(gateway, body.model, body.to_conversation())
     counter = Counter()
-    fields = {"prompt": "messages"}
-    options = body.options(how.constraint)
-    generations = chat_generations(gateway, model, ids, options, how.constraint, counter, fields)
-    return ChatJob(body, model, how.constraint, how.form, generations, counter)
+    options = body.options(prepared.constraint)
+    generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
+    return ChatJob(body, prepared, generations, counter)
 
 
 def chat_generations(
     gateway: Gateway,
-    model: ServedModel,
-    ids: list[int],
+    prepared: Prepared,
     options: GenerateOptions,
-    constraint: Constraint | None,
     counter: Counter,
     fields: dict[str, str],
 ) -> Generations:
@@ -102,7 +77,8 @@ def chat_generations(
 
     ``fields`` maps the bus's field names to the names in the request's body.
     """
-    options.setdefault("max_tokens", max(1, model.info.context_length - len(ids)))
+    ids, constraint = prepared.ids, prepared.constraint
+    options.setdefault("max_tokens", max(1, prepared.model.info.context_length - len(ids)))
     return Generations(gateway.client, [ids], fields, constraint, counter, **options)
 
 
@@ -116,7 +92,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
         job.id,
         "chat.completion",
         job.created,
-        job.model.name,
+        job.prepared.model.name,
         choices,
         job.counter.usage(),
     )
@@ -126,36 +102,37 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     logprobs = None
     if job.body.logprobs:
         tops = job.body.top_logprobs or 0
-        logprobs = ChatLogprobs(token_logprobs(job.model, Sampled.of(sequence), tops))
+        logprobs = ChatLogprobs(token_logprobs(job.prepared.model, Sampled.of(sequence), tops))
     message = _message(job, sequence)
     return ChatChoice(
         sequence.seq,
         message,
         logprobs,
         finish_reason(sequence.finish_reason, message.tool_calls is not UNSET),
-        receipt_of(job.constraint, sequence, None) or UNSET,
+        receipt_of(job.prepared.constraint, sequence, None) or UNSET,
     )
 
 
 def _message(job: ChatJob, sequence: GeneratedSequence) -> AnsweredMessage:
-    if job.form is None:
-        return AnsweredMessage("assistant", sequence.text)
-    read = read_answer(job.form, job.form.whole_text(job.model, sequence))
+    form, model = job.prepared.form, job.prepared.model
+    answer = Answer(form)
+    answer.feed(sequence.text if form is None else form.whole_text(model, sequence))
+    answer.end()
     calls = [
-        AnsweredCall(new_id("call_"), "function", AnsweredFunction(name, arguments))
-        for name, arguments in read.calls
+        AnsweredCall(call.id, "function", AnsweredFunction(call.name, str(call.arguments)))
+        for call in of_kind(answer.parts, Call)
     ]
     return AnsweredMessage(
         "assistant",
-        None if calls and not read.text else read.text,
+        text_of(answer.parts) or (None if calls else ""),
         None,
-        read.reasoning or UNSET,
+        thinking_of(answer.parts) or UNSET,
         calls or UNSET,
     )
 
 
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:
-    chunks = ChatChunks(job.id, job.created, job.model, job.body, job.constraint, job.form)
+    chunks = ChatChunks(job.id, job.created, job.body, job.prepared)
     async for _, entries in job.generations.batches():
         if part := chunks.write(entries):
             yield part

@@ -2,19 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
+from ..bodies import Body
+from ..conversation.constraints import Constraint, Receipt, Schema
+from ..conversation.parts import Conversation, Rendering
+from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import MaxTokens, TopLogprobs
-from .constraints import Constraint, Receipt
+from ..field_types import FunctionName, MaxTokens, TopLogprobs
 from .fields import SampledRequest, TextRequest
 from .logprobs import ChatLogprobs
-from .messages import Message
-from .tools import Calling, FunctionTool, NamedTool, Tool, ToolChoice
+from .messages import Message, to_turns
 from .usage import Usage
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    """The JSON schema of the arguments; null: the function has no arguments."""
+    strict: bool | None = None
+    """This field has no effect, because the schema is always enforced."""
+
+
+class ChatTool(Body, tag="function", tag_field="type"):
+    """A tool. Only functions are supported."""
+
+    function: FunctionTool
+
+
+class FunctionChoice(Body):
+    """The function that a ``tool_choice`` names."""
+
+    name: str
+
+
+class NamedTool(Body, tag="function", tag_field="type"):
+    """A ``tool_choice`` that names a function."""
+
+    function: FunctionChoice
+
+
+def to_tools(given: list[ChatTool] | None) -> list[Tool]:
+    """The functions of a request."""
+    functions = [tool.function for tool in given or ()]
+    return [Tool(f.name, f.description, f.parameters) for f in functions]
+
+
+class TemplateFields(Protocol):
+    """The fields that control the rendering of messages, with vLLM's names."""
+
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def rendering_of(fields: TemplateFields) -> Rendering:
+    """The variables of the template."""
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.documents is not None:
+        variables["documents"] = fields.documents
+    generation = fields.add_generation_prompt is not False
+    continues = bool(fields.continue_final_message)
+    return Rendering(fields.chat_template, variables, generation, continues)
 
 
 class ChatRequest(SampledRequest, kw_only=True):
@@ -30,8 +87,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires ``logprobs``."""
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Default: ``auto``."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
@@ -74,21 +131,15 @@ class ChatRequest(SampledRequest, kw_only=True):
                 f"{self.max_completion_tokens}; give one of them",
             )
 
-    @property
-    def functions(self) -> list[FunctionTool]:
-        """The functions that the answer may call."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.function for tool in self.tools or []]
-
-    @property
-    def calling(self) -> Calling | None:
-        """The functions that the answer may call; None without such functions. Raises ApiError
-        400."""
-        functions = [tool.function for tool in self.tools or []]
+    def to_conversation(self) -> Conversation:
+        """The conversation to continue. Raises ApiError 400."""
         choice = self.tool_choice
         named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
-        return self.may_call(functions, named, self.parallel_tool_calls)
+        tools = to_tools(self.tools)
+        rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
+        rules.max_thinking_tokens = self.max_thinking_tokens
+        rules.separate_reasoning = self.separate_reasoning is not False
+        return Conversation(to_turns(self.messages), tools, rules, rendering_of(self))
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
-from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
+from ..conversation.answers import Answer, Piece
+from ..conversation.constraints import Receipt
+from ..conversation.parts import Call, Text, Thinking
+from ..conversation.planning import Prepared
 from ..events import DONE, event
 from ..json import encode
-from ..models import ServedModel
-from ..new_ids import new_id
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
 from .choices import GrowingChoice, GrowingChoices, finish_reason, receipt_of
-from .constraints import Constraint, Receipt
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
 from .usage import Counter
 
@@ -26,21 +26,19 @@ class ChatChunks:
         self,
         id: str,
         created: int,
-        model: ServedModel,
         body: ChatRequest,
-        constraint: Constraint | None,
-        form: AnswerForm | None,
+        prepared: Prepared,
     ) -> None:
         self._id = id
         self._created = created
-        self._model = model
+        self._model = prepared.model
         self._tops = (body.top_logprobs or 0) if body.logprobs else None
-        self._constraint = constraint
-        self._form = form
-        self._readers: dict[int, PartReader] = {}
+        self._constraint = prepared.constraint
+        self._form = prepared.form
+        self._answers: dict[int, Answer] = {}
         self._choices = GrowingChoices()
         self._usage: UnsetType | None = None if body.include_usage else UNSET
-        self._plain = constraint is None and self._tops is None
+        self._plain = prepared.constraint is None and self._tops is None
         """Whether all entries before the last have only text."""
         self._heads: dict[int, bytes] = {}
         """The bytes of a chunk before its text, by sequence."""
@@ -107,7 +105,7 @@ class ChatChunks:
         """The chunks of further text of a choice."""
         if self._form is None:
             return [self._text(seq, text)] if text else []
-        return [self._chunk(seq, _delta(part)) for part in self._reader(seq).feed(text)]
+        return [self._chunk(seq, _delta(piece)) for piece in self._of(seq).feed(text)]
 
     def _whole(self, entry: Token, text: str, removed: int, choice: GrowingChoice) -> bytes:
         """The chunks of an entry with more than text."""
@@ -119,12 +117,12 @@ class ChatChunks:
         deltas = [Delta(content=text)] if text else []
         called = False
         if self._form is not None:
-            reader = self._reader(entry.seq)
-            parts = reader.feed(text)
+            answer = self._of(entry.seq)
+            pieces = answer.feed(text)
             if entry.finish_reason is not None:
-                parts += reader.end()
-            deltas = [_delta(part) for part in parts]
-            called = reader.called
+                pieces += answer.end()
+            deltas = [_delta(piece) for piece in pieces]
+            called = answer.called
         if entry.finish_reason is not None:
             reason = finish_reason(entry.finish_reason, called)
             receipt = receipt_of(self._constraint, choice, entry)
@@ -146,12 +144,12 @@ class ChatChunks:
             for i, delta in enumerate(deltas)
         )
 
-    def _reader(self, seq: int) -> PartReader:
-        assert self._form is not None
-        reader = self._readers.get(seq)
-        if reader is None:
-            reader = self._readers[seq] = PartReader(self._form)
-        return reader
+    def _of(self, seq: int) -> Answer:
+        """The answer of a sequence."""
+        answer = self._answers.get(seq)
+        if answer is None:
+            answer = self._answers[seq] = Answer(self._form)
+        return answer
 
     def _chunk(
         self,
@@ -173,14 +171,14 @@ class ChatChunks:
         return event(chunk)
 
 
-def _delta(part: Part) -> Delta:
-    match part:
-        case Text(text):
-            return Delta(content=text)
-        case Reasoning(text):
-            return Delta(reasoning_content=text)
-        case CallBegin(number, name):
-            function = FunctionDelta("", name)
-            return Delta(tool_calls=[CallDelta(number, function, new_id("call_"), "function")])
-        case Arguments(number, text):
-            return Delta(tool_calls=[CallDelta(number, FunctionDelta(text))])
+def _delta(piece: Piece) -> Delta:
+    match piece.part:
+        case Text():
+            return Delta(content=piece.text)
+        case Thinking():
+            return Delta(reasoning_content=piece.text)
+        case Call(id, name) if piece.begins:
+            delta = CallDelta(piece.number, FunctionDelta("", name), id, "function")
+            return Delta(tool_calls=[delta])
+        case Call():
+            return Delta(tool_calls=[CallDelta(piece.number, FunctionDelta(piece.text))])

@@ -8,8 +8,8 @@ from msgspec import UNSET
 
 from ....protocol.messages import Token
 from ... import GeneratedSequence
+from ..conversation.constraints import Constraint, Receipt
 from ..errors import ApiError
-from .constraints import Constraint, Receipt
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
 """OpenAI's names of the bus's finish reasons."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
+from ..conversation.constraints import Receipt
 from ..events import DONE, event
 from ..json import encode
 from ..models import ServedModel
 from .choices import GrowingChoice, GrowingChoices, Indexes, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
-from .constraints import Receipt
 from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
 from .usage import Counter, Usage
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta
 
 from ..bodies import Body
+from ..conversation.constraints import Constraint, Schema, json_object, json_schema
 from ..errors import invalid_field
 
-Schema = dict[str, Any]
 FormatName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A constraint: the name and the argument of the controller that enforces it."""
-
-    label: str
-    """The name of the constraint in the receipt."""
-    controller: str
-    arg: str | dict[str, Any] | list[Any] | None
-    field: str
-    """The field of the body that requested the constraint, for errors."""
 
 
 class StructuredOutputs(Body):
@@ -102,17 +89,6 @@ def format_constraint(given: ResponseFormat | None, name: str) -> Constraint | N
     return None
 
 
-def json_object(name: str) -> Constraint:
-    """Any JSON object."""
-    return Constraint("json_object", "json_schema", {"type": "object"}, name)
-
-
-def json_schema(schema: Schema | None, name: str) -> Constraint:
-    """A value that ``schema`` allows; without a schema, any object."""
-    arg = {"type": "object"} if schema is None else schema
-    return Constraint("json_schema", "json_schema", arg, name)
-
-
 def only_constraint(
     structured: StructuredOutputs | None,
     controller: str | None,
@@ -138,24 +114,3 @@ def only_constraint(
             "'combination' joins several)",
         )
     return asked[0] if asked else None
-
-
-class Receipt(Struct, kw_only=True, omit_defaults=True):
-    """``tokenbus`` of a choice: the enforced constraint, and the report of its controller."""
-
-    constraint: str | None = None
-    """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
-    of the requested controller."""
-    ended: Literal["complete", "closed", "cut"] | None = None
-    """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
-    before the token limit. ``cut``: the text ends inside a value."""
-    logs: str = ""
-    """The log of the controller."""
-    storage: list[Any] = field(default_factory=list)
-    """The variables that the controller wrote, as AICI's storage commands."""
-    error: str = ""
-    """The error of this choice, if other choices did not fail."""
-    code: str = ""
-    backtrack: int = 0
-    """Number of characters that a client must remove from the text before it adds the chunk's
-    text. Only in chunks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
@@ -11,6 +10,8 @@ from ....protocol.messages import Name
 from ....protocol.sampling import Probability, StopString, TokenId
 from ... import GenerateOptions
 from ..bodies import Body
+from ..conversation.constraints import Constraint
+from ..conversation.parts import AnswerRules
 from ..errors import invalid_field
 from ..field_types import (
     Bias,
@@ -26,14 +27,7 @@ from ..field_types import (
     TopP,
     seed_of,
 )
-from .constraints import (
-    Constraint,
-    ResponseFormat,
-    StructuredOutputs,
-    format_constraint,
-    only_constraint,
-)
-from .tools import Calling, FunctionTool, calling
+from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default temperature. The bus's default is 0."""
@@ -102,18 +96,15 @@ class TextRequest(Body):
             self.structured_outputs, self.controller, self.controller_arg, self.format_constraint
         )
 
-    def may_call(
-        self, functions: Sequence[FunctionTool], choice: str | None, parallel: bool | None
-    ) -> Calling | None:
-        """The functions that the answer may call; None if it may not call a function. ``choice`` is
-        as in ``tools.calling``; None means ``auto``. Raises ApiError 400."""
-        found = calling(functions, choice or "auto", parallel is not False)
+    def answer_rules(self, choice: str | None, parallel: bool | None, calls: bool) -> AnswerRules:
+        """The requested form of the answer. ``choice`` is as in ``AnswerRules``; None means
+        ``auto``. ``calls``: whether the request has tools. Raises ApiError 400."""
         for name in ("structured_outputs", "controller"):
-            if found is not None and getattr(self, name) is not None:
+            if calls and choice != "none" and getattr(self, name) is not None:
                 raise invalid_field(
                     name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
                 )
-        return found
+        return AnswerRules(choice or "auto", parallel is not False, self.own_constraint)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from ....protocol.errors import Code, TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncClient, AsyncStream, GeneratedSequence, GenerateOptions
+from ..conversation.constraints import Constraint
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
-from .constraints import Constraint
 from .logprobs import check_alternatives
 from .usage import Counter
 

@@ -1,16 +1,14 @@
-"""The messages of a conversation, and their conversion to the form for chat templates."""
+"""The messages of a chat, and their translation to turns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
-from ..bodies import Body, check_inner
-
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+from ..bodies import Body
+from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
 
 
 class TextPart(Body, tag="text", tag_field="type"):
@@ -93,56 +91,34 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-def text_of(content: Content | None) -> str:
-    """A content as one text. Parts are joined by line breaks, as in vLLM."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
+def to_turns(messages: Sequence[Message]) -> list[Turn]:
+    """The turns of a conversation."""
+    return [_turn(message) for message in messages]
 
 
-def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages for templates. Each content is a text, and arguments are objects. Raises
-    ApiError 413 if the arguments have too many values."""
-    check_inner(
-        [
-            call.function.arguments
-            for message in messages
-            if isinstance(message, AssistantMessage)
-            for call in message.tool_calls or ()
-        ]
-    )
-    return [_for_template(message) for message in messages]
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "role": message.__struct_config__.tag,
-        "content": text_of(message.content),
-    }
-    if message.name is not None:
-        found["name"] = message.name
+def _turn(message: Message) -> Turn:
+    parts: list[Part] = [*_texts(message.content)]
     match message:
         case ToolMessage():
-            found["tool_call_id"] = message.tool_call_id
+            result = Result(message.tool_call_id, _texts(message.content), message.name)
+            return Turn("user", [result])
         case AssistantMessage():
-            found["content"] = found["content"] or message.refusal or ""
+            if not message.content and message.refusal:
+                parts = [Text(message.refusal)]
             if message.reasoning_content is not None:
-                found["reasoning_content"] = message.reasoning_content
-            if message.tool_calls:
-                found["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return found
+                parts.append(Thinking(message.reasoning_content))
+            for call in message.tool_calls or ():
+                parts.append(Call(call.id, call.function.name, call.function.arguments))
+            return Turn("assistant", parts, message.name)
+        case SystemMessage():
+            return Turn("system", parts, message.name)
+        case DeveloperMessage():
+            return Turn("developer", parts, message.name)
+        case UserMessage():
+            return Turn("user", parts, message.name)
 
 
-def _call(call: MessageCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _arguments(text: str) -> Any:
-    """The arguments as an object, which templates format themselves. Text that is not a JSON
-    object, such as that of a cut answer, is not changed."""
-    try:
-        arguments = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text
+def _texts(content: Content | None) -> list[Text]:
+    if isinstance(content, str):
+        return [Text(content)]
+    return [Text(part.text) for part in content or ()]

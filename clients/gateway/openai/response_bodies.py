@@ -8,23 +8,15 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
+from ..conversation.constraints import Constraint, Receipt, Schema, json_object, json_schema
+from ..conversation.parts import Conversation
+from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import MaxTokens, TopLogprobs
-from .constraints import (
-    Constraint,
-    FormatName,
-    JsonObjectFormat,
-    Receipt,
-    Schema,
-    TextFormat,
-    json_object,
-    json_schema,
-)
+from ..field_types import FunctionName, MaxTokens, TopLogprobs
+from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest
 from .logprobs import TokenLogprob
-from .messages import FunctionName
-from .response_input import InputItems, read_items
-from .tools import Calling, FunctionTool
+from .response_input import InputItems, read_items, to_turns
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
@@ -133,18 +125,6 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return [*super().ignored(), *more]
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The functions that the answer may call."""
-        if self.tool_choice == "none":
-            return []
-        return [
-            FunctionTool(
-                name=t.name, description=t.description, parameters=t.parameters, strict=t.strict
-            )
-            for t in self.tools or []
-        ]
-
-    @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of ``text.format``."""
         match self.text.format if self.text is not None else None:
@@ -154,13 +134,13 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 return json_schema(schema, "text.format.schema")
         return None
 
-    @property
-    def calling(self) -> Calling | None:
-        """The functions that the answer may call; None without such functions. Raises ApiError
-        400."""
+    def to_conversation(self, items: InputItems) -> Conversation:
+        """The conversation to continue. Raises ApiError 400."""
         choice = self.tool_choice
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
-        return self.may_call(self.functions, named, self.parallel_tool_calls)
+        tools = [Tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
+        rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
+        return Conversation(to_turns(items.input, self.instructions), tools, rules)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not

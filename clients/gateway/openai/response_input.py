@@ -1,4 +1,4 @@
-"""The input of ``/v1/responses``: its items, and their conversion to messages."""
+"""The input of ``/v1/responses``: its items, and their translation to turns."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..bodies import Body, split_validation
+from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
 from ..errors import field_name, invalid_field
-from .messages import (
-    AssistantMessage,
-    CalledFunction,
-    Message,
-    MessageCall,
-    SystemMessage,
-    ToolMessage,
-    UserMessage,
-)
 
 
 class InputText(Body, tag="input_text", tag_field="type"):
@@ -79,7 +71,32 @@ class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
     status: str | UnsetType | None = UNSET
 
 
-InputItem = InputMessage | InputCall | InputCallOutput
+class ReasoningText(Body, tag="reasoning_text", tag_field="type"):
+    """A piece of thinking."""
+
+    text: str
+
+
+class SummaryText(Body, tag="summary_text", tag_field="type"):
+    """A piece of a summary of thinking."""
+
+    text: str
+
+
+class InputReasoning(Body, tag="reasoning", tag_field="type"):
+    """The thinking of an earlier answer. Templates that support thinking show it to the model."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "encrypted_content"})
+
+    content: list[ReasoningText] | None = None
+    summary: list[SummaryText] | None = None
+    """The thinking if ``content`` is missing."""
+    encrypted_content: str | UnsetType | None = UNSET
+    id: str | UnsetType | None = UNSET
+    status: str | UnsetType | None = UNSET
+
+
+InputItem = InputMessage | InputCall | InputCallOutput | InputReasoning
 
 
 class InputItems(Body):
@@ -101,40 +118,39 @@ def read_items(given: str | list[dict[str, Any]]) -> InputItems:
         raise invalid_field(field_name(path), what) from None
 
 
-def to_messages(items: Sequence[InputItem], instructions: str | None) -> list[Message]:
-    """The conversation, which begins with ``instructions``. Calls are added to the message before
-    them."""
-    messages: list[Message] = []
+def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]:
+    """The conversation, which begins with ``instructions``. The thinking, the text and the calls of
+    one answer become one turn."""
+    turns: list[Turn] = []
     if instructions is not None:
-        messages.append(SystemMessage(instructions))
+        turns.append(Turn("system", [Text(instructions)]))
     for item in items:
         match item:
+            case InputMessage(role="assistant"):
+                _answered(turns, _texts(item.content), (Text, Call))
             case InputMessage():
-                messages.append(_message(item))
-            case InputCallOutput():
-                messages.append(ToolMessage(_text(item.output), item.call_id))
+                turns.append(Turn(item.role, [*_texts(item.content)]))
+            case InputReasoning():
+                thoughts = item.content or item.summary or ()
+                _answered(turns, [Thinking(one.text) for one in thoughts], (Text, Call, Thinking))
             case InputCall():
-                if not messages or not isinstance(messages[-1], AssistantMessage):
-                    messages.append(AssistantMessage())
-                last = messages[-1]
-                assert isinstance(last, AssistantMessage)
-                function = CalledFunction(item.name, item.arguments)
-                last.tool_calls = [*(last.tool_calls or ()), MessageCall(item.call_id, function)]
-    return messages
+                _answered(turns, [Call(item.call_id, item.name, item.arguments)], ())
+            case InputCallOutput():
+                turns.append(Turn("user", [Result(item.call_id, _texts(item.output))]))
+    return turns
 
 
-def _message(item: InputMessage) -> Message:
-    text = _text(item.content)
-    match item.role:
-        case "user":
-            return UserMessage(text)
-        case "assistant":
-            return AssistantMessage(text)
-        case _:
-            return SystemMessage(text)
+def _answered(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
+    """Adds parts to the assistant's turn at the end. A new turn begins if there is none, or if it
+    has a part of a kind in ``ends``."""
+    last = turns[-1] if turns else None
+    if last is None or last.role != "assistant" or any(isinstance(p, ends) for p in last.parts):
+        last = Turn("assistant", [])
+        turns.append(last)
+    last.parts += parts
 
 
-def _text(content: InputContent) -> str:
+def _texts(content: InputContent) -> list[Text]:
     if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content)
+        return [Text(content)]
+    return [Text(part.text) for part in content]

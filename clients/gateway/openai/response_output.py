@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ....protocol.messages import Token
-from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
+from ..conversation.answers import Answer, Piece
+from ..conversation.constraints import Receipt
+from ..conversation.parts import Call, Text, Thinking
+from ..conversation.planning import Prepared
 from ..events import event
-from ..models import ServedModel
 from ..new_ids import new_id
 from .choices import GrowingChoices
-from .constraints import Receipt
 from .logprobs import Sampled, TokenLogprob, token_logprobs
 from .response_bodies import (
     AnsweredText,
@@ -28,17 +29,16 @@ Status = Literal["completed", "incomplete"]
 class Output:
     """The items of one response. Each method returns the events of its changes."""
 
-    def __init__(
-        self, model: ServedModel, form: AnswerForm | None, logprobs: int | None, plain: bool
-    ) -> None:
+    def __init__(self, prepared: Prepared, logprobs: int | None) -> None:
         """``logprobs``: number of alternatives that are reported with each token; None: log-
-        probabilities are not reported. ``plain``: all entries before the last have only text."""
+        probabilities are not reported."""
         self.items: list[OutputItem] = []
-        self._model = model
-        self._form = form
-        self._reader = PartReader(form) if form is not None else None
+        self._model = prepared.model
+        self._form = prepared.form
+        self._answer = Answer(prepared.form)
         self._logprobs = logprobs
-        self._plain = plain
+        self._plain = prepared.constraint is None and logprobs is None
+        """Whether all entries before the last have only text."""
         self._choices = GrowingChoices()
         self._number = 0
         self.growing = False
@@ -80,8 +80,7 @@ class Output:
     def end(self, status: Status) -> bytes:
         """Finishes the last item. An answer without items receives an empty message."""
         parts = []
-        if self._reader is not None:
-            parts += [part for one in self._reader.end() for part in self._part(one)]
+        parts += [part for piece in self._answer.end() for part in self._piece(piece)]
         if not self.items:
             parts += self._begin_message()
         return b"".join([*parts, *self._finish(status)])
@@ -91,28 +90,27 @@ class Output:
         return self._form.text_of(entry, text) if self._form is not None else text
 
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:
-        if self._reader is not None:
-            return [event for part in self._reader.feed(text) for event in self._part(part)]
+        if self._form is not None:
+            return [part for one in self._answer.feed(text) for part in self._piece(one)]
         return list(self._message(text, logprobs)) if text or logprobs else []
 
-    def _part(self, part: Part) -> Iterator[bytes]:
-        match part:
-            case Text(text):
-                yield from self._message(text, None)
-            case Reasoning(text):
-                yield from self._thought(text)
-            case CallBegin(_, name):
+    def _piece(self, piece: Piece) -> Iterator[bytes]:
+        match piece.part:
+            case Text():
+                yield from self._message(piece.text, None)
+            case Thinking():
+                yield from self._thought(piece.text)
+            case Call(id, name) if piece.begins:
                 yield from self._finish("completed")
-                call = OutputCall(new_id("fc_"), new_id("call_"), name, "", "in_progress")
-                yield self._begin(call)
-            case Arguments(_, text):
+                yield self._begin(OutputCall(new_id("fc_"), id, name, "", "in_progress"))
+            case Call():
                 call = self._call
-                call.arguments += text
+                call.arguments += piece.text
                 yield self.event(
                     "response.function_call_arguments.delta",
                     item_id=call.id,
                     output_index=len(self.items) - 1,
-                    delta=text,
+                    delta=piece.text,
                 )
 
     def _thought(self, text: str) -> Iterator[bytes]:

@@ -15,19 +15,15 @@ from starlette.responses import Response
 from ....protocol.messages import Token
 from ..bodies import ignored_header, read_body
 from ..context import Gateway, gateway_of
+from ..conversation.constraints import Receipt
+from ..conversation.planning import Prepared, prepare
 from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import json_response
-from ..models import ServedModel
 from ..new_ids import new_id
-from ..templates import template_of
-from .answering import answering
 from .chat import chat_generations
-from .constraints import Constraint, Receipt
-from .conversations import Rendering, prompt_ids
 from .fields import OPENAI_TEMPERATURE
 from .generations import Generations, begun
-from .messages import for_template
 from .response_bodies import (
     Incomplete,
     InputDetails,
@@ -36,9 +32,8 @@ from .response_bodies import (
     ResponsesRequest,
     ResponseUsage,
 )
-from .response_input import InputItems, to_messages
+from .response_input import InputItems
 from .response_output import Output
-from .tools import for_template as tools_for_template
 from .usage import Counter
 
 
@@ -47,8 +42,7 @@ class ResponseJob:
     """One request for a response."""
 
     body: ResponsesRequest
-    model: ServedModel
-    constraint: Constraint | None
+    prepared: Prepared
     generations: Generations
     counter: Counter
     output: Output
@@ -72,25 +66,13 @@ async def responses(request: Request) -> Response:
 
 
 async def _begin(gateway: Gateway, body: ResponsesRequest, items: InputItems) -> ResponseJob:
-    model = await gateway.models.get(body.model)
-    calling, own = body.calling, body.own_constraint
-    messages = for_template(to_messages(items.input, body.instructions))
-    tools = tools_for_template(body.functions)
-    ids = await prompt_ids(gateway, model, messages, tools, Rendering())
-    how = answering(model, template_of(model), ids, calling, own)
-    constraint = how.constraint
-    options = body.options(constraint)
+    prepared = await prepare(gateway, body.model, body.to_conversation(items))
     counter = Counter()
     fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
-    generations = chat_generations(gateway, model, ids, options, constraint, counter, fields)
-    logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
-    output = Output(
-        model,
-        how.form,
-        logprobs,
-        plain=constraint is None and logprobs is None,
-    )
-    return ResponseJob(body, model, constraint, generations, counter, output)
+    options = body.options(prepared.constraint)
+    generations = chat_generations(gateway, prepared, options, counter, fields)
+    output = Output(prepared, (body.top_logprobs or 0) if body.with_logprobs else None)
+    return ResponseJob(body, prepared, generations, counter, output)
 
 
 async def _whole(job: ResponseJob) -> ResponseAnswer:
@@ -142,7 +124,7 @@ def _answer(
         incomplete_details=Incomplete("max_output_tokens") if status == "incomplete" else None,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        model=job.model.name,
+        model=job.prepared.model.name,
         output=list(job.output.items),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         temperature=OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
@@ -170,8 +152,8 @@ def _usage(counter: Counter) -> ResponseUsage:
 
 
 def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
-    receipt = job.output.receipt
-    if job.constraint is not None and job.last is not None and job.last.constraint is not None:
-        receipt.constraint = job.constraint.label
+    receipt, constraint = job.output.receipt, job.prepared.constraint
+    if constraint is not None and job.last is not None and job.last.constraint is not None:
+        receipt.constraint = constraint.label
         receipt.ended = job.last.constraint
     return receipt if receipt != Receipt() else UNSET

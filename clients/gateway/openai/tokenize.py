@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -11,24 +11,29 @@ from starlette.responses import Response
 from ....protocol.sampling import TokenId
 from ..bodies import Body, read_body
 from ..context import gateway_of
+from ..conversation.parts import Conversation
+from ..conversation.rendering import prompt_ids
 from ..errors import ApiError, invalid_field
 from ..json import json_response
-from .conversations import Rendering, TemplateFields, prompt_ids
-from .messages import Message, for_template
-from .tools import Tool
-from .tools import for_template as tools_for_template
+from .chat_bodies import ChatTool, TemplateFields, rendering_of, to_tools
+from .messages import Message, to_turns
 
 
-class TokenizeRequest(Rendering, kw_only=True):
+class TokenizeRequest(Body, kw_only=True):
     """The body of ``POST /tokenize``: a text, or the messages of a conversation."""
 
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds special tokens. Default: true for a text, false for messages."""
     return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class Tokenized(Struct):
@@ -68,10 +73,10 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await model.tokenize(body.prompt, special=body.add_special_tokens is not False)
     else:
-        messages = for_template(body.messages or [])
-        tools = tools_for_template([tool.function for tool in body.tools or []])
-        special = bool(body.add_special_tokens)
-        ids = await prompt_ids(gateway, model, messages, tools, body, special=special)
+        conversation = Conversation(to_turns(body.messages or []), to_tools(body.tools))
+        conversation.rendering = rendering_of(body)
+        conversation.rendering.special = bool(body.add_special_tokens)
+        ids = await prompt_ids(gateway, model, conversation)
     pieces = [model.text_of(token) for token in ids] if body.return_token_strs else None
     return json_response(Tokenized(len(ids), model.info.context_length, ids, pieces))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,9 @@ from tokenbus.clients.gateway.answer_forms import (
     structure_of,
     thinking_of,
 )
-from tokenbus.clients.gateway.answer_parts import AnswerForm, Part, PartReader, ReadAnswer
+from tokenbus.clients.gateway.answer_parts import AnswerForm
+from tokenbus.clients.gateway.conversation import parts
+from tokenbus.clients.gateway.conversation.answers import Answer
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 
 from ...counts import examples
@@ -57,16 +59,29 @@ def written(family: Family, calls: list[tuple[str, dict[str, Any]]]) -> str:
     return family.opening + family.between.join(texts) + family.closing
 
 
-def read(family: Family, wanted: Wanted, pieces: list[str]) -> ReadAnswer:
-    reader = PartReader(AnswerForm(structure_of(family, wanted), {}))
-    parts: list[Part] = [part for piece in pieces for part in reader.feed(piece)]
-    found = ReadAnswer(parts + reader.end())
-    assert reader.called == bool(found.calls)
-    return found
+class Read(NamedTuple):
+    text: str
+    reasoning: str
+    calls: list[tuple[str, Any]]
 
 
-def calls_of(found: ReadAnswer) -> list[tuple[str, Any]]:
-    return [(name, json.loads(arguments)) for name, arguments in found.calls]
+def read(family: Family, wanted: Wanted, pieces: list[str]) -> Read:
+    return read_form(AnswerForm(structure_of(family, wanted), {}), pieces)
+
+
+def read_form(form: AnswerForm, pieces: list[str]) -> Read:
+    answer = Answer(form)
+    changes = [change for piece in pieces for change in answer.feed(piece)] + answer.end()
+    calls = parts.of_kind(answer.parts, parts.Call)
+    assert answer.called == bool(calls)
+    for place, part in enumerate(answer.parts):
+        changed = "".join(change.text for change in changes if change.place == place)
+        assert changed == (part.arguments if isinstance(part, parts.Call) else part.text)
+    return Read(
+        parts.text_of(answer.parts),
+        parts.thinking_of(answer.parts) or "",
+        [(call.name, json.loads(str(call.arguments))) for call in calls],
+    )
 
 
 def test_the_form_is_that_of_the_template() -> None:
@@ -133,7 +148,7 @@ def test_an_answer_is_read_back_however_it_is_cut(
     found = read(family, wanted, pieces)
     assert found.text.strip() == before.strip()
     assert found.reasoning == (thought or "").strip()
-    assert calls_of(found) == calls
+    assert found.calls == calls
 
 
 def test_text_behind_the_beginning_of_a_tag_is_text_after_all() -> None:
@@ -157,11 +172,10 @@ def test_thinking_that_the_prompt_began_is_read_from_the_first_token_on() -> Non
 
 def test_special_tokens_are_told_from_text_that_looks_like_them() -> None:
     form = AnswerForm(structure_of(MISTRAL, Wanted(FUNCTIONS)), {7: "[TOOL_CALLS]", 8: "[ARGS]"})
-    reader = PartReader(form)
     marks = {name: f"\udcff{name}\udcff" for name in ("[TOOL_CALLS]", "[ARGS]")}
     text = f"the [TOOL_CALLS] {marks['[TOOL_CALLS]']}weather{marks['[ARGS]']}{{}}"
-    found = ReadAnswer(reader.feed(text) + reader.end())
-    assert (found.text, calls_of(found)) == ("the [TOOL_CALLS]", [("weather", {})])
+    found = read_form(form, [text])
+    assert (found.text, found.calls) == ("the [TOOL_CALLS]", [("weather", {})])
 
 
 def test_channels_of_harmony_are_parts() -> None:
@@ -170,6 +184,6 @@ def test_channels_of_harmony_are_parts() -> None:
         'to=functions.pi_ng <|constrain|>json<|message|>{"a": 1}'
     )
     found = read(HARMONY, Wanted(FUNCTIONS, thinking="first"), [text])
-    assert (found.reasoning, found.text, calls_of(found)) == ("hm", "", [("pi_ng", {"a": 1})])
+    assert (found.reasoning, found.text, found.calls) == ("hm", "", [("pi_ng", {"a": 1})])
     final = "<|channel|>final<|message|>Hello."
     assert read(HARMONY, Wanted(rest=Rest(), thinking="first"), [final]).text == "Hello."

@@ -13,13 +13,9 @@ from tokenbus.clients.gateway.bodies import (
     Body,
     decode_body,
 )
+from tokenbus.clients.gateway.conversation.parts import Call, Turn
+from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.openai.messages import (
-    AssistantMessage,
-    CalledFunction,
-    MessageCall,
-    for_template,
-)
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.lines import line_frames
@@ -67,10 +63,9 @@ def test_an_error_of_a_key_names_the_field() -> None:
     )
 
 
-def conversation(arguments: str, times: int = 1) -> list[AssistantMessage]:
+def conversation(arguments: str, times: int = 1) -> list[Turn]:
     """A conversation in which the assistant has called a function ``times`` times."""
-    call = MessageCall(id="1", function=CalledFunction(name="f", arguments=arguments))
-    return [AssistantMessage(tool_calls=[call])] * times
+    return [Turn("assistant", [Call("1", "f", arguments)])] * times
 
 
 @pytest.mark.parametrize(

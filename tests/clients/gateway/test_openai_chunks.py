@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenbus.clients.gateway.conversation.constraints import Constraint
+from tokenbus.clients.gateway.conversation.planning import Prepared
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks
-from tokenbus.clients.gateway.openai.constraints import Constraint
 from tokenbus.clients.gateway.openai.usage import Counter
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
@@ -107,7 +108,7 @@ def test_chats_take_back_too(model: ServedModel) -> None:
     request = msgspec.convert(
         {"messages": [{"role": "user", "content": "x"}], "controller": "mine"}, ChatRequest
     )
-    chunks = ChatChunks("chatcmpl-1", 1, model, request, CONTROLLER, None)
+    chunks = ChatChunks("chatcmpl-1", 1, request, Prepared(model, [1], None, CONTROLLER))
     first, second = choices(chunks.write([entry("ab", 0)]))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert second["delta"] == {"content": "ab"}

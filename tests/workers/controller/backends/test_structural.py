@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from tokenbus.clients.gateway.answer_forms import HERMES, Wanted, structure_of
-from tokenbus.clients.gateway.answer_parts import AnswerForm, read_answer
+from tokenbus.clients.gateway.answer_parts import AnswerForm
+from tokenbus.clients.gateway.conversation import answers
+from tokenbus.clients.gateway.conversation.parts import Call, of_kind, text_of, thinking_of
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.structure import Phase, Structure, Tag, special
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
@@ -37,9 +39,12 @@ def ours(walk: Walk) -> Read:
     form = AnswerForm(walk.structure, walk.names)
     names, token = walk.names, walk.vocabulary.token
     data = (special(names[t]) if t in names else token(t) for t in walk.tokens)
-    read = read_answer(form, b"".join(data).decode("utf-8", "surrogateescape"))
-    calls = [(name, json.loads(arguments)) for name, arguments in read.calls]
-    return Read(read.reasoning.strip(), read.text.strip(), calls)
+    answer = answers.Answer(form)
+    answer.feed(b"".join(data).decode("utf-8", "surrogateescape"))
+    answer.end()
+    calls = [(call.name, json.loads(str(call.arguments))) for call in of_kind(answer.parts, Call)]
+    thinking = thinking_of(answer.parts) or ""
+    return Read(thinking.strip(), text_of(answer.parts).strip(), calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

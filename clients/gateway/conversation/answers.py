@@ -1,0 +1,82 @@
+"""Assembles the parts of an answer while it grows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import answer_parts
+from ..answer_parts import AnswerForm, PartReader
+from ..new_ids import new_id
+from .parts import Call, Text, Thinking
+
+AnswerPart = Text | Thinking | Call
+
+
+class Piece(NamedTuple):
+    """A change of an answer: more text of one part."""
+
+    place: int
+    """The place of the part in the answer."""
+    part: AnswerPart
+    """The part, which may have grown further since."""
+    text: str
+    """The new text of the part. A call begins with an empty text; its arguments follow."""
+    begins: bool
+    """Whether the part is new."""
+    number: int
+    """The number of calls before this part."""
+
+
+class Answer:
+    """The parts of one sequence. Each method returns the changes that it makes."""
+
+    def __init__(self, form: AnswerForm | None, call_prefix: str = "call_") -> None:
+        """``form``: the form of the answer; None: the answer is one text. ``call_prefix``: the
+        beginning of the ids of calls."""
+        self.form = form
+        self.parts: list[AnswerPart] = []
+        self._reader = PartReader(form) if form is not None else None
+        self._call_prefix = call_prefix
+        self._num_calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether a call has begun."""
+        return self._num_calls > 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Adds text of the sequence, which ``AnswerForm.text_of`` returns if there is a form."""
+        if self._reader is None:
+            return [self._write(Text, text)] if text else []
+        return [self._take(piece) for piece in self._reader.feed(text)]
+
+    def end(self) -> list[Piece]:
+        """Adds the rest of the text when the sequence has ended."""
+        rest = self._reader.end() if self._reader is not None else []
+        return [self._take(piece) for piece in rest]
+
+    def _take(self, piece: answer_parts.Part) -> Piece:
+        match piece:
+            case answer_parts.Text(text):
+                return self._write(Text, text)
+            case answer_parts.Reasoning(text):
+                return self._write(Thinking, text)
+            case answer_parts.CallBegin(_, name):
+                call = Call(new_id(self._call_prefix), name, "")
+                self.parts.append(call)
+                self._num_calls += 1
+                return Piece(len(self.parts) - 1, call, "", True, self._num_calls - 1)
+            case answer_parts.Arguments(_, text):
+                last = self.parts[-1]
+                assert isinstance(last, Call)
+                last.arguments = f"{last.arguments}{text}"
+                return Piece(len(self.parts) - 1, last, text, False, self._num_calls - 1)
+
+    def _write(self, kind: type[Text | Thinking], text: str) -> Piece:
+        last = self.parts[-1] if self.parts else None
+        begins = not isinstance(last, kind)
+        if not isinstance(last, kind):
+            last = kind("")
+            self.parts.append(last)
+        last.text += text
+        return Piece(len(self.parts) - 1, last, text, begins, self._num_calls)

@@ -1,0 +1,54 @@
+"""The constraint of an answer, and the receipt that reports how it was held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A constraint: the name and the argument of the controller that enforces it."""
+
+    label: str
+    """The name of the constraint in the receipt."""
+    controller: str
+    arg: str | dict[str, Any] | list[Any] | None
+    field: str
+    """The field of the body that requested the constraint, for errors."""
+
+
+def json_object(name: str) -> Constraint:
+    """Any JSON object. ``name`` is the field that requested it."""
+    return Constraint("json_object", "json_schema", {"type": "object"}, name)
+
+
+def json_schema(schema: Schema | None, name: str) -> Constraint:
+    """A value that ``schema`` allows; without a schema, any object."""
+    arg = {"type": "object"} if schema is None else schema
+    return Constraint("json_schema", "json_schema", arg, name)
+
+
+class Receipt(Struct, kw_only=True, omit_defaults=True):
+    """``tokenbus`` of an answer: the enforced constraint, and the report of its controller."""
+
+    constraint: str | None = None
+    """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
+    of the requested controller."""
+    ended: Literal["complete", "closed", "cut"] | None = None
+    """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
+    before the token limit. ``cut``: the text ends inside a value."""
+    logs: str = ""
+    """The log of the controller."""
+    storage: list[Any] = field(default_factory=list)
+    """The variables that the controller wrote, as AICI's storage commands."""
+    error: str = ""
+    """The error of this choice, if other choices did not fail."""
+    code: str = ""
+    backtrack: int = 0
+    """Number of characters that a client must remove from the text before it adds the chunk's
+    text. Only in chunks."""

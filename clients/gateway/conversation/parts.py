@@ -1,0 +1,141 @@
+"""The parts of a conversation, and of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from .constraints import Constraint
+from .tools import Tool
+
+T = TypeVar("T")
+
+
+@dataclass
+class Text:
+    """Text outside thinking, calls and results."""
+
+    text: str
+
+
+@dataclass
+class Thinking:
+    """The assistant's thinking before its text and calls."""
+
+    text: str
+
+
+@dataclass
+class Image:
+    """An image. Templates render only text, so an image is left out of the prompt."""
+
+    place: str
+    """The place of the image in the body, such as ``messages[0].content[1]``."""
+
+
+@dataclass
+class Audio:
+    """Speech or another sound, which is left out of the prompt."""
+
+    place: str
+    """The place of the sound in the body."""
+
+
+@dataclass
+class Call:
+    """A call of a function."""
+
+    id: str
+    name: str
+    arguments: str | dict[str, Any]
+    """JSON text, unchanged from the model's output, or the decoded object."""
+
+
+@dataclass
+class Result:
+    """The result of a call."""
+
+    call_id: str
+    parts: Sequence[Text | Image | Audio]
+    name: str | None = None
+    """The name of the called function; None: the name in the call."""
+    failed: bool = False
+    """Whether the call failed. If so, the model reads ``Error: `` before the text."""
+
+
+Part = Text | Thinking | Image | Audio | Call | Result
+Role = Literal["system", "developer", "user", "assistant"]
+
+
+@dataclass
+class Turn:
+    """A message. The results of calls are parts of a user's turn."""
+
+    role: Role
+    parts: list[Part]
+    name: str | None = None
+    """The name of the author, for templates that show names."""
+
+
+@dataclass
+class Rendering:
+    """The variables of a chat template besides the messages and tools."""
+
+    chat_template: str | None = None
+    """A Jinja template that replaces the model's template."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    """Whether the prompt ends at the beginning of an assistant's message."""
+    continue_final_message: bool = False
+    """Whether the prompt ends inside the last message, which the answer continues."""
+    special: bool = False
+    """Whether the tokenizer adds special tokens, which most templates have written already."""
+
+
+@dataclass
+class AnswerRules:
+    """The requested form of an answer."""
+
+    choice: str = "auto"
+    """``none``, ``auto``, ``required``, or the name of the function to call after a colon."""
+    parallel: bool = True
+    """Whether an answer may have several calls."""
+    constraint: Constraint | None = None
+    """The constraint of the text outside thinking and calls."""
+    max_thinking_tokens: int | None = None
+    thinking_field: str = "max_thinking_tokens"
+    """The name of the field that bounds thinking, for errors."""
+    separate_reasoning: bool = True
+    """Whether thinking is a separate part of the answer."""
+
+
+@dataclass
+class Conversation:
+    """The turns so far, the tools, and the requested form of the next answer."""
+
+    turns: list[Turn]
+    tools: list[Tool] = field(default_factory=list)
+    rules: AnswerRules = field(default_factory=AnswerRules)
+    rendering: Rendering = field(default_factory=Rendering)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model reads about."""
+        return [] if self.rules.choice == "none" else self.tools
+
+
+def text_of(parts: Iterable[Part]) -> str:
+    """The text of some parts, joined by line breaks, as in vLLM."""
+    return "\n".join(part.text for part in parts if isinstance(part, Text))
+
+
+def thinking_of(parts: Iterable[Part]) -> str | None:
+    """The thinking in some parts, joined by line breaks; None without thinking."""
+    found = of_kind(parts, Thinking)
+    return "\n".join(part.text for part in found) if found else None
+
+
+def of_kind(parts: Iterable[Any], kind: type[T]) -> list[T]:
+    """The parts of one kind."""
+    return [part for part in parts if isinstance(part, kind)]

@@ -1,0 +1,93 @@
+"""Renders a conversation to the token ids of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ..bodies import check_inner
+from ..context import Gateway
+from ..errors import invalid_field
+from ..models import ServedModel
+from . import tools
+from .parts import Call, Conversation, Result, Turn, of_kind, text_of, thinking_of
+
+
+async def prompt_ids(gateway: Gateway, model: ServedModel, conversation: Conversation) -> list[int]:
+    """The token ids of a conversation. Raises ApiError 400 if the template refuses the turns."""
+    how = conversation.rendering
+    if how.add_generation_prompt and how.continue_final_message:
+        raise invalid_field(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other; set "
+            "add_generation_prompt to false",
+        )
+    text = await gateway.templates.render(
+        model,
+        for_template(conversation.turns),
+        tools=tools.for_template(conversation.offered),
+        chat_template=how.chat_template,
+        variables=how.variables,
+        add_generation_prompt=how.add_generation_prompt,
+        continue_final_message=how.continue_final_message,
+    )
+    return await model.tokenize(text, special=how.special)
+
+
+def for_template(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The turns as messages for templates. Each content is a text, and arguments are objects.
+    Raises ApiError 413 if the arguments have too many values."""
+    calls = [call for turn in turns for call in of_kind(turn.parts, Call)]
+    check_inner([call.arguments for call in calls if isinstance(call.arguments, str)])
+    names = {call.id: call.name for call in calls}
+    return [message for turn in turns for message in _messages(turn, names)]
+
+
+def _messages(turn: Turn, names: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The messages of a turn: one for each result, and one for all other parts. ``names``: the
+    names of called functions by the ids of calls."""
+    results = of_kind(turn.parts, Result)
+    for result in results:
+        yield _result(result, names)
+    if results and len(results) == len(turn.parts):
+        return
+    message: dict[str, Any] = {"role": turn.role, "content": text_of(turn.parts)}
+    if turn.name is not None:
+        message["name"] = turn.name
+    thinking = thinking_of(turn.parts)
+    if thinking is not None:
+        message["reasoning_content"] = thinking
+    calls = of_kind(turn.parts, Call)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    yield message
+
+
+def _result(result: Result, names: dict[str, str]) -> dict[str, Any]:
+    text = text_of(result.parts)
+    message = {
+        "role": "tool",
+        "tool_call_id": result.call_id,
+        "content": f"Error: {text}" if result.failed else text,
+    }
+    name = result.name or names.get(result.call_id)
+    return message if name is None else {**message, "name": name}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(given: str | dict[str, Any]) -> Any:
+    """The arguments as an object, which templates format themselves. Text that is not a JSON
+    object, such as that of a cut answer, is not changed."""
+    if isinstance(given, dict):
+        return given
+    try:
+        arguments = msgspec.json.decode(given)
+    except (msgspec.DecodeError, RecursionError):
+        return given
+    return arguments if isinstance(arguments, dict) else given
