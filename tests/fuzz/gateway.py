@@ -18,7 +18,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from tokenbus.clients.gateway.aici.completions import AiciCompletion
 from tokenbus.clients.gateway.aici.modules import SetTags
 from tokenbus.clients.gateway.aici.runs import RunRequest
-from tokenbus.clients.gateway.anthropic.bodies import Conversation
+from tokenbus.clients.gateway.anthropic.bodies import Messages
+from tokenbus.clients.gateway.anthropic.conversation import to_conversation
 from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.conversation.tools import calling
@@ -47,7 +48,7 @@ BODIES: list[type[Body]] = [
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
-    Conversation,
+    Messages,
     AiciCompletion,
     RunRequest,
     SetTags,
@@ -77,6 +78,8 @@ def _use(body: Body) -> None:
             conversation = body.to_conversation()
         case ResponsesRequest():
             conversation = body.to_conversation(body.items)
+        case Messages():
+            conversation = to_conversation(body)
         case _:
             return
     for_template(conversation.turns)

@@ -7,10 +7,13 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType
 
-from ....protocol.messages import ConstraintEnd, Token
-from ..answer_parts import AnswerForm, Arguments, CallBegin, Part, PartReader, Reasoning, Text
+from ....protocol.messages import Token
+from ..conversation.answers import Answer, AnswerPart, Piece
+from ..conversation.constraints import Receipt
+from ..conversation.parts import Call, Text, Thinking
+from ..conversation.planning import Prepared
 from ..new_ids import new_id
 
 
@@ -31,8 +34,8 @@ class CallAnswer(Struct, tag="tool_use", tag_field="type"):
     """A block that calls a tool."""
 
     name: str
-    id: str = field(default_factory=lambda: new_id("toolu_"))
-    input: dict[str, Any] = {}
+    id: str
+    input: dict[str, Any]
     """The input; empty if the answer was cut inside it."""
 
 
@@ -56,14 +59,6 @@ class Ended(Struct):
     stop_sequence: str | None
 
 
-class Receipt(Struct):
-    """The constraint of a message, and the state of its text at its end."""
-
-    constraint: str
-    """``tools`` or ``json_schema``."""
-    ended: ConstraintEnd
-
-
 class MessageAnswer(Struct):
     """The answer of ``/v1/messages``."""
 
@@ -78,103 +73,33 @@ class MessageAnswer(Struct):
     tokenbus: Receipt | UnsetType = UNSET
 
 
-class Answer:
-    """The blocks of a message, from the entries of its stream."""
+class GrowingMessage:
+    """A message and its costs, from the entries of its stream."""
 
-    def __init__(self, form: AnswerForm | None, constraint: str | None, max_tokens: int) -> None:
-        """``form``: the form of the answer; None if it is one text. ``constraint``: the name of the
-        constraint in the receipt."""
-        self._form = form
-        self._reader = PartReader(form) if form is not None else None
-        self._constraint = constraint
+    def __init__(self, prepared: Prepared, max_tokens: int) -> None:
+        self.answer = Answer(prepared.form, "toolu_")
+        self._prepared = prepared
         self._max_tokens = max_tokens
-        self.blocks: list[AnswerBlock] = []
-        self._arguments = ""
-        """The generated part of the last call's input, as JSON text."""
-        self._space = ""
-        """White space at the current end of the text. It is dropped if a call follows."""
         self._prompt: Token | None = None
         """The first entry of the stream, which has the number of prompt tokens."""
         self._output = 0
         self._end: Token | None = None
 
-    def add(self, entries: Iterable[Token]) -> list[tuple[int, str]]:
-        """Adds entries; returns the number and the new text of each changed block.
-
-        A number that appears for the first time begins a block. A call begins with an empty text.
-        """
-        changes: list[tuple[int, str]] = []
+    def add(self, entries: Iterable[Token]) -> list[Piece]:
+        """Adds entries; returns the changes of the parts."""
+        pieces: list[Piece] = []
+        form = self.answer.form
         for entry in entries:
             self._prompt = self._prompt or entry
             self._output += (entry.token is not None) - entry.backtrack
             text = "" if entry.text is UNSET else entry.text
-            self._read(self._form.text_of(entry, text) if self._form else text, changes)
+            pieces += self.answer.feed(form.text_of(entry, text) if form is not None else text)
             if entry.finish_reason is not None:
                 self._end = entry
-                self._finish(changes)
-        return changes
-
-    def _read(self, text: str, changes: list[tuple[int, str]]) -> None:
-        if self._reader is None:
-            self._write(text, changes)
-            return
-        for part in self._reader.feed(text):
-            self._take(part, changes)
-
-    def _finish(self, changes: list[tuple[int, str]]) -> None:
-        for part in self._reader.end() if self._reader is not None else ():
-            self._take(part, changes)
-        if not self.called:
-            self._write(self._space, changes)
-        self._end_call()
-
-    def _end_call(self) -> None:
-        """Decodes the arguments of the last block if that is a call."""
-        block = self.blocks[-1] if self.blocks else None
-        if isinstance(block, CallAnswer):
-            with suppress(msgspec.DecodeError):
-                block.input = msgspec.json.decode(self._arguments, type=dict[str, Any])
-
-    def _take(self, part: Part, changes: list[tuple[int, str]]) -> None:
-        """Adds one part of an answer that has a form."""
-        match part:
-            case Text(text):
-                text = self._space + text
-                kept = text.rstrip()
-                self._space = text[len(kept) :]
-                self._write(kept, changes)
-            case Reasoning(text):
-                block = self.blocks[-1] if self.blocks else None
-                if not isinstance(block, ThinkingAnswer):
-                    block = ThinkingAnswer("")
-                    self.blocks.append(block)
-                block.thinking += text
-                changes.append((len(self.blocks) - 1, text))
-            case CallBegin(_, name):
-                self._end_call()
-                self._space = self._arguments = ""
-                self.blocks.append(CallAnswer(name))
-                changes.append((len(self.blocks) - 1, ""))
-            case Arguments(_, text):
-                self._arguments += text
-                changes.append((len(self.blocks) - 1, text))
-
-    def _write(self, text: str, changes: list[tuple[int, str]]) -> None:
-        if not text:
-            return
-        block = self.blocks[-1] if self.blocks else None
-        if not isinstance(block, TextAnswer):
-            block = TextAnswer("")
-            self.blocks.append(block)
-        block.text += text
-        changes.append((len(self.blocks) - 1, text))
+                pieces += self.answer.end()
+        return pieces
 
     # --- response objects -----------------------------------------------------------------------
-
-    @property
-    def called(self) -> bool:
-        """Whether a call has begun."""
-        return self._reader is not None and self._reader.called
 
     @property
     def ended(self) -> Ended:
@@ -187,7 +112,7 @@ class Answer:
         if end.finish_reason == "length":
             full = self._output < self._max_tokens
             return Ended("model_context_window_exceeded" if full else "max_tokens", None)
-        return Ended("tool_use" if self.called else "end_turn", None)
+        return Ended("tool_use" if self.answer.called else "end_turn", None)
 
     @property
     def usage(self) -> Usage:
@@ -198,31 +123,49 @@ class Answer:
     @property
     def receipt(self) -> Receipt | None:
         """The receipt; None without a constraint."""
-        if self._constraint is None or self._end is None or self._end.constraint is None:
+        constraint = self._prepared.constraint
+        if constraint is None or self._end is None or self._end.constraint is None:
             return None
-        return Receipt(self._constraint, self._end.constraint)
+        return Receipt(constraint=constraint.label, ended=self._end.constraint)
 
-    def started(self, model: str, first: Token) -> MessageAnswer:
+    def started(self, first: Token) -> MessageAnswer:
         """The message before its first block; ``first`` is the first entry of its stream."""
-        return self._message(model, [], _usage(first, 0))
+        return self._message([], _usage(first, 0))
 
-    def message(self, model: str) -> MessageAnswer:
+    def message(self) -> MessageAnswer:
         """The message so far."""
-        return self._message(model, self.blocks, self.usage)
+        return self._message([block_of(part) for part in self.answer.parts], self.usage)
 
-    def _message(self, model: str, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:
+    def _message(self, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:
         ended = self.ended
         return MessageAnswer(
             new_id("msg_"),
             "message",
             "assistant",
-            model,
+            self._prepared.model.name,
             content,
             ended.stop_reason,
             ended.stop_sequence,
             usage,
             self.receipt or UNSET,
         )
+
+
+def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
+    """The block of a part. ``empty``: the block is as it was at its beginning."""
+    match part:
+        case Text(text):
+            return TextAnswer("" if empty else text)
+        case Thinking(text):
+            return ThinkingAnswer("" if empty else text)
+        case Call():
+            return CallAnswer(part.name, part.id, {} if empty else _input(part))
+
+
+def _input(call: Call) -> dict[str, Any]:
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(str(call.arguments), type=dict[str, Any])
+    return {}
 
 
 def _usage(first: Token, output: int) -> Usage:

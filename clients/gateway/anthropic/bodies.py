@@ -145,7 +145,7 @@ class Thinking(Body):
     display: Ignored = UNSET
 
 
-class Conversation(Body):
+class Messages(Body):
     """The conversation to continue: the common fields of ``CountTokens`` and ``CreateMessage``."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -170,14 +170,14 @@ class Conversation(Body):
         return sorted(set(_ignored(self, "")))
 
 
-class CountTokens(Conversation):
+class CountTokens(Messages):
     """The body of ``/v1/messages/count_tokens``."""
 
 
-class CreateMessage(Conversation, kw_only=True):
+class CreateMessage(Messages, kw_only=True):
     """The body of ``/v1/messages``."""
 
-    IGNORED: ClassVar[frozenset[str]] = Conversation.IGNORED | {
+    IGNORED: ClassVar[frozenset[str]] = Messages.IGNORED | {
         "diagnostics",
         "inference_geo",
         "metadata",

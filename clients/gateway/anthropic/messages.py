@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,14 +14,16 @@ from ....protocol.messages import Token
 from ... import AsyncStream, GenerateOptions
 from ..bodies import ignored_header, read_body
 from ..context import Gateway, gateway_of
+from ..conversation.answers import Piece
+from ..conversation.parts import Call, Thinking
+from ..conversation.planning import Prepared, prepare
 from ..errors import from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
-from ..models import ServedModel
-from .answers import Answer, AnswerBlock, CallAnswer, TextAnswer, ThinkingAnswer
-from .bodies import Conversation, CountTokens, CreateMessage, TokenCount
-from .conversation import Answering, answering, prompt_ids
+from .answers import GrowingMessage, block_of
+from .bodies import CountTokens, CreateMessage, Messages, TokenCount
+from .conversation import to_conversation
 
 PATH = "/v1/messages"
 PING_S = 10.0
@@ -30,48 +31,36 @@ PING_S = 10.0
 answer."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A conversation that is ready to be answered."""
-
-    model: ServedModel
-    ids: list[int]
-    """The token ids of the prompt."""
-    how: Answering
-
-
 async def create(request: Request) -> Response:
     """Answers with a message, as one object or as a stream of events."""
     body = await read_body(request, CreateMessage)
     gateway = gateway_of(request)
-    found = await unless_disconnected(request.receive, _prepared(gateway, body))
-    how, model = found.how, found.model.name
-    stream = gateway.client.generate(found.ids, **_options(body, how, model))
+    prepared = await unless_disconnected(request.receive, _prepared(gateway, body))
+    stream = gateway.client.generate(prepared.ids, **_options(body, prepared))
     first = await first_entries(request, stream)
-    answer = Answer(how.form, how.constraint, body.max_tokens)
+    message = GrowingMessage(prepared, body.max_tokens)
     headers = ignored_header(body.ignored())
     if body.stream:
-        return EventStream(_events(answer, model, stream, first), headers)
-    await unless_disconnected(request.receive, _read(answer, stream, first))
-    return json_response(answer.message(model), headers=headers)
+        return EventStream(_events(message, stream, first), headers)
+    await unless_disconnected(request.receive, _read(message, stream, first))
+    return json_response(message.message(), headers=headers)
 
 
 async def count_tokens(request: Request) -> Response:
     """Answers with the number of tokens of a conversation's prompt."""
     body = await read_body(request, CountTokens)
-    found = await unless_disconnected(request.receive, _prepared(gateway_of(request), body))
-    return json_response(TokenCount(len(found.ids)), headers=ignored_header(body.ignored()))
+    prepared = await unless_disconnected(request.receive, _prepared(gateway_of(request), body))
+    count = TokenCount(len(prepared.ids))
+    return json_response(count, headers=ignored_header(body.ignored()))
 
 
-async def _prepared(gateway: Gateway, body: Conversation) -> Prepared:
-    model = await gateway.models.get(body.model)
-    ids = await prompt_ids(gateway, model, body)
-    return Prepared(model, ids, answering(model, body, ids))
+async def _prepared(gateway: Gateway, body: Messages) -> Prepared:
+    return await prepare(gateway, body.model, to_conversation(body))
 
 
-def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions:
+def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:
     options: GenerateOptions = {
-        "model": model,
+        "model": prepared.model.name,
         "text": True,
         "max_tokens": body.max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -81,38 +70,38 @@ def _options(body: CreateMessage, how: Answering, model: str) -> GenerateOptions
         options["top_p"] = body.top_p
     if body.top_k is not None:
         options["top_k"] = max(0, body.top_k)
-    if how.constraint is not None:
-        options["controller"] = how.controller
-        options["controller_arg"] = how.controller_arg
+    if prepared.constraint is not None:
+        options["controller"] = prepared.constraint.controller
+        options["controller_arg"] = prepared.constraint.arg or ""
     return options
 
 
-async def _read(answer: Answer, stream: AsyncStream, entries: list[Token]) -> None:
+async def _read(message: GrowingMessage, stream: AsyncStream, entries: list[Token]) -> None:
     """Reads the answer to its end; raises TokenbusError."""
     try:
         while entries:
-            answer.add(entries)
+            message.add(entries)
             entries = await stream.arrived()
     finally:
         stream.close()
 
 
 async def _events(
-    answer: Answer, model: str, stream: AsyncStream, first: list[Token]
+    message: GrowingMessage, stream: AsyncStream, first: list[Token]
 ) -> AsyncGenerator[bytes, None]:
     try:
-        start = {"type": "message_start", "message": answer.started(model, first[0])}
+        start = {"type": "message_start", "message": message.started(first[0])}
         yield _event(start) + PING
-        blocks = _Blocks(answer)
+        blocks = _Blocks(message)
         entries: list[Token] | None = first
         while entries:
             if part := blocks.events(entries):
                 yield part
             while (entries := await _arrived(stream)) is None:
                 yield PING
-        delta = {"type": "message_delta", "delta": answer.ended, "usage": answer.usage}
-        if answer.receipt is not None:
-            delta["tokenbus"] = answer.receipt
+        delta = {"type": "message_delta", "delta": message.ended, "usage": message.usage}
+        if message.receipt is not None:
+            delta["tokenbus"] = message.receipt
         yield blocks.end() + _event(delta) + _event({"type": "message_stop"})
     except TokenbusError as error:
         yield event(from_tokenbus(error).body(PATH), "error")
@@ -132,20 +121,19 @@ async def _arrived(stream: AsyncStream) -> list[Token] | None:
 class _Blocks:
     """The events of an answer's blocks. At most one block is open at a time."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, message: GrowingMessage) -> None:
+        self._message = message
         self._open = -1
 
     def events(self, entries: list[Token]) -> bytes:
         """The events of some entries; empty if the entries do not change a block."""
         parts = []
-        for number, text in self._answer.add(entries):
-            block = self._answer.blocks[number]
-            if number != self._open:
-                parts += [self.end(), _start(number, block)]
-                self._open = number
-            if text:
-                parts.append(_delta(number, block, text))
+        for piece in self._message.add(entries):
+            if piece.begins:
+                parts += [self.end(), _start(piece)]
+                self._open = piece.place
+            if piece.text:
+                parts.append(_delta(piece))
         return b"".join(parts)
 
     def end(self) -> bytes:
@@ -155,22 +143,18 @@ class _Blocks:
         return _event({"type": "content_block_stop", "index": self._open})
 
 
-def _start(number: int, block: AnswerBlock) -> bytes:
-    empty: AnswerBlock = TextAnswer("")
-    if isinstance(block, ThinkingAnswer):
-        empty = ThinkingAnswer("")
-    elif isinstance(block, CallAnswer):
-        empty = CallAnswer(block.name, block.id)
-    return _event({"type": "content_block_start", "index": number, "content_block": empty})
+def _start(piece: Piece) -> bytes:
+    block = block_of(piece.part, empty=True)
+    return _event({"type": "content_block_start", "index": piece.place, "content_block": block})
 
 
-def _delta(number: int, block: AnswerBlock, text: str) -> bytes:
-    delta = {"type": "text_delta", "text": text}
-    if isinstance(block, ThinkingAnswer):
-        delta = {"type": "thinking_delta", "thinking": text}
-    elif isinstance(block, CallAnswer):
-        delta = {"type": "input_json_delta", "partial_json": text}
-    return _event({"type": "content_block_delta", "index": number, "delta": delta})
+def _delta(piece: Piece) -> bytes:
+    delta = {"type": "text_delta", "text": piece.text}
+    if isinstance(piece.part, Thinking):
+        delta = {"type": "thinking_delta", "thinking": piece.text}
+    elif isinstance(piece.part, Call):
+        delta = {"type": "input_json_delta", "partial_json": piece.text}
+    return _event({"type": "content_block_delta", "index": piece.place, "delta": delta})
 
 
 def _event(value: dict[str, Any]) -> bytes:

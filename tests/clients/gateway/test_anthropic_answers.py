@@ -9,7 +9,7 @@ import pytest
 from msgspec import Struct
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import Answer, CallAnswer, TextAnswer
+from tokenbus.clients.gateway.anthropic.answers import CallAnswer, GrowingMessage, TextAnswer
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
     CreateMessage,
@@ -17,11 +17,23 @@ from tokenbus.clients.gateway.anthropic.bodies import (
     Tool,
     ToolChoice,
 )
-from tokenbus.protocol.messages import Token
+from tokenbus.clients.gateway.conversation.answers import Piece
+from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
+from tokenbus.clients.gateway.conversation.planning import Prepared
+from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 FORM = AnswerForm(
     structure_of(HERMES, Wanted([Function("a", {"type": "object"}), Function("b", {})])), {}
 )
+
+
+def message_of(form: AnswerForm | None, constraint: Constraint | None = None) -> GrowingMessage:
+    info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
+    model = ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
+    return GrowingMessage(Prepared(model, [1], form, constraint), 1000)
 
 
 def entry(text: str, **more: Any) -> Token:
@@ -36,29 +48,30 @@ def test_text_is_followed_by_calls(size: int) -> None:
         '{"name": "a", "arguments": {"x": "}"}}\n</tool_call>\n<tool_call>\n'
         '{"name": "b", "arguments": {}}\n</tool_call>'
     )
-    answer = Answer(FORM, "tools", 1000)
-    changes: list[tuple[int, str]] = []
+    growing = message_of(FORM, Constraint("tools", "structural", None, "tools"))
+    changes: list[Piece] = []
     for at in range(0, len(whole), size):
-        changes += answer.add([entry(whole[at : at + size])])
-    changes += answer.add([entry("", finish_reason="stop")])
-    text, one, two = answer.blocks
-    assert isinstance(text, TextAnswer)
+        changes += growing.add([entry(whole[at : at + size])])
+    changes += growing.add([entry("", finish_reason="stop", constraint="complete")])
+    message = growing.message()
+    text, one, two = message.content
+    assert text == TextAnswer("Let me see.")
     assert isinstance(one, CallAnswer)
     assert isinstance(two, CallAnswer)
-    assert text.text == "Let me see."
     assert (one.name, one.input, two.name, two.input) == ("a", {"x": "}"}, "b", {})
-    joined = ["".join(new for place, new in changes if place == i) for i in range(3)]
-    assert joined == [text.text, '{"x": "}"}', "{}"]
-    assert answer.ended.stop_reason == "tool_use"
+    joined = ["".join(new.text for new in changes if new.place == i) for i in range(3)]
+    assert joined == ["Let me see.", '{"x": "}"}', "{}"]
+    assert message.stop_reason == "tool_use"
+    assert message.tokenbus == Receipt(constraint="tools", ended="complete")
 
 
 @pytest.mark.parametrize("form", [None, FORM])
 def test_white_space_stays_where_no_call_follows(form: Any) -> None:
-    answer = Answer(form, None, 1000)
+    growing = message_of(form)
     for text in ("\n a", " ", "b \n"):
-        answer.add([entry(text)])
-    answer.add([entry("", finish_reason="stop")])
-    assert answer.blocks == [TextAnswer("\n a b \n")]
+        growing.add([entry(text)])
+    growing.add([entry("", finish_reason="stop")])
+    assert growing.message().content == [TextAnswer("\n a b \n")]
 
 
 @pytest.mark.parametrize("kind", [CreateMessage, CountTokens, Tool, ToolChoice, OutputConfig])
