@@ -160,6 +160,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Origins whose pages may use the gateways, for example ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
     """Render chat templates that requests contain; without it, ``chat_template`` is refused."""
+    strict_fields: bool = False
+    """Refuse fields that a gateway does not know; without it, they have no effect and are named in
+    the header ``x-tokenbus-ignored``."""
     drain_s: Positive = 30.0
     """How long a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 
 from ...protocol.messages import MAX_BODY_BYTES
 from .context import gateway_of
-from .errors import ApiError, field_name, invalid_field
+from .errors import ApiError
 from .idempotency import HEADER, LAST_EVENT, current_named
+from .leniency import Ignored, decode, refusal
 
 SMALL_BODY_BYTES = 256 * 1024
 """The values of a body that is smaller than this number of bytes are not counted."""
@@ -23,36 +24,13 @@ MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 _STRUCTURE = b",[{"
 """The characters that may precede a value, in addition to the colon after a name."""
-IGNORED_HEADER = "x-tokenbus-ignored"
-"""The header that lists the request's fields that have no effect."""
 
 
-class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The base of all bodies. A field that is not declared is refused, with its path."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted but have no effect. They default to UNSET, and are reported if
-    given."""
-
-    def ignored(self) -> list[str]:
-        """Names of given fields that have no effect, such as ``user`` or ``messages[].name``."""
-        found = dict.fromkeys(self._ignored(""))
-        return list(found)
-
-    def _ignored(self, prefix: str) -> Iterator[str]:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if name in self.IGNORED:
-                if value is not UNSET:
-                    yield prefix + name
-            elif isinstance(value, Body):
-                yield from value._ignored(f"{prefix}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], Body):
-                for one in value:
-                    yield from one._ignored(f"{prefix}{name}[].")
+class Body(Struct, kw_only=True):
+    """The base of all bodies. ``leniency`` decides about fields that are not declared."""
 
 
-B = TypeVar("B")
+B = TypeVar("B", bound=Body)
 
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
@@ -82,14 +60,20 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     return body
 
 
-async def read_body(request: Request, kind: type[B], limit: int = MAX_BODY_BYTES) -> B:
-    """The JSON body of a request as a ``kind``.
+async def read_body(request: Request, kind: type[B], ignored: Ignored | None = None) -> B:
+    """The JSON body of a request as a ``kind``. ``ignored`` receives the names of fields that have
+    no effect; without it, unknown fields are refused.
 
     Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400 if
     the body is not a valid ``kind``. The error 400 has the path of the faulty field.
     """
     check_json(request)
-    return decode_body(await read_bytes(request, limit), kind)
+    return decode_body(await read_bytes(request), kind, ignored)
+
+
+def ignored_of(request: Request) -> Ignored:
+    """An empty list of the parts of ``request`` that have no effect."""
+    return Ignored(gateway_of(request).settings.strict_fields)
 
 
 def check_json(request: Request) -> None:
@@ -105,34 +89,17 @@ def check_json(request: Request) -> None:
         )
 
 
-def decode_body(body: bytes, kind: type[B]) -> B:
-    """Decodes ``body`` as a ``kind``. Raises ApiError 413 if the body has too many values, and 400
-    with the path of a faulty field."""
+def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B:
+    """Decodes ``body`` as a ``kind``, as ``read_body`` does. Raises ApiError 413 if the body has
+    too many values, and 400 with the path of a faulty field."""
     if len(body) > SMALL_BODY_BYTES:
         _check_values(body)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode(body, kind, ignored or Ignored(strict=True, accepted=frozenset()))
     except msgspec.ValidationError as error:
-        what, path = split_validation(error)
-        raise invalid_field(field_name(path), what) from None
+        raise refusal(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-
-
-def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Splits msgspec's error into its message and the field's path, ``$.messages[0].role``."""
-    what, _, path = str(error).partition(" - at ")
-    path = path.removeprefix("`key` in ").strip("`") or "$"
-    quoted = what.split("`")
-    if what.startswith("Object contains unknown field"):
-        path = f"{path}.{quoted[1]}"
-        return f"unknown field {field_name(path)!r}; GET /openapi.json lists the fields", path
-    if what.startswith("Object missing required field"):
-        path = f"{path}.{quoted[1]}"
-        return f"the field {field_name(path)!r} is missing", path
-    where = field_name(path)
-    shown = what.replace("`", "")
-    return (f"{where}: {shown}" if where else shown), path
 
 
 def check_inner(texts: Sequence[str]) -> None:
@@ -144,11 +111,6 @@ def check_inner(texts: Sequence[str]) -> None:
     num_strings, num_values = (sum(counted) for counted in zip(*counts, strict=True))
     if num_strings + num_values > MAX_STRINGS:
         raise _too_many(num_strings + num_values, "values in texts that are JSON", MAX_STRINGS)
-
-
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that lists ``names``, the fields that have no effect; empty without names."""
-    return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
 
 def _check_values(body: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from ...protocol.errors import Code, TokenbusError, UnavailableError
@@ -151,6 +151,13 @@ class AnthropicDetails(Struct):
 
     type: str
     message: str
+    details: AnthropicCode | UnsetType = UNSET
+
+
+class AnthropicCode(Struct):
+    """``details`` of an error: its reason for programs."""
+
+    error_code: str
 
 
 class AnthropicError(Struct):
@@ -163,7 +170,8 @@ class AnthropicError(Struct):
     def of(cls, error: ApiError) -> AnthropicError:
         """Converts an error to Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-        return cls(AnthropicDetails(kind, error.message))
+        details = AnthropicCode(error.code) if error.code else UNSET
+        return cls(AnthropicDetails(kind, error.message, details))
 
 
 _FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (

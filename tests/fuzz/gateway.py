@@ -25,9 +25,11 @@ from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.conversation.tools import calling
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.http_protocol import http_protocol
+from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_input import read_items
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
@@ -63,7 +65,11 @@ def run_bodies(data: bytes) -> None:
     draws = Draws(data)
     kind = draws.pick(BODIES)
     try:
-        _use(decode_body(draws.rest(), kind))
+        data = draws.rest()
+        for ignored in (Ignored(), Ignored(strict=True)):
+            body = decode_body(data, kind, ignored)
+            assert all(" " <= c <= "~" for c in "".join(ignored.headers.values()))
+            _use(body, ignored)
     except ApiError as error:
         refused = error.response("/v1/messages").status_code
     else:
@@ -71,13 +77,12 @@ def run_bodies(data: bytes) -> None:
     assert 400 <= refused < 500
 
 
-def _use(body: Body) -> None:
-    body.ignored()
+def _use(body: Body, ignored: Ignored) -> None:
     match body:
         case ChatRequest():
             conversation = body.to_conversation()
         case ResponsesRequest():
-            conversation = body.to_conversation(body.items)
+            conversation = body.to_conversation(read_items(body.input, ignored))
         case Messages():
             conversation = to_conversation(body)
         case _:

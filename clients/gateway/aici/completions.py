@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -19,7 +19,7 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import Name
 from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
-from ..bodies import Body, decode_body, ignored_header
+from ..bodies import Body, decode_body
 from ..context import gateway_of
 from ..errors import ApiError, from_tokenbus, invalid_field
 from ..events import DONE, EventStream, event, unless_disconnected
@@ -35,6 +35,7 @@ from ..field_types import (
     seed_of,
 )
 from ..json import json_response
+from ..leniency import Ignored
 from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
@@ -50,8 +51,6 @@ class Marked(Struct):
 
 class AiciCompletion(Body):
     """The body of a request. An optional field that is None has its default."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
 
     prompt: str | list[TokenId | str | list[TokenId]]
     """One text or one list of token ids, or a list with one of them as its only element."""
@@ -146,7 +145,10 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
         [],
         CompletionUsage.of(run.usage),
     )
-    headers = ignored_header(body.ignored())
+    ignored = Ignored()
+    if body.user is not UNSET:
+        ignored.add("user")
+    headers = ignored.headers
     if body.stream:
         return EventStream(_events(run, answer), headers)
     for sequence in await run.finished(request):

@@ -48,12 +48,17 @@ def to_conversation(body: Messages) -> Conversation:
     if text_of(system):
         turns.insert(0, Turn("system", system))
     tools = [Tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
-    rendering = Rendering(add_generation_prompt=not continues, continue_final_message=continues)
+    rendering = Rendering(
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        effort=body.output_config.effort if body.output_config is not None else None,
+        effort_field="output_config.effort",
+    )
     return Conversation(turns, tools, _rules(body), rendering)
 
 
 def _rules(body: Messages) -> AnswerRules:
-    rules = AnswerRules(thinking_field="thinking.budget_tokens")
+    rules = AnswerRules(thinking_field="thinking.budget_tokens", thinking_is_optional=True)
     choice = body.tool_choice
     if choice is not None:
         forced = f":{choice.name}" if choice.type == "tool" else "required"

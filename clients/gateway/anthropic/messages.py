@@ -12,15 +12,16 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncStream, GenerateOptions
-from ..bodies import ignored_header, read_body
+from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Piece
 from ..conversation.parts import Call, Thinking
 from ..conversation.planning import Prepared, prepare
-from ..errors import from_tokenbus
+from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..first_entries import first_entries
 from ..json import json_response
+from ..leniency import Ignored
 from .answers import GrowingMessage, block_of
 from .bodies import CountTokens, CreateMessage, Messages, TokenCount
 from .conversation import to_conversation
@@ -33,29 +34,37 @@ answer."""
 
 async def create(request: Request) -> Response:
     """Answers with a message, as one object or as a stream of events."""
-    body = await read_body(request, CreateMessage)
+    ignored = ignored_of(request)
+    body = await read_body(request, CreateMessage, ignored)
     gateway = gateway_of(request)
-    prepared = await unless_disconnected(request.receive, _prepared(gateway, body))
+    prepared = await unless_disconnected(request.receive, _prepared(gateway, body, ignored))
     stream = gateway.client.generate(prepared.ids, **_options(body, prepared))
     first = await first_entries(request, stream)
     message = GrowingMessage(prepared, body.max_tokens)
-    headers = ignored_header(body.ignored())
     if body.stream:
-        return EventStream(_events(message, stream, first), headers)
+        return EventStream(_events(message, stream, first), ignored.headers)
     await unless_disconnected(request.receive, _read(message, stream, first))
-    return json_response(message.message(), headers=headers)
+    return json_response(message.message(), headers=ignored.headers)
 
 
 async def count_tokens(request: Request) -> Response:
     """Answers with the number of tokens of a conversation's prompt."""
-    body = await read_body(request, CountTokens)
-    prepared = await unless_disconnected(request.receive, _prepared(gateway_of(request), body))
-    count = TokenCount(len(prepared.ids))
-    return json_response(count, headers=ignored_header(body.ignored()))
+    ignored = ignored_of(request)
+    body = await read_body(request, CountTokens, ignored)
+    work = _prepared(gateway_of(request), body, ignored)
+    prepared = await unless_disconnected(request.receive, work)
+    return json_response(TokenCount(len(prepared.ids)), headers=ignored.headers)
 
 
-async def _prepared(gateway: Gateway, body: Messages) -> Prepared:
-    return await prepare(gateway, body.model, to_conversation(body))
+async def _prepared(gateway: Gateway, body: Messages, ignored: Ignored) -> Prepared:
+    if body.thread is not None:
+        raise ApiError(
+            400,
+            "thread: messages are not stored; send the whole conversation as messages",
+            code="thread_unsupported_request",
+            param="thread",
+        )
+    return await prepare(gateway, body.model, to_conversation(body), ignored)
 
 
 def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:

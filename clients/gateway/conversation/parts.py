@@ -89,6 +89,10 @@ class Rendering:
     """Whether the prompt ends at the beginning of an assistant's message."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message, which the answer continues."""
+    effort: str | None = None
+    """How much the model thinks, for templates with the variable ``reasoning_effort``."""
+    effort_field: str = "reasoning_effort"
+    """The name of the field with the effort."""
     special: bool = False
     """Whether the tokenizer adds special tokens, which most templates have written already."""
 
@@ -106,6 +110,9 @@ class AnswerRules:
     max_thinking_tokens: int | None = None
     thinking_field: str = "max_thinking_tokens"
     """The name of the field that bounds thinking, for errors."""
+    thinking_is_optional: bool = False
+    """Whether the bound of thinking has no effect on a model without thinking. Otherwise such a
+    request is refused."""
     separate_reasoning: bool = True
     """Whether thinking is a separate part of the answer."""
 

@@ -10,6 +10,7 @@ from ..answer_forms import Rest, Wanted
 from ..answer_parts import AnswerForm
 from ..answer_plan import answer_form
 from ..context import Gateway
+from ..leniency import Ignored
 from ..models import ServedModel
 from ..templates import template_of
 from .constraints import Constraint
@@ -35,18 +36,24 @@ class Prepared:
     constraint: Constraint | None
 
 
-async def prepare(gateway: Gateway, name: str, conversation: Conversation) -> Prepared:
+async def prepare(
+    gateway: Gateway, name: str, conversation: Conversation, ignored: Ignored
+) -> Prepared:
     """Renders a conversation for the model ``name``, and plans its answer. Raises ApiError."""
     model = await gateway.models.get(name)
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)
-    ids = await prompt_ids(gateway, model, conversation)
-    form, constraint = _plan(model, ids, conversation, called)
+    ids = await prompt_ids(gateway, model, conversation, ignored)
+    form, constraint = _plan(model, ids, conversation, called, ignored)
     return Prepared(model, ids, form, constraint)
 
 
 def _plan(
-    model: ServedModel, ids: list[int], conversation: Conversation, called: Calling | None
+    model: ServedModel,
+    ids: list[int],
+    conversation: Conversation,
+    called: Calling | None,
+    ignored: Ignored,
 ) -> tuple[AnswerForm | None, Constraint | None]:
     """The form of the answer to the prompt ``ids``, and its constraint. An answer without a
     constraint is only split into its parts."""
@@ -69,8 +76,9 @@ def _plan(
         wanted,
         separate_reasoning=rules.separate_reasoning,
         thinking_field=rules.thinking_field,
+        ignored=ignored if rules.thinking_is_optional else Ignored(strict=True),
     )
-    if form is None or (called is None and own is None and rules.max_thinking_tokens is None):
+    if form is None or (called is None and own is None and wanted.max_thinking_tokens is None):
         return form, own
     arg = msgspec.to_builtins(form.automaton.structure)
     if called is not None:

@@ -10,12 +10,16 @@ import msgspec
 from ..bodies import check_inner
 from ..context import Gateway
 from ..errors import invalid_field
+from ..leniency import Ignored
 from ..models import ServedModel
+from ..templates import template_of
 from . import tools
-from .parts import Call, Conversation, Result, Turn, of_kind, text_of, thinking_of
+from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
 
 
-async def prompt_ids(gateway: Gateway, model: ServedModel, conversation: Conversation) -> list[int]:
+async def prompt_ids(
+    gateway: Gateway, model: ServedModel, conversation: Conversation, ignored: Ignored
+) -> list[int]:
     """The token ids of a conversation. Raises ApiError 400 if the template refuses the turns."""
     how = conversation.rendering
     if how.add_generation_prompt and how.continue_final_message:
@@ -24,16 +28,26 @@ async def prompt_ids(gateway: Gateway, model: ServedModel, conversation: Convers
             "continue_final_message and add_generation_prompt exclude each other; set "
             "add_generation_prompt to false",
         )
+    template = template_of(model) if how.chat_template is None else how.chat_template
     text = await gateway.templates.render(
         model,
         for_template(conversation.turns),
         tools=tools.for_template(conversation.offered),
         chat_template=how.chat_template,
-        variables=how.variables,
+        variables=_variables(template, how, ignored),
         add_generation_prompt=how.add_generation_prompt,
         continue_final_message=how.continue_final_message,
     )
     return await model.tokenize(text, special=how.special)
+
+
+def _variables(template: str, how: Rendering, ignored: Ignored) -> dict[str, Any]:
+    if how.effort is None or "reasoning_effort" in how.variables:
+        return how.variables
+    if "reasoning_effort" not in template:
+        ignored.add(how.effort_field)
+        return how.variables
+    return {**how.variables, "reasoning_effort": how.effort}
 
 
 def for_template(turns: Sequence[Turn]) -> list[dict[str, Any]]:

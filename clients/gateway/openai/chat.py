@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import GeneratedSequence, GenerateOptions
-from ..bodies import ignored_header, read_body
+from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer
 from ..conversation.parts import Call, of_kind, text_of, thinking_of
 from ..conversation.planning import Prepared, prepare
 from ..events import unless_disconnected
 from ..json import json_response
+from ..leniency import Ignored
 from ..new_ids import new_id
 from .chat_bodies import (
     AnsweredCall,
@@ -48,18 +49,19 @@ class ChatJob:
 
 async def chat_completions(request: Request) -> Response:
     """Answers with a message, as one object or as a stream of chunks."""
-    body = await read_body(request, ChatRequest)
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
-    headers = ignored_header(body.ignored())
+    ignored = ignored_of(request)
+    body = await read_body(request, ChatRequest, ignored)
+    work = _begin(gateway_of(request), body, ignored)
+    job = await unless_disconnected(request.receive, work)
     if body.stream:
-        return await begun(request, _events(job), headers)
+        return await begun(request, _events(job), ignored.headers)
     answer = await unless_disconnected(request.receive, _answer(job))
-    return json_response(answer, headers=headers)
+    return json_response(answer, headers=ignored.headers)
 
 
-async def _begin(gateway: Gateway, body: ChatRequest) -> ChatJob:
+async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJob:
     body.check()
-    prepared = await prepare(gateway, body.model, body.to_conversation())
+    prepared = await prepare(gateway, body.model, body.to_conversation(), ignored)
     counter = Counter()
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})

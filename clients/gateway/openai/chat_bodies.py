@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -13,7 +13,7 @@ from ..conversation.parts import Conversation, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import FunctionName, MaxTokens, TopLogprobs
-from .fields import SampledRequest, TextRequest
+from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns
 from .usage import Usage
@@ -77,8 +77,6 @@ def rendering_of(fields: TemplateFields) -> Rendering:
 class ChatRequest(SampledRequest, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
-    IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {"reasoning_effort", "verbosity"}
-
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: MaxTokens | None = None
     """The older name of ``max_completion_tokens``."""
@@ -93,6 +91,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    """Passed to templates that have this variable."""
 
     # Fields that vLLM adds.
     chat_template: str | None = None
@@ -113,9 +113,6 @@ class ChatRequest(SampledRequest, kw_only=True):
     template supports thinking."""
     separate_reasoning: bool | None = None
     """Whether thinking is reported in ``reasoning_content``. Default: true."""
-
-    reasoning_effort: str | UnsetType | None = UNSET
-    verbosity: str | UnsetType | None = UNSET
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other."""
@@ -139,7 +136,9 @@ class ChatRequest(SampledRequest, kw_only=True):
         rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
         rules.max_thinking_tokens = self.max_thinking_tokens
         rules.separate_reasoning = self.separate_reasoning is not False
-        return Conversation(to_turns(self.messages), tools, rules, rendering_of(self))
+        rendering = rendering_of(self)
+        rendering.effort = self.reasoning_effort
+        return Conversation(to_turns(self.messages), tools, rules, rendering)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
 from ..aici import completions as aici
-from ..bodies import check_json, decode_body, ignored_header, read_bytes
+from ..bodies import check_json, decode_body, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..errors import from_tokenbus
 from ..events import unless_disconnected
@@ -68,13 +68,13 @@ async def completions(request: Request) -> Response:
     raw = await read_bytes(request)
     if aici.handles(raw):
         return await aici.complete(request, raw)
-    body = decode_body(raw, CompletionRequest)
+    ignored = ignored_of(request)
+    body = decode_body(raw, CompletionRequest, ignored)
     job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
-    headers = ignored_header(body.ignored())
     if body.stream:
-        return await begun(request, _events(job), headers)
+        return await begun(request, _events(job), ignored.headers)
     answer = await unless_disconnected(request.receive, _answer(job))
-    return json_response(answer, headers=headers)
+    return json_response(answer, headers=ignored.headers)
 
 
 async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from msgspec import UNSET, UnsetType
+from typing import Any
 
 from ....protocol.messages import Name
 from ....protocol.sampling import Probability, StopString, TokenId
@@ -36,21 +34,13 @@ OPENAI_TEMPERATURE = 1.0
 class StreamOptions(Body):
     """``stream_options``."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
     include_usage: bool | None = None
     """Whether the last chunk has the usage of the request. All other chunks then have
     ``usage: null``."""
-    include_obfuscation: bool | UnsetType | None = UNSET
 
 
 class TextRequest(Body):
     """Fields of completions, chat and responses."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
-        | {"prompt_cache_retention"}
-    )
 
     model: str = ""
     """The model; empty: the served model if there is only one, otherwise the embedded model."""
@@ -74,14 +64,6 @@ class TextRequest(Body):
     controller: Name | None = None
     """A module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
-
-    user: str | UnsetType | None = UNSET
-    metadata: dict[str, Any] | UnsetType | None = UNSET
-    store: bool | UnsetType | None = UNSET
-    safety_identifier: str | UnsetType | None = UNSET
-    prompt_cache_key: str | UnsetType | None = UNSET
-    prompt_cache_retention: str | UnsetType | None = UNSET
-    service_tier: str | UnsetType | None = UNSET
 
     @property
     def format_constraint(self) -> Constraint | None:

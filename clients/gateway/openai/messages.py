@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
-
-from msgspec import UNSET, UnsetType
+from typing import Literal
 
 from ..bodies import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
@@ -23,13 +21,9 @@ Content = str | list[TextPart]
 class CalledFunction(Body):
     """The function of a call in a message."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
-
     name: str
     arguments: str
     """The arguments as JSON text, unchanged from the model's output."""
-    parsed_arguments: Any = UNSET
-    """This field is accepted because the openai package adds it to answers."""
 
 
 class MessageCall(Body):
@@ -72,8 +66,6 @@ class ToolMessage(Body, tag="tool", tag_field="role"):
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
     """An assistant's message, in the form of an answer."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
-
     content: Content | None = None
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
@@ -81,9 +73,6 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     """Passed to the template."""
     refusal: str | None = None
     """The content for the model if ``content`` is missing."""
-    annotations: list[Any] | UnsetType | None = UNSET
-    parsed: Any = UNSET
-    """This field is accepted because the openai package adds it to answers."""
     audio: None = None
     function_call: None = None
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema, json_object, json_schema
-from ..conversation.parts import Conversation
+from ..conversation.parts import Conversation, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import FunctionName, MaxTokens, TopLogprobs
+from ..leniency import Ignored
 from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest
 from .logprobs import TokenLogprob
-from .response_input import InputItems, read_items, to_turns
+from .response_input import InputItems, to_turns
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
@@ -35,10 +36,7 @@ class SchemaFormat(Body, tag="json_schema", tag_field="type"):
 class TextSettings(Body):
     """``text``: the format of the answer's text."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"verbosity"})
-
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: str | UnsetType | None = UNSET
 
 
 class ResponseTool(Body, tag="function", tag_field="type"):
@@ -58,15 +56,16 @@ class NamedFunction(Body, tag="function", tag_field="type"):
     name: str
 
 
+class ReasoningSettings(Body):
+    """``reasoning``: how much the model thinks."""
+
+    effort: str | None = None
+    """Passed to templates that have the variable ``reasoning_effort``."""
+
+
 class ResponsesRequest(TextRequest, kw_only=True):
     """The body of ``POST /v1/responses``. Each request has the whole input, because responses are
     not stored."""
-
-    IGNORED: ClassVar[frozenset[str]] = TextRequest.IGNORED | {
-        "reasoning",
-        "max_tool_calls",
-        "stream_options",
-    }
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     """A text, or items: messages, function calls and their outputs."""
@@ -81,19 +80,15 @@ class ResponsesRequest(TextRequest, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires
     ``message.output_text.logprobs`` in ``include``."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: list[str] | None = None
+    """Further parts of the answer: ``message.output_text.logprobs``. Others have no effect."""
+    reasoning: ReasoningSettings | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: str | None = None
     """Refused unless it is null, because responses are not stored."""
     conversation: str | dict[str, Any] | None = None
     """Refused unless it is null."""
-
-    reasoning: dict[str, Any] | UnsetType | None = UNSET
-    max_tool_calls: int | UnsetType | None = UNSET
-    stream_options: dict[str, Any] | UnsetType | None = UNSET
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
@@ -114,15 +109,15 @@ class ResponsesRequest(TextRequest, kw_only=True):
         """Whether the request asks for log-probabilities."""
         return LOGPROBS in (self.include or ())
 
-    @property
-    def items(self) -> InputItems:
-        """The input; raises ApiError 400."""
-        return read_items(self.input)
-
-    def ignored(self) -> list[str]:
-        """The names of given fields that have no effect."""
-        more = [f"include: {REASONING}"] if REASONING in (self.include or ()) else []
-        return [*super().ignored(), *more]
+    def check_include(self, ignored: Ignored) -> None:
+        """Names the parts of ``include`` that have no effect. Raises ApiError 400 for an unknown
+        part under ``strict_fields``."""
+        for place, name in enumerate(self.include or ()):
+            if name == REASONING:
+                ignored.add(f"include: {REASONING}")
+            elif name != LOGPROBS:
+                what = f"include[{place}]: {name!r} is not supported; supported: {LOGPROBS}"
+                ignored.leave_out(f"include[{place}]", what)
 
     @property
     def format_constraint(self) -> Constraint | None:
@@ -140,7 +135,9 @@ class ResponsesRequest(TextRequest, kw_only=True):
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
         tools = [Tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
-        return Conversation(to_turns(items.input, self.instructions), tools, rules)
+        rendering = Rendering(effort_field="reasoning.effort")
+        rendering.effort = self.reasoning.effort if self.reasoning is not None else None
+        return Conversation(to_turns(items.input, self.instructions), tools, rules, rendering)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from ..bodies import Body, split_validation
+from ..bodies import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
-from ..errors import field_name, invalid_field
+from ..leniency import Ignored, decode, refusal
 
 
 class InputText(Body, tag="input_text", tag_field="type"):
@@ -22,13 +21,7 @@ class InputText(Body, tag="input_text", tag_field="type"):
 class OutputText(Body, tag="output_text", tag_field="type"):
     """Text of an earlier answer."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
-
     text: str
-    annotations: list[Any] | UnsetType | None = UNSET
-    logprobs: list[Any] | UnsetType | None = UNSET
-    parsed: Any = UNSET
-    """This field is accepted because the openai package adds it to answers."""
 
 
 InputContent = str | list[InputText | OutputText]
@@ -37,38 +30,23 @@ InputContent = str | list[InputText | OutputText]
 class InputMessage(Body, tag="message", tag_field="type"):
     """A message; ``type`` may be left out."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
-
     role: Literal["user", "assistant", "system", "developer"]
     content: InputContent
-    id: str | UnsetType | None = UNSET
-    status: str | UnsetType | None = UNSET
-    phase: str | UnsetType | None = UNSET
 
 
 class InputCall(Body, tag="function_call", tag_field="type"):
     """A call of an earlier answer."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "parsed_arguments"})
-
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Any = UNSET
-    """This field is accepted because the openai package adds it to answers."""
-    id: str | UnsetType | None = UNSET
-    status: str | UnsetType | None = UNSET
 
 
 class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
     """The result of a called function."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status"})
-
     call_id: str
     output: InputContent
-    id: str | UnsetType | None = UNSET
-    status: str | UnsetType | None = UNSET
 
 
 class ReasoningText(Body, tag="reasoning_text", tag_field="type"):
@@ -86,14 +64,9 @@ class SummaryText(Body, tag="summary_text", tag_field="type"):
 class InputReasoning(Body, tag="reasoning", tag_field="type"):
     """The thinking of an earlier answer. Templates that support thinking show it to the model."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "encrypted_content"})
-
     content: list[ReasoningText] | None = None
     summary: list[SummaryText] | None = None
     """The thinking if ``content`` is missing."""
-    encrypted_content: str | UnsetType | None = UNSET
-    id: str | UnsetType | None = UNSET
-    status: str | UnsetType | None = UNSET
 
 
 InputItem = InputMessage | InputCall | InputCallOutput | InputReasoning
@@ -105,17 +78,16 @@ class InputItems(Body):
     input: list[InputItem]
 
 
-def read_items(given: str | list[dict[str, Any]]) -> InputItems:
+def read_items(given: str | list[dict[str, Any]], ignored: Ignored) -> InputItems:
     """The items of an ``input``. A text becomes a message of the user. Raises ApiError 400."""
     if isinstance(given, str):
         return InputItems([InputMessage(role="user", content=given)])
     # A dict with a role is a message.
     items = [{"type": "message", **item} if "role" in item else item for item in given]
     try:
-        return msgspec.convert({"input": items}, InputItems)
+        return decode(msgspec.json.encode({"input": items}), InputItems, ignored)
     except msgspec.ValidationError as error:
-        what, path = split_validation(error)
-        raise invalid_field(field_name(path), what) from None
+        raise refusal(error) from None
 
 
 def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]:

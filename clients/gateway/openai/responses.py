@@ -13,13 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.messages import Token
-from ..bodies import ignored_header, read_body
+from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.constraints import Receipt
+from ..conversation.parts import Conversation
 from ..conversation.planning import Prepared, prepare
 from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import json_response
+from ..leniency import Ignored
 from ..new_ids import new_id
 from .chat import chat_generations
 from .fields import OPENAI_TEMPERATURE
@@ -32,7 +34,7 @@ from .response_bodies import (
     ResponsesRequest,
     ResponseUsage,
 )
-from .response_input import InputItems
+from .response_input import read_items
 from .response_output import Output
 from .usage import Counter
 
@@ -54,19 +56,24 @@ class ResponseJob:
 
 async def responses(request: Request) -> Response:
     """Answers with a response, as one object or as a stream of events."""
-    body = await read_body(request, ResponsesRequest)
+    ignored = ignored_of(request)
+    body = await read_body(request, ResponsesRequest, ignored)
     body.check()
-    items = body.items
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, items))
-    headers = ignored_header([*body.ignored(), *items.ignored()])
+    body.check_include(ignored)
+    items = read_items(body.input, ignored)
+    conversation = body.to_conversation(items)
+    work = _begin(gateway_of(request), body, conversation, ignored)
+    job = await unless_disconnected(request.receive, work)
     if body.stream:
-        return await begun(request, _events(job), headers)
+        return await begun(request, _events(job), ignored.headers)
     answer = await unless_disconnected(request.receive, _whole(job))
-    return json_response(answer, headers=headers)
+    return json_response(answer, headers=ignored.headers)
 
 
-async def _begin(gateway: Gateway, body: ResponsesRequest, items: InputItems) -> ResponseJob:
-    prepared = await prepare(gateway, body.model, body.to_conversation(items))
+async def _begin(
+    gateway: Gateway, body: ResponsesRequest, conversation: Conversation, ignored: Ignored
+) -> ResponseJob:
+    prepared = await prepare(gateway, body.model, conversation, ignored)
     counter = Counter()
     fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
     options = body.options(prepared.constraint)

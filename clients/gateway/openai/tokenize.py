@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.sampling import TokenId
-from ..bodies import Body, read_body
+from ..bodies import Body, ignored_of, read_body
 from ..context import gateway_of
 from ..conversation.parts import Conversation
 from ..conversation.rendering import prompt_ids
@@ -60,7 +60,8 @@ class Detokenized(Struct):
 
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a conversation."""
-    body = await read_body(request, TokenizeRequest)
+    ignored = ignored_of(request)
+    body = await read_body(request, TokenizeRequest, ignored)
     gateway = gateway_of(request)
     if (body.prompt is None) == (body.messages is None):
         raise invalid_field(
@@ -76,14 +77,16 @@ async def tokenize(request: Request) -> Response:
         conversation = Conversation(to_turns(body.messages or []), to_tools(body.tools))
         conversation.rendering = rendering_of(body)
         conversation.rendering.special = bool(body.add_special_tokens)
-        ids = await prompt_ids(gateway, model, conversation)
+        ids = await prompt_ids(gateway, model, conversation, ignored)
     pieces = [model.text_of(token) for token in ids] if body.return_token_strs else None
-    return json_response(Tokenized(len(ids), model.info.context_length, ids, pieces))
+    found = Tokenized(len(ids), model.info.context_length, ids, pieces)
+    return json_response(found, headers=ignored.headers)
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids, including special tokens."""
-    body = await read_body(request, DetokenizeRequest)
+    ignored = ignored_of(request)
+    body = await read_body(request, DetokenizeRequest, ignored)
     model = await gateway_of(request).models.get(body.model)
     model.check_tokens(body.tokens)
     size = model.info.vocab_size
@@ -95,7 +98,8 @@ async def detokenize(request: Request) -> Response:
             code="token_out_of_range",
             param=f"tokens[{wrong}]",
         )
-    return json_response(Detokenized(await model.detokenize(body.tokens)))
+    found = Detokenized(await model.detokenize(body.tokens))
+    return json_response(found, headers=ignored.headers)
 
 
 def _check_text_only(body: TokenizeRequest) -> None:

@@ -1,0 +1,251 @@
+"""Decides which fields of a request have no effect, and which fields are refused.
+
+Programs send more than this gateway implements. By default, an unknown field at the top level has
+no effect and is named in the header ``x-tokenbus-ignored``; unknown fields inside it are dropped. A
+list leaves out elements of an unknown ``type``, such as hosted tools, and the header names them.
+With the setting ``strict_fields``, both are refused, except fields in ``WITHOUT_EFFECT``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, inspect
+
+from .errors import ApiError, field_name, invalid_field
+
+IGNORED_HEADER = "x-tokenbus-ignored"
+"""The header that lists the request's fields that have no effect."""
+MAX_NAMES = 32
+"""Maximum number of names in the header."""
+MAX_NAME_CHARS = 80
+"""Maximum number of characters of a name in the header."""
+
+_OPENAI = {
+    "user",
+    "metadata",
+    "store",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "service_tier",
+    "verbosity",
+    "reasoning",
+    "max_tool_calls",
+    "stream_options",
+    "include_obfuscation",
+}
+_SENT_BACK = {
+    "annotations",
+    "parsed",
+    "parsed_arguments",
+    "logprobs",
+    "id",
+    "status",
+    "phase",
+    "encrypted_content",
+}
+"""Fields in OpenAI's messages and items, which clients send back as they received them."""
+_ANTHROPIC = {
+    "cache_control",
+    "citations",
+    "caller",
+    "toolset_name",
+    "signature",
+    "display",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+    "diagnostics",
+    "inference_geo",
+    "allowed_callers",
+    "defer_loading",
+    "eager_input_streaming",
+    "input_examples",
+    "strict",
+}
+"""Prefixes of prompts are always cached, and schemas are always enforced."""
+WITHOUT_EFFECT = frozenset(_OPENAI | _SENT_BACK | _ANTHROPIC)
+"""Fields of other servers that never change an answer here. ``strict_fields`` accepts them."""
+CHANGES_ANSWER = {
+    "prompt": "prompts are not stored; send the messages",
+    "prompt_embeds": "prompts are text or token ids",
+    "use_beam_search": "sequences are sampled; leave use_beam_search out",
+}
+"""Unknown fields at the top level that are always refused, because the answer would not be the
+requested one."""
+REFERENCES = frozenset({"item_reference"})
+"""Types of elements that are never left out, because they stand for parts of the conversation."""
+
+
+class Ignored:
+    """Names the parts of one request that have no effect, or refuses them."""
+
+    def __init__(self, strict: bool = False, accepted: frozenset[str] = WITHOUT_EFFECT) -> None:
+        """``strict``: unknown fields are refused, except those in ``accepted``."""
+        self.strict = strict
+        self.accepted = accepted
+        self.names: dict[str, None] = {}
+
+    def add(self, name: str) -> None:
+        """Names a field that has no effect."""
+        self.names[name] = None
+
+    def leave_out(self, name: str, message: str) -> None:
+        """Names a part that is left out. Raises ApiError 400 with ``message`` under
+        ``strict_fields``."""
+        if self.strict:
+            raise invalid_field(name, message)
+        self.add(name)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header that lists the names; empty without names."""
+        names = [_printable(name) for name in list(self.names)[:MAX_NAMES]]
+        if len(self.names) > MAX_NAMES:
+            names.append(f"and {len(self.names) - MAX_NAMES} more")
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def _printable(name: str) -> str:
+    """A name as the value of a header. A client has chosen its characters."""
+    shown = name[:MAX_NAME_CHARS].encode("ascii", "backslashreplace").decode()
+    return "".join(c if " " <= c <= "~" and c != "," else "?" for c in shown)
+
+
+K = TypeVar("K", bound=Struct)
+
+
+def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
+    """Decodes a JSON body as a ``kind``. Raises ApiError 400 if a field is refused, and
+    msgspec.DecodeError or ValidationError if the body is not valid."""
+    if ignored.strict:
+        return _repaired(data, kind, ignored)
+    given = msgspec.json.decode(data, type=dict[str, Raw])
+    known = _fields(kind)
+    for name, value in given.items():
+        if name in known or bytes(value) in (b"null", b"false"):
+            continue
+        if name in CHANGES_ANSWER:
+            raise invalid_field(name, f"{name} is not supported: {CHANGES_ANSWER[name]}")
+        ignored.add(name)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        return _repaired(data, kind, ignored)
+
+
+@cache
+def _fields(kind: Hashable) -> frozenset[str]:
+    """The names of the fields of a body."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return frozenset(field.encode_name for field in info.fields)
+
+
+def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
+    """Decodes a body after its unknown elements and fields have been removed or refused."""
+    value = _walk(msgspec.json.decode(data), inspect.type_info(kind), "", ignored)
+    return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+
+
+def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
+    """A value without its unknown elements and fields. ``path`` is its place in the body."""
+    if isinstance(value, float) and value.is_integer():
+        kinds = {type(one) for one in _kinds(kind)}
+        return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
+    if isinstance(value, list):
+        return _walk_list(value, kind, path, ignored)
+    struct = _struct_of(value, kind) if isinstance(value, dict) else None
+    if struct is None:
+        return value
+    fields = {field.encode_name: field.type for field in struct.fields}
+    found = {}
+    for name, inner in value.items():
+        place = f"{path}.{name}" if path else name
+        if name in fields:
+            found[name] = _walk(inner, fields[name], place, ignored)
+        elif name == struct.tag_field:
+            found[name] = inner
+        elif ignored.strict and name in ignored.accepted:
+            ignored.add(_anywhere(place))
+        elif ignored.strict:
+            what = f"unknown field {place!r}; GET /openapi.json lists the fields"
+            raise invalid_field(place, what)
+    return found
+
+
+def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored) -> list[Any]:
+    items = [one.item_type for one in _kinds(kind) if isinstance(one, inspect.ListType)]
+    structs = [one for item in items for one in _kinds(item) if isinstance(one, inspect.StructType)]
+    if not structs:
+        return value
+    types = set(_types(structs))
+    found = []
+    for number, element in enumerate(value):
+        place = f"{path}[{number}]"
+        given = element.get("type") if isinstance(element, dict) else None
+        unknown = isinstance(given, str) and bool(types) and given not in types | REFERENCES
+        if unknown and not ignored.strict:
+            ignored.add(f"{place} ({given})")
+        else:
+            found.append(_walk(element, items[0], place, ignored))
+    return found
+
+
+def _types(structs: Iterable[inspect.StructType]) -> Iterator[str]:
+    """The values of ``type`` by which the elements of a list differ."""
+    for struct in structs:
+        if struct.tag_field == "type":
+            yield str(struct.tag)
+        for field in struct.fields:
+            if field.name == "type":
+                for kind in _kinds(field.type):
+                    if isinstance(kind, inspect.LiteralType):
+                        yield from map(str, kind.values)
+
+
+def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType | None:
+    """The struct that ``value`` is decoded as; None if it is not decoded as a struct."""
+    structs = [one for one in _kinds(kind) if isinstance(one, inspect.StructType)]
+    if len(structs) == 1 and (tag_field := structs[0].tag_field) is not None:
+        return structs[0] if value.get(tag_field, structs[0].tag) == structs[0].tag else None
+    if len(structs) == 1:
+        return structs[0]
+    return next((one for one in structs if value.get(one.tag_field or "") == one.tag), None)
+
+
+def _kinds(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if not isinstance(kind, inspect.UnionType):
+        return (kind,)
+    return tuple(inner for one in kind.types for inner in _kinds(one))
+
+
+def _anywhere(place: str) -> str:
+    """A place without the numbers of elements: ``messages[].id``."""
+    return re.sub(r"\[\d+\]", "[]", place)
+
+
+def refusal(error: msgspec.ValidationError) -> ApiError:
+    """The error 400 for a value of the wrong type, with the path of its field."""
+    what, path = split_validation(error)
+    return invalid_field(field_name(path), what)
+
+
+def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Splits msgspec's error into its message and the field's path, ``$.messages[0].role``."""
+    what, _, path = str(error).partition(" - at ")
+    path = path.removeprefix("`key` in ").strip("`") or "$"
+    quoted = what.split("`")
+    if what.startswith("Object missing required field"):
+        path = f"{path}.{quoted[1]}"
+        return f"the field {field_name(path)!r} is missing", path
+    where = field_name(path)
+    shown = what.replace("`", "")
+    return (f"{where}: {shown}" if where else shown), path
