@@ -111,7 +111,8 @@ class PartReader:
     def end(self) -> list[Part]:
         """The remaining parts when the answer ends. An incomplete tag becomes text."""
         parts = self._parts(self._reader.end())
-        if self._space and not self.called and self._kind == "text":
+        begun = self._spoke or not self._after_tag
+        if self._space and begun and not self.called and self._kind == "text":
             parts.append(Text(self._space))
         self._space = ""
         return parts

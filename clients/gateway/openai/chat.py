@@ -105,7 +105,7 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     if job.body.logprobs:
         tops = job.body.top_logprobs or 0
         logprobs = ChatLogprobs(token_logprobs(job.prepared.model, Sampled.of(sequence), tops))
-    message = _message(job, sequence)
+    message = message_of(job.prepared, sequence)
     return ChatChoice(
         sequence.seq,
         message,
@@ -115,8 +115,9 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     )
 
 
-def _message(job: ChatJob, sequence: GeneratedSequence) -> AnsweredMessage:
-    form, model = job.prepared.form, job.prepared.model
+def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:
+    """The message of a whole sequence."""
+    form, model = prepared.form, prepared.model
     answer = Answer(form)
     answer.feed(sequence.text if form is None else form.whole_text(model, sequence))
     answer.end()
