@@ -73,7 +73,7 @@ class Templates:
                 param="chat_template",
             )
         if chat_template is not None and len(chat_template) > MAX_TEMPLATE:
-            raise _fault(
+            raise TemplateError(
                 f"it has {len(chat_template)} characters; at most {MAX_TEMPLATE} are allowed"
             )
         names: dict[str, Any] = {
@@ -98,7 +98,7 @@ class Templates:
         renderer = self._of_models if chat_template is None else self._of_requests
         answer = await renderer.ask(json.dumps(request).encode())
         if "fault" in answer:
-            raise _fault(answer["fault"])
+            raise TemplateRefusalError(answer["fault"])
         return answer["text"]
 
     async def close(self) -> None:
@@ -110,6 +110,22 @@ class Templates:
 def template_of(model: ServedModel) -> str:
     """The model's own template, or the plain one."""
     return model.files.chat_template or PLAIN_TEMPLATE
+
+
+class TemplateError(ApiError):
+    """A template cannot be rendered with a request."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            400,
+            f"the chat template cannot be rendered with this request: {what}",
+            code="chat_template_error",
+            param="messages",
+        )
+
+
+class TemplateRefusalError(TemplateError):
+    """The template itself has raised an error, for example about the order of the messages."""
 
 
 class _Renderer:
@@ -172,7 +188,7 @@ class _Renderer:
         except (asyncio.IncompleteReadError, ConnectionError):
             ended = await process.wait()
             await self.end()
-            raise _fault(
+            raise TemplateError(
                 f"the template takes more than {CPU_S} s of CPU time"
                 if ended == -signal.SIGXCPU
                 else f"the rendering process ended with {ended}"
@@ -204,13 +220,4 @@ async def _start() -> Process:
         stderr=DEVNULL,
         cwd="/",
         start_new_session=True,
-    )
-
-
-def _fault(what: str) -> ApiError:
-    return ApiError(
-        400,
-        f"the chat template cannot be rendered with this request: {what}",
-        code="chat_template_error",
-        param="messages",
     )

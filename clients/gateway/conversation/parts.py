@@ -27,22 +27,6 @@ class Thinking:
 
 
 @dataclass
-class Image:
-    """An image. Templates render only text, so an image is left out of the prompt."""
-
-    place: str
-    """The place of the image in the body, such as ``messages[0].content[1]``."""
-
-
-@dataclass
-class Audio:
-    """Speech or another sound, which is left out of the prompt."""
-
-    place: str
-    """The place of the sound in the body."""
-
-
-@dataclass
 class Call:
     """A call of a function."""
 
@@ -57,14 +41,14 @@ class Result:
     """The result of a call."""
 
     call_id: str
-    parts: Sequence[Text | Image | Audio]
+    parts: Sequence[Text]
     name: str | None = None
     """The name of the called function; None: the name in the call."""
     failed: bool = False
     """Whether the call failed. If so, the model reads ``Error: `` before the text."""
 
 
-Part = Text | Thinking | Image | Audio | Call | Result
+Part = Text | Thinking | Call | Result
 Role = Literal["system", "developer", "user", "assistant"]
 
 

@@ -12,15 +12,17 @@ from ..context import Gateway
 from ..errors import invalid_field
 from ..leniency import Ignored
 from ..models import ServedModel
-from ..templates import template_of
+from ..templates import TemplateRefusalError, template_of
 from . import tools
+from .order import arrangements, without_developers
 from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
 
 
 async def prompt_ids(
     gateway: Gateway, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
-    """The token ids of a conversation. Raises ApiError 400 if the template refuses the turns."""
+    """The token ids of a conversation. Its turns are arranged if the template refuses their order.
+    Raises ApiError 400 if the template refuses every arrangement."""
     how = conversation.rendering
     if how.add_generation_prompt and how.continue_final_message:
         raise invalid_field(
@@ -29,16 +31,28 @@ async def prompt_ids(
             "add_generation_prompt to false",
         )
     template = template_of(model) if how.chat_template is None else how.chat_template
-    text = await gateway.templates.render(
-        model,
-        for_template(conversation.turns),
-        tools=tools.for_template(conversation.offered),
-        chat_template=how.chat_template,
-        variables=_variables(template, how, ignored),
-        add_generation_prompt=how.add_generation_prompt,
-        continue_final_message=how.continue_final_message,
-    )
-    return await model.tokenize(text, special=how.special)
+    turns = conversation.turns
+    if "developer" not in template:
+        turns = without_developers(turns)
+    variables = _variables(template, how, ignored)
+    refused: TemplateRefusalError | None = None
+    for arranged in arrangements(turns):
+        try:
+            text = await gateway.templates.render(
+                model,
+                for_template(arranged),
+                tools=tools.for_template(conversation.offered),
+                chat_template=how.chat_template,
+                variables=variables,
+                add_generation_prompt=how.add_generation_prompt,
+                continue_final_message=how.continue_final_message,
+            )
+        except TemplateRefusalError as error:
+            refused = refused or error
+        else:
+            return await model.tokenize(text, special=how.special)
+    assert refused is not None
+    raise refused
 
 
 def _variables(template: str, how: Rendering, ignored: Ignored) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Arranges the turns of a conversation for templates that refuse their order.
+
+Agents send a system message in the middle, several of them, or two messages of one role in a row.
+Many templates refuse this. A conversation is rendered as it is first. If the template refuses it,
+its turns are arranged in two steps; the second step follows only if the template refuses the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .parts import Result, Role, Text, Turn, of_kind, text_of
+
+BREAK = "\n\n"
+"""The text between two messages that become one."""
+
+
+def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """The turns as they are, with one system message at the beginning, and without one."""
+    given = list(turns)
+    yield given
+    merged = _merged(_hoisted(given))
+    if merged != given:
+        yield merged
+    folded = _merged(_folded(merged))
+    if folded != merged:
+        yield folded
+
+
+def without_developers(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, in which the developer's messages are system messages."""
+    return [_as(turn, "system") if turn.role == "developer" else turn for turn in turns]
+
+
+def _hoisted(turns: list[Turn]) -> list[Turn]:
+    """The turns after one system message, which has the text of all system and developer
+    messages."""
+    system = [turn for turn in turns if turn.role in ("system", "developer")]
+    others = [turn for turn in turns if turn.role in ("user", "assistant")]
+    if not system:
+        return others
+    text = BREAK.join(text_of(turn.parts) for turn in system)
+    return [Turn(system[0].role, [Text(text)]), *others]
+
+
+def _merged(turns: list[Turn]) -> list[Turn]:
+    """The turns, of which those of one role in a row are one. The results of calls stay before the
+    texts that follow them."""
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else None
+        if last is None or last.role != turn.role or of_kind(turn.parts, Result):
+            found.append(turn)
+            continue
+        parts = [*last.parts, *turn.parts]
+        if text_of(last.parts) and text_of(turn.parts):
+            texts = Text(BREAK.join((text_of(last.parts), text_of(turn.parts))))
+            parts = [*(part for part in parts if not isinstance(part, Text)), texts]
+        found[-1] = replace(last, parts=parts)
+    return found
+
+
+def _folded(turns: list[Turn]) -> list[Turn]:
+    """The turns, whose system message is the beginning of the user's first message. A user's text
+    after the results of calls is the end of the last result."""
+    system = [turn for turn in turns[:1] if turn.role in ("system", "developer")]
+    others = [_in_result(turn) for turn in turns[len(system) :]]
+    users = [_as(turn, "user") for turn in system]
+    return [*users, *others]
+
+
+def _in_result(turn: Turn) -> Turn:
+    results, text = of_kind(turn.parts, Result), text_of(turn.parts)
+    if not results or not text:
+        return turn
+    last = replace(results[-1], parts=[Text(f"{text_of(results[-1].parts)}{BREAK}{text}")])
+    return replace(turn, parts=[*results[:-1], last])
+
+
+def _as(turn: Turn, role: Role) -> Turn:
+    return replace(turn, role=role)
