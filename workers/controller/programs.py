@@ -3,24 +3,15 @@ modules."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from pathlib import Path
-
-import wasmtime
+from functools import partial
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.metrics import Series
-from .backends.compiling.bounds import Bounds
 from .backends.constraints import Constraints
 from .interface import Program
-from .limits import Limits
-from .wasm.aici import AiciProgram
-from .wasm.native import NativeProgram
+from .runtime import GuestRuntime
 from .wasm.store import ModuleStore
-
-MAX_KEPT = 256
-"""Maximum modules that stay loaded."""
 
 
 class Programs:
@@ -28,23 +19,17 @@ class Programs:
 
     def __init__(
         self,
-        engine: wasmtime.Engine,
-        store: ModuleStore | None,
         given: Mapping[str, Program],
-        kept: Path | None = None,
-        limits: Limits | None = None,
+        runtime: GuestRuntime,
+        store: ModuleStore | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        """If ``store`` is None, only the ``given`` programs are served. ``kept`` is the folder in
-        which constraints store tables and masks between runs. ``limits``: the limits of
-        compilations."""
-        limits = limits or Limits()
-        bounds = Bounds(limits.compile_s, limits.compile_bytes)
-        self._engine = engine
-        self._store = store
+        """``runtime`` runs the modules of ``store``. If ``store`` is None, only the ``given``
+        programs are served."""
         self._given = dict(given)
-        self._lock = threading.Lock()
-        self._loaded: dict[str, Program] = {}
-        self._constraints = Constraints(engine, kept, bounds) if store is not None else None
+        self._runtime = runtime
+        self._store = store
+        self._constraints = constraints
 
     def get(self, tenant: str, name: str) -> Program:
         """The program with this name; raises RequestError if the name is unknown."""
@@ -61,22 +46,20 @@ class Programs:
         if constraint is not None:
             return constraint
         module = self._store.resolve(tenant, name)
-        program = self._loaded.get(module)
-        if program is None:
-            loaded = self._store.load(module)
-            make = AiciProgram if loaded.abi == "aici" else NativeProgram
-            program = make(self._engine, loaded.module, loaded.why_no_fork)
-            with self._lock:
-                self._loaded[module] = program
-                while len(self._loaded) > MAX_KEPT:
-                    del self._loaded[next(iter(self._loaded))]
-        return program
+        return self._runtime.program(tenant, module, partial(self._store.load, module))
 
     def series(self) -> list[Series]:
-        """The metrics of compiling grammars; safe on another thread."""
-        return self._constraints.series() if self._constraints is not None else []
+        """The metrics of compiling grammars and of the runtime; safe on another thread."""
+        compiling = self._constraints.series() if self._constraints is not None else []
+        return [*compiling, *self._runtime.series()]
+
+    def tick(self) -> None:
+        """Enforces the time limits of uploaded modules; called every millisecond while they run."""
+        self._runtime.tick()
 
     def close(self) -> None:
-        """Makes the constraints write their snapshots, when the worker stops."""
+        """Ends the runtime, and makes the constraints write their snapshots, when the worker
+        stops."""
+        self._runtime.close()
         if self._constraints is not None:
             self._constraints.close()

@@ -53,6 +53,8 @@ from .. import bus
 from ..bus import Bus, FromBus, refused_frames
 from ..machine import machine_id, machine_memory
 from ..successor import successor_comes
+from .backends.compiling.bounds import Bounds
+from .backends.constraints import Constraints
 from .first_rounds import FirstRounds
 from .guest_memory import GuestMemory
 from .idle_groups import IdleGroups
@@ -67,6 +69,7 @@ from .programs import Programs
 from .python.printed import captured
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
+from .runtime import ThreadRuntime
 from .sequence_group import GroupBusy, Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
@@ -138,8 +141,7 @@ class ControllerWorker:
             if programs
             else ModuleStore(folder, self._limits, self._engine, self._module_calls)
         )
-        kept = settings.run_folder / "grammars"
-        self._programs = Programs(self._engine, self._store, programs or {}, kept, self._limits)
+        self._programs = self._make_programs(programs or {})
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
@@ -182,6 +184,15 @@ class ControllerWorker:
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
         """The links of the brokers at which other workers take over this worker's controllers."""
+
+    def _make_programs(self, given: Mapping[str, Program]) -> Programs:
+        runtime = ThreadRuntime(self._engine)
+        if self._store is None:
+            return Programs(given, runtime)
+        kept = self._settings.run_folder / "grammars"
+        bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
+        constraints = Constraints(self._engine, kept, bounds)
+        return Programs(given, runtime, self._store, constraints)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -243,7 +254,9 @@ class ControllerWorker:
 
     def _tick(self) -> None:
         """Called while rounds run: enforces time limits, and sends the results that are ready."""
+        # Built-in constraints run on the worker's own engine.
         self._engine.increment_epoch()
+        self._programs.tick()
         self._pool.help()
         self._starts.help()
         now = time.monotonic()

@@ -1,0 +1,72 @@
+"""The runtime of uploaded modules: where the guests of a worker run, and who stops them.
+
+The worker's rounds need four things from a runtime: programs whose controllers follow
+``interface.Controller``, a tick that enforces time limits, metrics, and an end. Tokens and masks do
+not depend on the runtime.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import wasmtime
+
+from ...protocol.metrics import Series
+from .interface import Program
+from .wasm.aici import AiciProgram
+from .wasm.compiled_modules import Loaded
+from .wasm.native import NativeProgram
+
+MAX_KEPT = 256
+"""Maximum modules whose programs are cached."""
+
+
+class GuestRuntime(Protocol):
+    """Runs the guests of uploaded modules. Thread-safe."""
+
+    def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
+        """The factory of controllers of a tenant's module. ``module`` is the module's id;
+        ``load`` reads its compiled form."""
+
+    def tick(self) -> None:
+        """Enforces time limits. Called every millisecond while rounds or starts run."""
+
+    def series(self) -> list[Series]:
+        """The metrics of the runtime."""
+
+    def close(self) -> None:
+        """Ends the runtime after the last round."""
+
+
+class ThreadRuntime:
+    """Runs guests on the threads that run the rounds, in the worker's own process."""
+
+    def __init__(self, engine: wasmtime.Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._programs: dict[str, Program] = {}
+
+    def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
+        """The program of a module, which all tenants share."""
+        program = self._programs.get(module)
+        if program is None:
+            loaded = load()
+            make = AiciProgram if loaded.abi == "aici" else NativeProgram
+            program = make(self._engine, loaded.module, loaded.why_no_fork)
+            with self._lock:
+                self._programs[module] = program
+                while len(self._programs) > MAX_KEPT:
+                    del self._programs[next(iter(self._programs))]
+        return program
+
+    def tick(self) -> None:
+        """Does nothing: the worker increments the epoch of its engine."""
+
+    def series(self) -> list[Series]:
+        """Nothing: the worker counts rounds and their CPU time."""
+        return []
+
+    def close(self) -> None:
+        """Does nothing: guests end with their sequences."""
