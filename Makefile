@@ -107,6 +107,7 @@ lint: install
 		$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py tests/*/*/*/*.py tests/*/*/*/*/*.py \
 			benchmarks/*.py)
 	$(PY) -m tests.lint.sentences
+	$(PY) -m tests.lint.lifecycle
 
 # Runs all benchmarks except schemas.py, which takes long and needs an archive of MaskBench, and
 # gpu_check.py, which needs a GPU.

@@ -17,8 +17,9 @@ import msgspec
 from tokenbus.broker.core import Broker, Message
 from tokenbus.broker.garbage import bound_pauses
 from tokenbus.broker.outgoing import Outgoing
+from tokenbus.broker.session import Session
 from tokenbus.broker.settings import BrokerSettings
-from tokenbus.broker.tables import Session, Worker
+from tokenbus.broker.worker import Worker
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns
 from tokenbus.protocol.header import encode_header, encode_token_header
@@ -70,8 +71,8 @@ class World:
         self.pass_time(3)
         gc.collect()
         self.memory_of_workers = (empty - before) / num_workers
-        kept = self.broker.session_table.recent.total
-        self.num_streams = len(self.broker.dispatcher.requests)
+        kept = self.broker.state.recent.total
+        self.num_streams = len(self.broker.state.requests)
         self.bytes_per_stream = (resident_bytes() - empty - kept) / max(1, self.num_streams)
         self._messages = {w.id: self._step_of(w) for w in self._workers()}
 
@@ -93,9 +94,9 @@ class World:
         """Microseconds for the beginning and for the end of a request. Each is the minimum of
         several runs, in which as many random requests end as begin."""
         begin, end = [], []
-        sessions = list(self.broker.session_table)
+        sessions = list(self.broker.state.sessions)
         for _ in range(runs):
-            requests = self.broker.dispatcher.requests
+            requests = self.broker.state.requests
             ids = self._random.sample(list(requests), min(times, len(requests) // 2))
             ended = []
             for number in ids:
@@ -150,7 +151,7 @@ class World:
         until = self.now + seconds
         if beats:
             self.broker.on_workers(self._beats(), self.now)
-            for session in self.broker.session_table:
+            for session in self.broker.state.sessions:
                 session.last_seen = self.now
         while self.now < until:
             self.now += self.broker.wait_s(self.now)
@@ -170,7 +171,7 @@ class World:
         return MICRO * used / len(messages)
 
     def _workers(self) -> list[Worker]:
-        return list(self.broker.dispatcher.workers.values())
+        return list(self.broker.state.workers.values())
 
     def _register(self) -> None:
         for n in range(self.num_workers):
@@ -197,7 +198,7 @@ class World:
         """The session whose stream the least loaded worker receives next. ``worker`` is the number
         of that worker."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
-        return self.broker.session_table.by_peer[peer]
+        return self.broker.state.sessions.by_peer[peer]
 
     def _requests(self, sessions: Sequence[Session]) -> list[Message]:
         made: list[Message] = []

@@ -99,7 +99,7 @@ def journal_bytes(tokens: int) -> dict[str, float]:
     broker.on_client(b"\0c", [b"HELLO", encode_body(hello, "msgpack")], 0.0)
     request = Generate(stream_id=1, model="m", prompt=list(range(16)), max_tokens=tokens)
     broker.on_client(b"\0c", [b"GENERATE", encode_body(request, "msgpack")], 0.0)
-    [session] = broker.session_table
+    [session] = broker.state.sessions
     head = encode_token_header([session.id])
     draw = random.Random(1)
     ticks = 0
@@ -118,7 +118,7 @@ def journal_bytes(tokens: int) -> dict[str, float]:
         )
         columns = encode_body(pack_columns([entry]), "msgpack")
         broker.on_worker(b"\0w", [b"TOKEN", head, columns], now)
-    recent = broker.session_table.recent
+    recent = broker.state.recent
     return {"journal_bytes_per_token": (session.journal.size + recent.size) / tokens}
 
 

@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
-
-from msgspec import Meta, Struct
-
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError, UnavailableError
-from ..protocol.messages import (
-    GroupName,
-    Name,
-    RequestId,
-    StreamId,
-    Timeout,
-    TraceParent,
-    UserName,
-    controller_of,
-    module_too_large,
-)
+from ..protocol.messages import ModelInfoRequest, Msg, module_too_large
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .ends import Ends
 from .quotas import Quotas
-from .settings import BrokerSettings
-from .status import Counters
-from .tables import Request, Session, SessionTable
+from .request import ROLES, Request, RoutingFields, Steering
+from .session import Session
+from .state import BrokerState
 from .unread import UNREAD_FACTOR
-
-
-class RoutingFields(Struct, kw_only=True):
-    """The fields of a request's body that the broker decodes, once; it reads no other field."""
-
-    stream_id: StreamId
-    model: str = ""
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    buffers: list[Name] = []
-    timeout_s: Timeout | None = None
-    controller: str | None = None
-    heal_prompt: bool = False
-    by: UserName = ""
-    group: GroupName = ""
-    trace: TraceParent = ""
-    request_id: RequestId = ""
-
-    def steered_by(self, message_type: bytes) -> str:
-        """The name of the controller of a request; empty if the request has none."""
-        if message_type != b"GENERATE":
-            return ""
-        return controller_of(self.controller, self.heal_prompt)
-
-
-ROLES = {
-    b"GENERATE": "gpu",
-    b"SCORE": "gpu",
-    b"MODEL_INFO": "gpu",
-    b"TOKENIZER": "gpu",
-    b"UPLOAD": "controller",
-    b"TAG": "controller",
-    b"TAGS": "controller",
-    b"DELETE": "controller",
-}
-"""Requests that a worker answers, and the role of that worker."""
-
 
 MAX_TOKENIZERS = 4
 """Tokenizers that one session may have requested at a time; a tokenizer has up to about 20 MB."""
@@ -76,31 +26,38 @@ class Admission:
 
     def __init__(
         self,
-        settings: BrokerSettings,
-        sessions: SessionTable,
+        state: BrokerState,
         dispatcher: Dispatcher,
         buffers: Buffers,
-        ids: Iterator[int],
-        counters: Counters,
         quotas: Quotas,
+        ends: Ends,
     ) -> None:
-        self._settings = settings
-        self._sessions = sessions
+        self._state = state
+        self._settings = state.settings
         self._dispatcher = dispatcher
         self._buffers = buffers
-        self._ids = ids
-        self._counters = counters
         self._quotas = quotas
-        self._closed: TokenbusError | None = None
+        self._ends = ends
         self._leaving: TokenbusError | None = None
 
-    def submit(
-        self, session: Session, message_type: bytes, frames: list[bytes], now: float
-    ) -> None:
+    def on_model_info(self, session: Session, frames: list[bytes]) -> None:
+        """Handles a client's MODEL_INFO: if a worker has the model loaded, the broker answers."""
+        message: ModelInfoRequest = decode_as(ModelInfoRequest, frames[1])
+        pools = self._state.pools
+        name = message.model or pools.default_model
+        for worker in pools.serving("gpu", name).workers.values():
+            if name in worker.models:
+                answer = Msg(stream_id=message.stream_id, model_info=worker.models[name])
+                self._state.out.to_session(session, b"MSG", answer)
+                return
+        self.submit(session, frames)
+
+    def submit(self, session: Session, frames: list[bytes]) -> None:
         """Accepts a request and hands it to the dispatcher, or raises why it is refused."""
+        message_type, now = frames[0], self._state.now
         fields: RoutingFields = decode_as(RoutingFields, frames[1])
-        if self._closed is not None:
-            raise self._closed
+        if self._state.closing is not None:
+            raise self._state.closing
         if self._leaving is not None and not session.recovers:
             raise self._leaving
         buffers = self._buffers.named(session, fields.buffers)
@@ -109,24 +66,17 @@ class Admission:
             if too_large is not None:
                 raise too_large
         controller = fields.steered_by(message_type)
-        role = ROLES[message_type]
-        tenant = [self._quotas.tenant(session.key).encode()] if role == "controller" else []
+        is_stored = ROLES[message_type] == "controller"
+        tenant = [self._quotas.tenant(session.key).encode()] if is_stored else []
         request = Request(
-            id=next(self._ids),
+            id=next(self._state.ids),
             session=session,
-            stream_id=fields.stream_id,
             type=message_type,
-            role=role,
-            model=fields.model,
-            priority=fields.priority,
-            deadline=now + fields.timeout_s if fields.timeout_s is not None else None,
-            controller=controller,
+            fields=fields,
             frames=[*frames[1:], *buffers, *tenant],
             arrived=now,
-            by=fields.by,
-            group=fields.group,
-            trace=fields.trace,
-            request_id=fields.request_id,
+            deadline=now + fields.timeout_s if fields.timeout_s is not None else None,
+            steering=Steering(controller) if controller else None,
         )
         self._check_priority(request)
         self._check_streams(request, now)
@@ -134,8 +84,8 @@ class Admission:
         if message_type == b"TOKENIZER":
             self._check_unread(session)
         # A client that uses the number of an ended stream again does not attach to that stream.
-        self._dispatcher.ends.drop(session, request.stream_id)
-        self._counters.requests += 1
+        self._ends.drop(session, request.stream_id)
+        self._state.counters.requests += 1
         try:
             self._dispatcher.submit(request)
         except Exception:
@@ -144,8 +94,8 @@ class Admission:
 
     def close(self, error: TokenbusError) -> None:
         """Refuses new requests from now on; requests that wait for a worker end with ``error``."""
-        self._closed = self._dispatcher.closing = error
-        for session in self._sessions:
+        self._state.closing = error
+        for session in self._state.sessions:
             for request in list(session.streams.values()):
                 if request.worker is None:
                     self._dispatcher.abandon(request, error)
@@ -165,7 +115,7 @@ class Admission:
                 "allowed; wait for one of them",
                 retry_after_s=1.0,
             )
-        of_key = self._dispatcher.tokenizers[session.key] if session.key else 0
+        of_key = self._state.tokenizers[session.key] if session.key else 0
         if of_key >= MAX_TOKENIZERS_OF_KEY:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
@@ -174,7 +124,7 @@ class Admission:
                 retry_after_s=1.0,
             )
         most = UNREAD_FACTOR * self._settings.max_pending_bytes
-        unread = self._sessions.unread.bytes_of(session.peer)
+        unread = self._state.sessions.unread.bytes_of(session.peer)
         if unread >= most:
             raise SlowClientError(
                 Code.SLOW_CLIENT,

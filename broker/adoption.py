@@ -15,22 +15,23 @@ from itertools import islice
 from ..protocol.bodies import decode_as
 from ..protocol.columns import TokenBody
 from ..protocol.errors import Code, RequestError
-from ..protocol.header import FORM, Flag, Header
+from ..protocol.header import FORM, Flag, Header, decode_header
 from ..protocol.ids import is_session_token, session_id
-from ..protocol.messages import Attach
+from ..protocol.messages import Attach, Cancel
 from ..protocol.shares import fits_share
-from ..protocol.worker_messages import Journal, Register
+from ..protocol.worker_messages import Claimed, Journal, Register, Released
 from . import journal
-from .admission import RoutingFields
 from .attaches import Attaches
 from .claims import Claims
+from .controllers import Controllers
 from .dispatch import Dispatcher
-from .moves import STREAMS
-from .outgoing import Outgoings
-from .recovery import Recovery
-from .revocations import drop
-from .settings import BrokerSettings
-from .tables import Request, Session, SessionTable, Worker
+from .ends import Ends
+from .request import STREAMS, Attachment, Request, RoutingFields, Steering
+from .returns import Returns
+from .revocations import NO_SESSION, drop
+from .session import Session
+from .state import BrokerState
+from .worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +56,20 @@ class Adoption:
 
     def __init__(
         self,
-        settings: BrokerSettings,
-        sessions: SessionTable,
+        state: BrokerState,
         dispatcher: Dispatcher,
         attaches: Attaches,
-        out: Outgoings,
-        recovery: Recovery,
+        ends: Ends,
+        controllers: Controllers,
     ) -> None:
-        self._settings = settings
-        self._sessions = sessions
+        self._state = state
+        self._settings = state.settings
+        self._sessions = state.sessions
+        self._recovery = state.recovery
         self._dispatcher = dispatcher
         self._attaches = attaches
-        self._out = out
-        self._recovery = recovery
+        self._ends = ends
+        self._controllers = controllers
         self._ended = False
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
@@ -77,49 +79,61 @@ class Adoption:
         self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
         """Requests that came with a CLAIM: when each ends, and its id, in order."""
-        self._claims = Claims(dispatcher, out)
+        self._claims = Claims(state)
+        self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
         """By state worker: the requests whose variables it stores, from this run and earlier
         ones."""
 
-    def open(self, now: float) -> bool:
+    def open(self) -> bool:
         """Whether workers may still report requests for adoption."""
-        return not self._ended and not self._recovery.has_ended(now)
+        return not self._ended and not self._recovery.has_ended(self._state.now)
 
     # --- workers --------------------------------------------------------------------------------
 
-    def reported(
-        self, worker: Worker, message: Register, returned: list[int], now: float
-    ) -> tuple[list[int], list[int]]:
+    def reported(self, worker: Worker, message: Register) -> tuple[list[int], list[int]]:
         """Sorts the live requests of a worker that registers: requests to drop, and requests whose
-        journals the worker sends. ``returned`` (``returns.py``) are among the latter."""
+        journals the worker sends. Requests that return to the worker are among the latter."""
+        returned = self._returns.reported(worker, message)
         live = [reported.request for reported in message.live]
         if live:
             self._recovery.follow()
-        known = self._dispatcher.requests
+        known = self._state.requests
         if worker.role == "state":
             # The variables of a request that may be adopted later are kept.
-            if not self._may_adopt(now):
+            if not self._may_adopt():
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
             return [], []
         wanted = returned
-        if worker.role == "gpu" and self.open(now):
+        if worker.role == "gpu" and self.open():
             wanted = returned + [r for r in live if r not in known or self._is_unclaimed(r)]
             for request in filter(None, map(known.get, wanted[len(returned) :])):
                 # Before the JOURNAL is here, it may be with another worker, or with this one anew.
                 worker.withdraw(request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
-    def _may_adopt(self, now: float) -> bool:
+    def _may_adopt(self) -> bool:
         """Whether an unknown request may still be adopted."""
-        return self.open(now) or bool(self._claims.sessions)
+        return self.open() or bool(self._claims.sessions)
 
-    def on_journal(
-        self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes], now: float
+    def on_journal(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's JOURNAL, after the worker has returned or after the broker has
+        restarted."""
+        header = decode_header(frames[1])
+        body: Journal = decode_as(Journal, frames[2], "msgpack")
+        request = self._returns.awaits(header.request, worker)
+        if request is not None:
+            self._returns.on_journal(request, body, b"".join(frames[3:4]))
+        elif not body.gone:
+            self._adopt(worker, header, body, frames[3:])
+
+    def _adopt(
+        self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes]
     ) -> None:
-        """Handles a worker's JOURNAL: the broker adopts the request, or the worker drops it if no
-        client needs it."""
+        """Adopts the request of a JOURNAL, or orders the worker to drop the request if no client
+        needs it."""
+        now = self._state.now
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -140,20 +154,14 @@ class Adoption:
         request = Request(
             id=header.request,
             session=session,
-            stream_id=fields.stream_id,
             type=body.type.encode(),
-            role="gpu",
-            model=fields.model,
-            priority=fields.priority,
-            deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
-            controller=fields.steered_by(body.type.encode()),
+            fields=fields,
             frames=frames,
             arrived=now - body.age_s,
-            trace=fields.trace,
-            request_id=fields.request_id,
+            deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
             # The workers of a broker that started long ago have registered.
-            adopted_at=None if header.address in self._claims else now,
-            unclaimed=True,
+            steering=_steering(fields, body.type, None if header.address in self._claims else now),
+            attachment=Attachment.UNCLAIMED,
             entries=count,
             moves=body.moves,
         )
@@ -171,7 +179,7 @@ class Adoption:
 
     def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
         """Whether a worker has sent the journal of a request before."""
-        request = self._dispatcher.requests.get(header.request)
+        request = self._state.requests.get(header.request)
         if request is not None:
             return request.worker is worker
         session = self._sessions.by_id.get(header.address)
@@ -179,7 +187,7 @@ class Adoption:
 
     def _is_unclaimed(self, number: int) -> bool:
         request = self._unclaimed.get(number)
-        return request is not None and request.unclaimed
+        return request is not None and _is_unclaimed(request)
 
     def _session(
         self, header: Header, stream_id: int, reached: tuple[int, int], now: float
@@ -190,14 +198,14 @@ class Adoption:
         to which it moved last is right, then the one with more entries; ``reached`` has these
         numbers.
         """
-        if not (self.open(now) or header.address in self._claims):
+        if not (self.open() or header.address in self._claims):
             return None
         if stream_id in self._cancelled.get(header.address, ()):
             return None
         other = self._unclaimed.get(header.request)
-        if other is not None and other.unclaimed and (other.moves, other.entries) < reached:
+        if other is not None and _is_unclaimed(other) and (other.moves, other.entries) < reached:
             self._withdraw(other)
-        elif header.request in self._dispatcher.requests:
+        elif header.request in self._state.requests:
             return None
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
@@ -245,7 +253,7 @@ class Adoption:
         return made
 
     def _drop(self, worker: Worker, *requests: int) -> None:
-        drop(self._out, worker, self._settings, requests)
+        drop(self._state, worker, requests)
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -256,11 +264,11 @@ class Adoption:
         If no worker has reported the session yet, it is new, and receives the streams that are
         reported later.
         """
-        if not self.open(now) or not is_session_token(token):
+        if not self.open() or not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
         # They need the client's key, which says which modules are its own.
-        self._dispatcher.controllers.start_of(session)
+        self._controllers.start_of(session)
         return session
 
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
@@ -284,7 +292,7 @@ class Adoption:
                 may_send.setdefault(worker.id, set()).add(request.stream_id)
         self._claims.add(session.id, peer, may_send)
         self._begin_claims(now)
-        self._dispatcher.controllers.start_of(session)
+        self._controllers.start_of(session)
         return session
 
     def _claimed(self, token: str, key: str, now: float) -> Session:
@@ -317,17 +325,23 @@ class Adoption:
             here = {s.id for s in sessions if s is not None and s.peer is not None}
             self._claims.on_registered(worker, here)
 
-    def on_claimed(self, worker: Worker, session: int) -> None:
-        """Handles a worker's CLAIMED: the worker has sent all its streams of a session."""
+    def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's CLAIMED: the worker has sent all its streams of a session, or it has
+        dropped an earlier attempt of a request."""
+        claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
+        session = claimed.session
+        if worker.revoked and session == NO_SESSION:
+            worker.confirmed()
+            return
         for stream_id in self._claims.on_claimed(worker, session):
             worker.dropped(session, stream_id)
         self._finish_claims([session])
-        self._begin_claims(self._dispatcher.now)
+        self._begin_claims(self._state.now)
 
     def on_lost(self, worker: Worker) -> None:
         """Handles the loss of a worker: it will not answer claims any more."""
         self._finish_claims(self._claims.on_lost(worker))
-        self._begin_claims(self._dispatcher.now)
+        self._begin_claims(self._state.now)
 
     def on_ended(self, session: Session) -> None:
         """Handles the end of a session: its streams are not needed any more."""
@@ -341,7 +355,7 @@ class Adoption:
     def _finish_claims(self, sessions: Iterable[int]) -> None:
         """Once every worker has answered, streams that were not reported are lost. While requests
         are adopted, other workers may still register."""
-        is_open = self.open(self._dispatcher.now)
+        is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
                 self._forget_cancelled(session)
@@ -350,20 +364,22 @@ class Adoption:
     def _forget_cancelled(self, session: int) -> None:
         self._num_cancelled -= len(self._cancelled.pop(session, ()))
 
-    def on_released(self, worker: Worker, requests: Sequence[int]) -> None:
-        """These requests of a worker go on behind another broker, which has claimed them. It may
-        have stood still since their client was there, and not know that the client is here."""
-        for number in requests:
-            request = self._dispatcher.requests.get(number)
+    def on_released(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's RELEASED: requests continue under another broker, which has claimed
+        them. That broker may have been paused, and not know that their client is connected here."""
+        released: Released = decode_as(Released, frames[2], "msgpack")
+        for number in released.requests:
+            request = self._state.requests.get(number)
             if request is not None and request.worker is worker:
                 request.session.displaced = request.session.peer is not None
                 self._unclaimed.pop(number, None)
                 self._dispatcher.withdraw(request)
 
-    def on_attach(self, session: Session, message: Attach, now: float) -> None:
+    def on_attach(self, session: Session, frames: list[bytes]) -> None:
         """Handles a client's ATTACH; raises RequestError if the stream does not exist."""
+        message: Attach = decode_as(Attach, frames[1])
         request = session.streams.get(message.stream_id)
-        if request is not None and request.unclaimed:
+        if request is not None and _is_unclaimed(request):
             reached = request.moves, request.entries
             if reached < (message.moves, message.received):
                 # The worker of the stream was cut off, and the request has continued elsewhere.
@@ -372,17 +388,26 @@ class Adoption:
         if end is not None and end.count:
             reached = end.moves, end.count
             if reached < (message.moves, message.received):
-                self._dispatcher.ends.drop(session, message.stream_id)
-        self._attaches.on_attach(session, message, hold=self.waits_for(session, now))
+                self._ends.drop(session, message.stream_id)
+        self._attaches.on_attach(session, message, hold=self.waits_for(session))
 
-    def waits_for(self, session: Session, now: float) -> bool:
+    def waits_for(self, session: Session) -> bool:
         """Whether a worker may still report streams of a session."""
-        return session.id in self._claims or (session.recovering and self.open(now))
+        return session.id in self._claims or (session.recovering and self.open())
 
-    def on_cancel(self, session: Session, stream_id: int, now: float) -> None:
+    def on_cancel(self, session: Session, frames: list[bytes]) -> None:
+        """Handles a client's CANCEL."""
+        message: Cancel = decode_as(Cancel, frames[1])
+        if self._attaches.on_cancel(session, message.stream_id):
+            self._note_cancelled(session, message.stream_id)
+        else:
+            request = session.streams[message.stream_id]
+            self._dispatcher.cancel(request, self._state.now, message.reason)
+
+    def _note_cancelled(self, session: Session, stream_id: int) -> None:
         """Records that a client cancels a stream that is unknown, because a worker may still report
         it."""
-        if not self.waits_for(session, now):
+        if not self.waits_for(session):
             return
         cancelled = self._cancelled.get(session.id, set())
         fits = fits_share(len(cancelled), self._num_cancelled, MAX_CANCELLED)
@@ -398,7 +423,7 @@ class Adoption:
         """Ends held ATTACHes and requests without a client when their time is over, and then the
         variables of unknown requests."""
         self._begin_claims(now)
-        if self._variables and self._ended and not self._may_adopt(now):
+        if self._variables and self._ended and not self._may_adopt():
             self._drop_variables()
         if self._ended:
             self._end_unclaimed(now)
@@ -418,8 +443,8 @@ class Adoption:
         """When no request is being adopted, state workers drop the variables of all unknown
         requests."""
         for number, live in self._variables.items():
-            worker = self._dispatcher.workers.get(number)
-            gone = [request for request in live if request not in self._dispatcher.requests]
+            worker = self._state.workers.get(number)
+            gone = [request for request in live if request not in self._state.requests]
             if worker is not None and gone:
                 self._drop(worker, *gone)
         self._variables.clear()
@@ -434,8 +459,20 @@ class Adoption:
         ended += islice(others, MAX_ENDED - len(ended))
         for number in ended:
             request = self._unclaimed.pop(number, None)
-            if request is not None and request.unclaimed:
+            if request is not None and _is_unclaimed(request):
                 self._dispatcher.abandon(request)
+
+
+def _is_unclaimed(request: Request) -> bool:
+    return request.attachment is Attachment.UNCLAIMED
+
+
+def _steering(
+    fields: RoutingFields, message_type: str, adopted_at: float | None
+) -> Steering | None:
+    """The controller of an adopted request, if the request has one."""
+    name = fields.steered_by(message_type.encode())
+    return Steering(name, adopted_at=adopted_at) if name else None
 
 
 def _num_entries(sent: bytes) -> int:

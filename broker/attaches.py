@@ -15,9 +15,12 @@ from ..protocol.bodies import error_body
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import Attach
 from ..protocol.shares import fits_share
-from .dispatch import Dispatcher
-from .outgoing import Outgoings
-from .tables import RETRY_AFTER_S, Request, Session
+from .ends import Ends
+from .moves import Moves
+from .request import Attachment, Request
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S
 
 MAX_HELD = 262_144
 """ATTACHes that are held, of all sessions together."""
@@ -28,11 +31,12 @@ MAX_ATTACHING = 64
 class Attaches:
     """The held ATTACHes, and the streams that have ended and wait for an ATTACH."""
 
-    def __init__(self, dispatcher: Dispatcher, out: Outgoings, max_streams: int) -> None:
-        """``max_streams``: live streams of one session."""
-        self._dispatcher = dispatcher
-        self._out = out
-        self._max_streams = max_streams
+    def __init__(self, state: BrokerState, ends: Ends, moves: Moves) -> None:
+        self._state = state
+        self._out = state.out
+        self._max_streams = state.settings.max_streams
+        self._ends = ends
+        self._moves = moves
         self._held: dict[int, dict[int, Attach]] = {}
         """By session and stream."""
         self._num_held = 0
@@ -47,7 +51,7 @@ class Attaches:
         request = session.streams.get(message.stream_id)
         if request is not None:
             self._pass_on(request, message)
-        elif self._dispatcher.ends.attach(session, message.stream_id, message.received):
+        elif self._ends.attach(session, message.stream_id, message.received):
             pass
         elif hold:
             self._hold(session, message)
@@ -58,7 +62,7 @@ class Attaches:
         """Handles a client's cancellation of a stream; returns whether the stream has ended or was
         not reported yet."""
         self._take(session, stream_id)
-        self._dispatcher.ends.drop(session, stream_id)
+        self._ends.drop(session, stream_id)
         return stream_id not in session.streams
 
     def _hold(self, session: Session, message: Attach) -> None:
@@ -104,9 +108,9 @@ class Attaches:
                 "ATTACHes, and more are not allowed; wait for its answers",
                 retry_after_s=RETRY_AFTER_S,
             )
-        request.unclaimed = request.resumed = False
+        request.attachment = Attachment.ATTACHED
         if request.worker is None:
-            self._dispatcher.moves.attach(request, message.received if request.interruption else 0)
+            self._moves.attach(request, message.received if request.interruption else 0)
         else:
             request.attaching.append(message.received)
             if request.session.encoding == "json":
@@ -129,22 +133,16 @@ class Attaches:
         if request.worker is None or flags != request.session.flags:
             self._pass_on(request, held)
         else:
-            request.unclaimed = request.resumed = False
-            self._dispatcher.moves.answer(request, sent, held.received)
-
-    def on_finished(self, request: Request) -> None:
-        """Called when the last entries of a stream were routed."""
-        if request.open:
-            self._dispatcher.ends.finished(request)
-        self._dispatcher.forget(request)
+            request.attachment = Attachment.ATTACHED
+            self._moves.answer(request, sent, held.received)
 
     def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
         """Handles the report of a stream that has ended, after ``count`` entries were sent."""
         session, stream_id = request.session, request.stream_id
-        self._dispatcher.ends.keep(request, sent, count)
+        self._ends.keep(request, sent, count)
         held = self._take(session, stream_id)
         if held is not None:
-            self._dispatcher.ends.attach(session, stream_id, held.received)
+            self._ends.attach(session, stream_id, held.received)
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
         """The held ATTACH for a stream."""

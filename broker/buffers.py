@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..protocol.bodies import decode_as
 from ..protocol.buffers import buffer_bytes
-from ..protocol.errors import Code, RequestError, UnavailableError
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.header import decode_header
 from ..protocol.messages import MAX_BODY_BYTES, Buffer
 from ..protocol.shares import fits_share
-from .settings import BrokerSettings
-from .tables import RETRY_AFTER_S, Session
+from .dispatch import Dispatcher
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S, Worker
 
 MAX_NAMED = 1_024
 """Maximum number of buffers that a request names."""
@@ -19,18 +25,37 @@ named: as many as a prompt in the request's body may have."""
 class Buffers:
     """Stores the buffers of each session within their bounds."""
 
-    def __init__(self, settings: BrokerSettings) -> None:
-        self._settings = settings
+    def __init__(self, state: BrokerState, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._dispatcher = dispatcher
         self._bytes = 0
         """Bytes of the buffers of all sessions together."""
 
-    def on_message(self, session: Session, message: Buffer, attachments: list[bytes]) -> None:
+    def on_buffer(self, session: Session, frames: list[bytes]) -> None:
         """Handles a client's ``BUFFER``: stores a buffer, or removes it."""
-        kept = buffer_bytes(message, tuple(attachments))
+        message: Buffer = decode_as(Buffer, frames[1])
+        kept = buffer_bytes(message, tuple(frames[2:]))
         if kept is None:
             self._add(session, -len(session.buffers.pop(message.name, b"")))
         else:
             self.keep(session, message.name, kept)
+
+    def on_save(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's BUFFER: the tokens of a stream with ``save``, which is about to
+        end."""
+        message: Buffer = decode_as(Buffer, frames[2], "msgpack")
+        header = decode_header(frames[1])
+        session = self._state.sessions.by_id.get(header.address)
+        if session is None:
+            return
+        try:
+            self.keep(session, message.name, frames[3])
+        except TokenbusError as error:
+            request = self._state.requests.get(header.request)
+            if request is not None:
+                error.path = "$.save"
+                self._dispatcher.abandon(request, error)
 
     def keep(self, session: Session, name: str, kept: bytes) -> None:
         """Stores a buffer for a session; raises ``too_large`` or ``queue_full`` beyond a bound."""
@@ -79,7 +104,7 @@ class Buffers:
         session.buffers.clear()
         self._add(session, -session.buffer_bytes)
 
-    def named(self, session: Session, names: list[str]) -> list[bytes]:
+    def named(self, session: Session, names: Sequence[str]) -> list[bytes]:
         """The buffers that a request names, each as often as it is named. Raises
         ``unknown_buffer``, or ``too_large`` if the buffers are too many or too large."""
         if len(names) > MAX_NAMED:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ..protocol.worker_messages import Claim
-from .dispatch import Dispatcher
-from .outgoing import Outgoings
-from .tables import Worker
+from .state import BrokerState
+from .worker import Worker
 
 MAX_CLAIMS = 512
 """Active claims of all connections together."""
@@ -39,9 +38,9 @@ class _Claim:
 class Claims:
     """The sessions that are being claimed, including those that wait."""
 
-    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
-        self._dispatcher = dispatcher
-        self._out = out
+    def __init__(self, state: BrokerState) -> None:
+        self._pools = state.pools
+        self._out = state.out
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
         """By connection, the next one first: sessions whose claim waits to begin, or to begin
@@ -91,7 +90,7 @@ class Claims:
         claim = self._by_session[session]
         self._stop_waiting(session, claim)
         self._turns[peer] = session, now
-        for worker in self._dispatcher.pools.of_role("gpu").values():
+        for worker in self._pools.of_role("gpu").values():
             claim.asked[worker.id] = claim.next.pop(worker.id, set())
             self._out.to_worker(worker, b"CLAIM", Claim(session=session))
         claim.next.clear()

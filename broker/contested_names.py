@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..protocol.errors import Code, RequestError
 from ..protocol.worker_messages import Register
-from .tables import Worker
+from .worker import Worker
 
 
 @dataclass(slots=True)

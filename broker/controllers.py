@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.header import encode_header
+from ..protocol.header import decode_header, encode_header
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
-from .outgoing import Outgoing, Outgoings, Side
-from .pools import Pool, Pools
-from .recovery import MISSING, Recovery
-from .settings import BrokerSettings
-from .tables import RETRY_AFTER_S, Request, Session, Worker, WorkerState
+from .outgoing import Outgoing, Side
+from .pools import Pool
+from .recovery import MISSING
+from .request import Request
+from .session import Session
+from .state import BrokerState
 from .waiting_starts import HELD, WaitingStarts
+from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 _MODULE_ID = re.compile("[0-9a-f]{64}")
 
@@ -24,25 +25,14 @@ class Controllers:
     """Chooses a controller worker when a request goes to its GPU worker, and keeps that choice.
 
     From its reservation to its end, a request is in ``steers`` of the worker that is its
-    ``steered_by``, and counts towards that worker's load. A queued request has no reservation.
+    ``steering.worker``, and counts towards that worker's load. A queued request has no reservation.
     """
 
-    def __init__(
-        self,
-        settings: BrokerSettings,
-        workers: dict[int, Worker],
-        pools: Pools,
-        out: Outgoings,
-        now: Callable[[], float],
-        recovery: Recovery,
-    ) -> None:
-        """``now`` returns the time of the event that is handled, in seconds."""
-        self._settings = settings
-        self._workers = workers
-        self._pools = pools
-        self._out = out
-        self._now = now
-        self._recovery = recovery
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._pools = state.pools
+        self._out = state.out
         self._pace = Pace()
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
@@ -63,7 +53,7 @@ class Controllers:
 
     def _may_register(self, error: TokenbusError) -> bool:
         """Whether ``choose`` may have raised this error because a worker has not registered yet."""
-        return self._recovery.awaits_workers(error, self._now())
+        return self._state.recovery.awaits_workers(error, self._state.now)
 
     def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that can run the controller ``name``; raises an error if the
@@ -88,7 +78,7 @@ class Controllers:
                 Code.QUEUE_FULL,
                 f"every controller worker that serves {name!r} is full or draining; "
                 "try again later",
-                retry_after_s=self._pace.retry_after_s(self._now()),
+                retry_after_s=self._pace.retry_after_s(self._state.now),
             )
         return worker
 
@@ -132,20 +122,20 @@ class Controllers:
         """Whether the last worker that served a pattern was lost recently and may return. Until
         then its controllers are not unknown, and other patterns do not apply to them."""
         left_at = self._left.get(pattern, float("-inf"))
-        return self._now() - left_at < self._settings.move_wait_s
+        return self._state.now - left_at < self._settings.move_wait_s
 
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request's controller if a worker has one.
 
         If no worker has a place, ``start`` chooses a worker later, or refuses the request.
         """
-        if request.steered_by is None and not self._may_come_back(request):
+        if request.steered.worker is None and not self._may_come_back(request):
             with contextlib.suppress(TokenbusError):
-                self._assign(request, self.choose(request.controller, request.served_as))
+                self._assign(request, self.choose(request.controller, request.steered.served_as))
 
     def _assign(self, request: Request, worker: Worker) -> None:
-        request.steered_by = worker
-        request.controller_awaited = False
+        request.steered.worker = worker
+        request.steered.awaited = False
         worker.steers[request.id] = request
         self._pools.note(worker)
 
@@ -158,33 +148,41 @@ class Controllers:
         if self._is_held(request):
             self._waiting.add(request, body, now, HELD)
             return
-        if request.steered_by is None:
+        if request.steered.worker is None:
             try:
-                self._assign(request, self.choose(request.controller, request.served_as))
+                self._assign(request, self.choose(request.controller, request.steered.served_as))
             except TokenbusError as error:
                 if isinstance(error, UnavailableError) or self._may_register(error):
                     self._waiting.add(request, body, now, self._pattern_of(request))
                 else:
                     self._refuse(request, error)
                 return
-        worker = request.steered_by
+        worker = request.steered.worker
         assert worker is not None
         assert request.worker is not None
-        request.controller_started = True
+        request.steered.started = True
         name = request.controller
-        request.served_as = name if name in worker.patterns else ANY_MODULE
+        request.steered.served_as = name if name in worker.patterns else ANY_MODULE
         sent_by = encode_header(request.id, request.worker.id)
         given = (b"START", sent_by, body, request.session.tenant)
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
+    def on_start(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles the START that a GPU worker sends when it begins a request with a controller."""
+        request = self._state.requests.get(decode_header(frames[1]).request)
+        if request is None or request.worker is not worker or not request.open:
+            return
+        if request.steering is not None and not request.steering.started:
+            self.start(request, frames[2], self._state.now)
+
     def refused(self, request: Request, worker: Worker, body: bytes) -> None:
         """Handles a controller worker's refusal of a START. It has no room, because other brokers
         use it too: another worker receives the START, or it waits."""
-        if request.steered_by is worker and request.controller_started:
+        if request.steered_by is worker and request.steered.started:
             self._release(request)
-            request.controller_started = False
+            request.steered.started = False
             if request.open and request.worker is not None:
-                self.start(request, body, self._now())
+                self.start(request, body, self._state.now)
 
     def _is_held(self, request: Request) -> bool:
         """Whether the START of a request waits for something other than a place.
@@ -198,8 +196,8 @@ class Controllers:
         """The pattern that a controller worker must serve to receive this request, as in
         ``choose``."""
         name = request.controller
-        if request.served_as:
-            return request.served_as
+        if request.steered.served_as:
+            return request.steered.served_as
         served = self._pools.steering(name).workers or self._has_left(name)
         return name if served else ANY_MODULE
 
@@ -210,9 +208,11 @@ class Controllers:
         It registers within two heartbeats. The result is False if a registered worker serves the
         name, or if the name is a module id, which every worker for modules can run.
         """
-        name, at = request.controller, request.adopted_at
-        adopted_now = at is not None and self._now() - at <= 2 * self._settings.heartbeat_s
-        if request.served_as or not (adopted_now or self._recovery.settles(self._now())):
+        name, at = request.controller, request.steered.adopted_at
+        adopted_now = at is not None and self._state.now - at <= 2 * self._settings.heartbeat_s
+        if request.steered.served_as or not (
+            adopted_now or self._state.recovery.settles(self._state.now)
+        ):
             return False
         workers = self._pools.of_role("controller").values()
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
@@ -261,10 +261,10 @@ class Controllers:
         for waiting in self._waiting:
             request = waiting.request
             overdue = now - waiting.since >= self._settings.move_wait_s
-            if not overdue and not request.controller_awaited:
+            if not overdue and not request.steered.awaited:
                 continue
             try:
-                self.choose(request.controller, request.served_as)
+                self.choose(request.controller, request.steered.served_as)
             except TokenbusError as error:
                 in_vain = error.code in MISSING and not self._may_register(error)
                 if overdue or in_vain:
@@ -283,19 +283,19 @@ class Controllers:
         """Whether another controller worker can start the controller of a request again."""
         return any(
             other is not worker and other.state is WorkerState.READY and other.fill < 1
-            for other in self._pools.steering(request.served_as).workers.values()
+            for other in self._pools.steering(request.steered.served_as).workers.values()
         )
 
     def end(self, request: Request) -> None:
         """Handles the end of a request: its place becomes free, and its controller and variables
         are removed."""
-        worker = request.steered_by
+        worker = request.steered.worker
         self._release(request)
-        self._pace.note(self._now())
+        self._pace.note(self._state.now)
         self._waiting.remove(request.id)
         if worker is not None:
             self.fill(worker)
-        if not request.served_as:
+        if not request.steered.served_as:
             return
         body = End(requests=[request.id])
         if worker is not None:
@@ -308,18 +308,20 @@ class Controllers:
     def withdraw(self, request: Request) -> None:
         """Removes a request that continues elsewhere: its controller is removed, and its variables
         stay."""
-        if request.steered_by is not None and request.controller_started:
-            self._out.to_worker(request.steered_by, b"END", End(requests=[request.id]))
-        state = self.state_worker() if request.served_as else None
+        if request.steering is None:
+            return
+        if request.steered.worker is not None and request.steered.started:
+            self._out.to_worker(request.steered.worker, b"END", End(requests=[request.id]))
+        state = self.state_worker() if request.steered.served_as else None
         if state is not None:
             self._out.to_worker(state, b"END", End(requests=[request.id], elsewhere=True))
-        request.served_as = ""
+        request.steered.served_as = ""
 
     def on_drain(self, worker: Worker) -> None:
         """Handles the drain of a worker: controllers that it has not begun are started by another
         worker."""
         for request in list(worker.steers.values()):
-            if not request.controller_started:
+            if not request.steered.started:
                 self._release(request)
 
     def on_moving(self, request: Request) -> None:
@@ -329,9 +331,14 @@ class Controllers:
         The controller worker stays the same unless it drains. END is not sent, because the replay
         needs the recorded answers of the variable operations.
         """
+        if request.steering is None:
+            return
         self._waiting.remove(request.id)
-        request.controller_started = False
-        if request.steered_by is not None and request.steered_by.state is WorkerState.DRAINING:
+        request.steered.started = False
+        if (
+            request.steered.worker is not None
+            and request.steered.worker.state is WorkerState.DRAINING
+        ):
             self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
@@ -343,13 +350,13 @@ class Controllers:
         if worker.role == "controller":
             lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
             self._left = {p: at for p, at in self._left.items() if self._has_left(p)}
-            self._left |= dict.fromkeys(lost, self._now())
+            self._left |= dict.fromkeys(lost, self._state.now)
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)
-            if request.controller_started and request.worker is not None:
+            if request.steered.started and request.worker is not None:
                 by_gpu.setdefault(request.worker.id, []).append(request.id)
-            request.controller_started = False
+            request.steered.started = False
         error = UnavailableError(
             Code.WORKER_LOST,
             f"the worker {worker.name} that ran this stream's controller was lost; send the "
@@ -357,9 +364,9 @@ class Controllers:
             retry_after_s=RETRY_AFTER_S,
         )
         for gpu, requests in by_gpu.items():
-            if gpu in self._workers:
+            if gpu in self._state.workers:
                 self._out.to_worker(
-                    self._workers[gpu], b"LOST", _lost(requests, error, worker.name)
+                    self._state.workers[gpu], b"LOST", _lost(requests, error, worker.name)
                 )
 
     def of_modules(self) -> list[Worker]:
@@ -372,10 +379,10 @@ class Controllers:
         return min(workers, key=lambda w: w.id, default=None)
 
     def _release(self, request: Request) -> None:
-        worker = request.steered_by
+        worker = request.steered.worker
         if worker is not None:
             worker.steers.pop(request.id, None)
-            request.steered_by = None
+            request.steered.worker = None
             self._pools.note(worker)
 
 

@@ -7,27 +7,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..protocol.errors import Code, RequestError, UnavailableError
-from ..protocol.ids import counting_ids
 from ..protocol.keys import Allowed
 from ..protocol.packing import pack, unpack
 from .admission import Admission
 from .adoption import Adoption
 from .attaches import Attaches
 from .back import Back
+from .back import Handler as WorkerHandler
 from .buffers import Buffers
+from .controllers import Controllers
 from .dispatch import Dispatcher
 from .drains import Drains
+from .ends import Ends
 from .front import Front
-from .keyring import Keyring, revoked
-from .moves import STREAMS
-from .outgoing import Outgoing, Outgoings, Side
+from .front import Handler as ClientHandler
+from .keyring import revoked
+from .leases import Leases
+from .moves import Moves
+from .outgoing import Outgoing, Side
+from .placement import Placement
+from .prefixes import Prefixes
+from .quarantine import Quarantine
 from .quotas import Quotas
-from .recent import Recent
-from .recovery import Recovery
+from .relay import RELAYED, Relay
+from .request import ROLES, STREAMS, Request
 from .sessions import Sessions
 from .settings import BrokerSettings
-from .status import Counters
-from .tables import Request, SessionTable
+from .state import BrokerState
+from .status import Statuses
 
 log = logging.getLogger(__name__)
 
@@ -56,54 +63,45 @@ class Broker:
     """
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
-        self.counters = counters = Counters()
-        self._out = Outgoings(counters.errors)
-        ids = counting_ids(boot)
-        self.keyring = keyring = Keyring()
-        recent = Recent(settings.max_journal_bytes, settings.max_total_journal_bytes)
-        self._pending = recent.pending
-        self.session_table = table = SessionTable(recent)
-        recovery = Recovery(settings, now)
-        self.dispatcher = dispatcher = Dispatcher(settings, table, self._out, recovery)
-        buffers = Buffers(settings)
-        attaches = Attaches(dispatcher, self._out, settings.max_streams)
-        self._adoption = adoption = Adoption(
-            settings, table, dispatcher, attaches, self._out, recovery
-        )
-        self._quotas = quotas = Quotas(keyring, table)
-        self._admission = Admission(settings, table, dispatcher, buffers, ids, counters, quotas)
-        self._sessions = Sessions(settings, table, dispatcher, buffers, adoption, self._out)
-        drains = Drains(dispatcher, self._out)
-        self._front = Front(
-            settings,
-            table,
-            self._sessions,
-            self._admission,
-            buffers,
-            dispatcher,
-            attaches,
-            adoption,
-            self._out,
-            counters,
-            drains,
-            now,
-            keyring,
-        )
-        self._back = Back(
-            settings,
-            table,
-            dispatcher,
-            buffers,
-            attaches,
-            adoption,
-            self._out,
-            ids,
-            counters,
-            drains,
-            quotas,
-            recovery,
-        )
         self.settings = settings
+        self.state = state = BrokerState(settings, boot=boot, now=now)
+        self._moves = moves = Moves(state, Quarantine())
+        self._ends = ends = Ends(state)
+        controllers = Controllers(state)
+        self.prefixes = prefixes = Prefixes(settings.route_by_prefix)
+        placement = Placement(state, prefixes)
+        self.dispatcher = dispatcher = Dispatcher(state, controllers, moves, ends, placement)
+        buffers, quotas = Buffers(state, dispatcher), Quotas(state)
+        attaches = Attaches(state, ends, moves)
+        self.adoption = adoption = Adoption(state, dispatcher, attaches, ends, controllers)
+        self._admission = admission = Admission(state, dispatcher, buffers, quotas, ends)
+        self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
+        drains = Drains(state, placement, controllers)
+        statuses, relay = Statuses(state), Relay(state, controllers, quotas)
+        from_clients: Mapping[bytes, ClientHandler] = dict.fromkeys(ROLES, admission.submit) | {
+            b"MODEL_INFO": admission.on_model_info,
+            b"CANCEL": adoption.on_cancel,
+            b"ATTACH": adoption.on_attach,
+            b"BUFFER": buffers.on_buffer,
+            b"DRAIN": drains.ask,
+            b"STATUS": statuses.on_status,
+        }
+        self._front = Front(state, sessions, dispatcher, ends, from_clients)
+        self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas)
+        from_workers: Mapping[bytes, WorkerHandler] = dict.fromkeys(RELAYED, relay.on_message) | {
+            b"HEARTBEAT": leases.on_heartbeat,
+            b"UNREGISTER": leases.on_unregister,
+            b"DRAIN": drains.on_drain,
+            b"JOURNAL": adoption.on_journal,
+            b"CLAIMED": adoption.on_claimed,
+            b"RELEASED": adoption.on_released,
+            b"REFUSED": dispatcher.on_refused,
+            b"PAGES": prefixes.on_pages,
+            b"BUFFER": buffers.on_save,
+            b"START": controllers.on_start,
+        }
+        self._back = Back(state, leases, dispatcher, ends, from_workers)
+        self._quotas = quotas
         self._places_at = self._ticked_at = now
 
     def on_client(
@@ -151,14 +149,14 @@ class Broker:
                     back.on_frames(peer, frames, now)
             except RequestError as error:
                 self._guarded(back.on_unreadable, peer, error)
-            except Exception:
-                self._failed("a worker's message")
+            except Exception as error:
+                self.dispatcher.on_defect("a worker's message", error)
         return self._taken()
 
     def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
         """Handles several messages of clients of a broker with keys."""
         self._at(now)
-        admits = self.keyring.admits
+        admits = self.state.keyring.admits
         for peer, frames, key in messages:
             if admits("client", key):
                 self._guarded(self._front.on_frames, peer, frames, key, now)
@@ -168,13 +166,13 @@ class Broker:
 
     def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
         """Handles several messages of workers of a broker with keys."""
-        admits = self.keyring.admits
+        admits = self.state.keyring.admits
         served = []
         for peer, frames, key in messages:
             if admits("worker", key):
                 served.append((peer, frames))
             else:
-                self._guarded(self._back.revoke, peer, revoked("worker", key), now)
+                self._guarded(self._leases.revoke, peer, revoked("worker", key), now)
         counted = self._quotas.counts_tokens
         on_tokens = self._on_counted_tokens if counted else self._back.on_tokens
         return self._on_workers(served, on_tokens, now)
@@ -191,8 +189,8 @@ class Broker:
         """Applies a change of the allowed keys. The sessions of revoked clients end; a revoked
         worker's lease ends with its next message, which is its next heartbeat at the latest."""
         self._at(now)
-        self.keyring.replace("worker", workers)
-        for key in self.keyring.replace("client", clients):
+        self.state.keyring.replace("worker", workers)
+        for key in self.state.keyring.replace("client", clients):
             self._guarded(self._front.revoke, key, revoked("client", key))
         return self._taken()
 
@@ -203,10 +201,10 @@ class Broker:
         sent."""
         self._at(now)
         if side is Side.FRONT:
-            self.session_table.unread.on_gone(peer)
+            self.state.sessions.unread.on_gone(peer)
             self._guarded(self._sessions.on_gone, peer, now)
         else:
-            self._guarded(self._back.on_gone, peer, now, unsent)
+            self._guarded(self._leases.on_gone, peer, now, unsent)
         return self._taken()
 
     def on_full(self, message: Outgoing) -> list[Outgoing]:
@@ -219,7 +217,7 @@ class Broker:
         """Checks leases and deadlines, and sends notices. Call it after ``wait_s`` seconds."""
         self._at(now)
         self._ticked_at = now
-        parts = (self._back.tick, self._adoption.tick, self._sessions.tick, self.dispatcher.tick)
+        parts = (self._leases.tick, self.adoption.tick, self._sessions.tick, self.dispatcher.tick)
         for part in parts:
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
@@ -232,7 +230,7 @@ class Broker:
     @property
     def due_at(self) -> float:
         """When ``expire`` is to be called next, for the earliest deadline of a request."""
-        return self.dispatcher.deadlines.first
+        return self.state.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
         """Ends requests whose deadline has passed, between two ticks."""
@@ -243,9 +241,9 @@ class Broker:
     def wait_s(self, now: float) -> float:
         """Seconds until ``tick`` is to be called again: ``tick_s``, less if a lease ends before, or
         a short pause if the last tick left work. The pause lets messages pass."""
-        if self.dispatcher.behind or self._sessions.behind or self._back.behind:
+        if self.dispatcher.behind or self._sessions.behind or self._leases.behind:
             return BEHIND_S
-        return max(0.001, min(self.settings.tick_s, self._back.expires_at - now))
+        return max(0.001, min(self.settings.tick_s, self._leases.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
         """Prepares to leave: another broker is about to take this one's place and to adopt the
@@ -256,26 +254,26 @@ class Broker:
     @property
     def can_leave(self) -> bool:
         """Whether this broker can stop now without the loss of a request."""
-        requests = self.dispatcher.requests.values()
+        requests = self.state.requests.values()
         if any(r.open and r.worker is not None and not _outlives(r) for r in requests):
             return False
-        workers = self.dispatcher.workers.values()
+        workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
             # The worker leaves within a step, and the next broker would wait for it in vain.
             return False
         roles = {worker.role for worker in workers}
-        return all(request.role not in roles for request in self.dispatcher.moves.waiting.values())
+        return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after this time, as its heartbeats
         report. Workers send DRAIN between steps if they got a signal."""
-        workers = self.dispatcher.workers.values()
+        workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
     def left(self) -> list[Outgoing]:
         """The broker leaves: requests that its successor cannot adopt end with an error, so that
         clients send them again."""
-        for request in list(self.dispatcher.requests.values()):
+        for request in list(self.state.requests.values()):
             if request.worker is None or not _outlives(request):
                 self._guarded(self.dispatcher.abandon, request, self._stopping())
         return self._taken()
@@ -288,7 +286,7 @@ class Broker:
     @property
     def drained(self) -> bool:
         """Whether no request is left."""
-        return not self.dispatcher.requests
+        return not self.state.requests
 
     def stop(self) -> list[Outgoing]:
         """The broker stops: every live stream ends with an error."""
@@ -298,10 +296,10 @@ class Broker:
     def _at(self, now: float) -> None:
         """Sets the time of an event. If the last tick was long ago, this process was stopped, and
         leases are renewed because their messages are unread."""
-        self.dispatcher.now = now
+        self.state.now = now
         if now - self._ticked_at > LATE_TICKS * self.settings.tick_s:
             self._ticked_at = now
-            self._guarded(self._back.renew, now)
+            self._guarded(self._leases.renew, now)
             self._guarded(self._sessions.renew, now)
 
     @staticmethod
@@ -314,18 +312,14 @@ class Broker:
         """Runs one part of an event; a defect in it is logged and does not stop the other parts."""
         try:
             part(*args)
-        except Exception:
-            self._failed(part.__qualname__)
-
-    def _failed(self, where: str) -> None:
-        self.counters.internal_errors += 1
-        log.exception("a defect of the broker in %s", where)
+        except Exception as error:
+            self.dispatcher.on_defect(part.__qualname__, error)
 
     def _taken(self) -> list[Outgoing]:
         """Returns the outgoing messages at the end of an event."""
-        if self._pending:
-            self._guarded(self.dispatcher.moves.settle)
-        return self._out.take() if self._out else []
+        if self.state.recent.pending:
+            self._guarded(self._moves.settle)
+        return self.state.out.take() if self.state.out else []
 
 
 def _outlives(request: Request) -> bool:

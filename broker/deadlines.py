@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .tables import Request
+from .request import Request
 
 REBUILD_ABOVE = 64
 

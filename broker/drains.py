@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import DrainWorker, Msg
 from ..protocol.worker_messages import Drain, Handover
-from .dispatch import Dispatcher
+from .controllers import Controllers
 from .losses import log_drain
-from .moves import REPEATABLE, STREAMS
-from .outgoing import Outgoings
-from .tables import RETRY_AFTER_S, Session, Worker, WorkerState
+from .placement import Placement
+from .request import REPEATABLE, STREAMS
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -22,22 +25,25 @@ MAX_ASKED = 64
 class Drains:
     """Drains workers, at their own request or at a client's."""
 
-    def __init__(self, dispatcher: Dispatcher, out: Outgoings) -> None:
-        self._dispatcher = dispatcher
-        self._out = out
+    def __init__(self, state: BrokerState, placement: Placement, controllers: Controllers) -> None:
+        self._state = state
+        self._out = state.out
+        self._placement = placement
+        self._controllers = controllers
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
         """By worker, and by session and stream_id: the session that waits for the worker to leave,
         and how many requests the worker had."""
 
-    def ask(self, session: Session, message: DrainWorker) -> None:
+    def ask(self, session: Session, frames: list[bytes]) -> None:
         """Begins the drain of a worker at a client's request; the answer comes when the worker has
         left.
 
         Raises RequestError if the worker is unknown, UnavailableError if too many requests wait for
         it to leave.
         """
-        workers = self._dispatcher.workers.values()
+        message: DrainWorker = decode_as(DrainWorker, frames[1])
+        workers = self._state.workers.values()
         worker = next((w for w in workers if w.name == message.worker), None)
         if worker is None:
             names = ", ".join(sorted(w.name for w in workers)) or "none"
@@ -61,12 +67,13 @@ class Drains:
         asked[session.id, message.stream_id] = session, requests
         self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
 
-    def begin(self, worker: Worker, drain: Drain) -> None:
-        """Begins the drain of a worker, which receives no new requests."""
+    def on_drain(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's DRAIN: the worker receives no new requests."""
+        drain: Drain = decode_as(Drain, frames[2], "msgpack")
         worker.state = WorkerState.DRAINING
         worker.succeeded = drain.successor
         self._draining[worker.id] = worker
-        self._dispatcher.controllers.on_drain(worker)
+        self._controllers.on_drain(worker)
         log_drain(worker, drain.reason)
         self.hand_over()
 
@@ -84,7 +91,7 @@ class Drains:
 
     def _can_hand_over(self, worker: Worker) -> bool:
         requests = [r for r in worker.requests.values() if r.open]
-        steered = [r for r in worker.steers.values() if r.controller_started]
+        steered = [r for r in worker.steers.values() if r.steered.started]
         if not requests and not steered:
             return False
         if any(r.type not in STREAMS and r.type not in REPEATABLE for r in requests):
@@ -93,9 +100,9 @@ class Drains:
             return False
         if worker.succeeded:
             return True
-        dispatcher = self._dispatcher
-        return all(dispatcher.can_continue_elsewhere(r, worker) for r in requests) and all(
-            dispatcher.controllers.can_start_elsewhere(r, worker) for r in steered
+        placement, controllers = self._placement, self._controllers
+        return all(placement.can_continue_elsewhere(r, worker) for r in requests) and all(
+            controllers.can_start_elsewhere(r, worker) for r in steered
         )
 
     def on_lost(self, worker: Worker) -> None:

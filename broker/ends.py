@@ -8,7 +8,7 @@ it, or until it expires.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,10 +23,10 @@ from ..protocol.errors import (
 )
 from ..protocol.messages import FinishReason, Token
 from .kept_ends import MAX_ENDS, End
-from .moves import STREAMS
-from .outgoing import Outgoing, Outgoings, Side
-from .settings import BrokerSettings
-from .tables import Request, Session, SessionTable
+from .outgoing import Outgoing, Side
+from .request import STREAMS, Request
+from .session import Session
+from .state import BrokerState
 from .unread import LARGE_BYTES, UNREAD_FACTOR
 
 log = logging.getLogger(__name__)
@@ -44,21 +44,13 @@ MAX_SENT_AGAIN = 64
 class Ends:
     """Ends requests for their clients, and stores the ends that may not have arrived."""
 
-    def __init__(
-        self,
-        settings: BrokerSettings,
-        sessions: SessionTable,
-        out: Outgoings,
-        now: Callable[[], float],
-    ) -> None:
-        """``now`` returns the time of the event that is handled, in seconds."""
-        self._settings = settings
-        self._sessions = sessions
-        self._out = out
-        self._now = now
-        self._max_unread = UNREAD_FACTOR * settings.max_pending_bytes
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._out = state.out
+        self._max_unread = UNREAD_FACTOR * state.settings.max_pending_bytes
         self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
-        if settings.max_journal_bytes:
+        if state.settings.max_journal_bytes:
             self._max_closing = MAX_CLOSING_BYTES
 
     # --- requests that end ----------------------------------------------------------------------
@@ -79,7 +71,7 @@ class Ends:
         too many bytes of earlier answers may be unread, the request ends with an ERROR instead."""
         peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
-            unread = self._sessions.unread.bytes_of(peer)
+            unread = self._state.sessions.unread.bytes_of(peer)
             if size >= LARGE_BYTES and unread >= self._max_unread:
                 self.error(
                     request,
@@ -91,20 +83,20 @@ class Ends:
                     ),
                 )
                 return
-            self._sessions.unread.add(peer, size)
+            self._state.sessions.unread.add(peer, size)
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:
         """Called when the last entries of a stream were routed."""
         session = request.session
-        if not (session.acks or _awaits_attach(request) or session.peer is None):
+        if not (session.acks or request.awaits_attach or session.peer is None):
             return
         end = self._keep(request, None)
         if end is None:
             return
         if request.attaching:
             self._answer_attaching(request, end)
-        elif session.peer is not None and not _awaits_attach(request):
+        elif session.peer is not None and not request.awaits_attach:
             session.ends.on_sent(end)
 
     def keep(self, request: Request, sent: bytes, count: int) -> End | None:
@@ -120,12 +112,12 @@ class Ends:
     def _close(self, request: Request, closing: Sequence[bytes]) -> None:
         """Sends the message that ends a request, at once or in answer to an ATTACH."""
         session = request.session
-        wanted = session.acks or _awaits_attach(request) or session.peer is None
+        wanted = session.acks or request.awaits_attach or session.peer is None
         end = self._keep(request, closing) if wanted else None
         if end is not None and request.attaching:
             self._answer_attaching(request, end)
             return
-        awaited = end is not None and _awaits_attach(request)
+        awaited = end is not None and request.awaits_attach
         if session.peer is None or (awaited and session.recovers):
             return
         self._send(session, closing)
@@ -176,7 +168,7 @@ class Ends:
             self._drop(session, before)
         elif len(session.ends.by_stream) >= MAX_ENDS:
             self._drop(session, next(iter(session.ends.by_stream.values())))
-        session.ends.add(end, self._now())
+        session.ends.add(end, self._state.now)
 
     @staticmethod
     def _too_large(session: Session, stream_id: int, closing: Sequence[bytes]) -> Sequence[bytes]:
@@ -219,7 +211,7 @@ class Ends:
             if end.closing is not None:
                 self._send(session, end.closing)
             self._was_sent(session, end)
-        before = self._now() - self._settings.session_cut_s
+        before = self._state.now - self._settings.session_cut_s
         for end in ends.expired(before, MAX_EXPIRED):
             self._drop(session, end)
 
@@ -318,9 +310,3 @@ class Ends:
             body = encode_body(decode_as(Any, body), session.encoding)
         frames = (message_type, body, *attached)
         self._out.append(Outgoing(Side.FRONT, session.peer, frames, True))
-
-
-def _awaits_attach(request: Request) -> bool:
-    """Whether the client of a request will attach to it. Such a client drops entries that precede
-    the answer to its ATTACH."""
-    return bool(request.attaching) or request.unclaimed or request.resumed

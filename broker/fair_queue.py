@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
 
 from ..protocol.pace import Pace
-from .tables import Request
+from .request import Request
 
 Users = OrderedDict[str, OrderedDict[int, Request]]
 """The requests of a session, or of a group of sessions, by user and by request id; the next user
@@ -34,7 +34,10 @@ class FairQueue:
         """By priority, key, and session or group."""
         self._lengths: dict[int, int] = {}
         """Number of requests by priority."""
-        self._length = 0
+        self._keys: dict[int, str] = {}
+        """By request: the key in whose turn it waits. A session may get its key later."""
+        self._places: dict[int, int] = {}
+        """By request: the place that was last reported to its client."""
         self.bytes = 0
         """The size of the requests in this queue."""
         self.pace = Pace()
@@ -46,7 +49,7 @@ class FairQueue:
         return max(self._levels)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[Request]:
         """All requests, in any order."""
@@ -59,30 +62,39 @@ class FairQueue:
     def push(self, request: Request) -> None:
         """Adds a request after those of its user, session and priority."""
         level = self._levels.setdefault(request.priority, OrderedDict())
-        request.queued_for = request.session.key
-        sessions = level.setdefault(request.queued_for, OrderedDict())
+        key = self._keys[request.id] = request.session.key
+        sessions = level.setdefault(key, OrderedDict())
         users = sessions.setdefault(request.turn, OrderedDict())
-        users.setdefault(request.by, OrderedDict())[request.id] = request
+        users.setdefault(request.fields.by, OrderedDict())[request.id] = request
         self._count(request, 1)
 
-    def remove(self, request: Request) -> bool:
-        """Removes a request from any place in the queue; whether it was there."""
-        key = request.queued_for
-        level = self._levels.get(request.priority, OrderedDict())
-        sessions = level.get(key, OrderedDict())
-        users = sessions.get(request.turn, OrderedDict())
-        waiting = users.get(request.by)
-        if waiting is None or waiting.pop(request.id, None) is None:
-            return False
+    def remove(self, request: Request) -> None:
+        """Removes a request from any place in the queue, if the request is there."""
+        key = self._keys.pop(request.id, None)
+        if key is None:
+            return
+        self._places.pop(request.id, None)
+        level = self._levels[request.priority]
+        sessions = level[key]
+        users = sessions[request.turn]
+        waiting = users[request.fields.by]
+        del waiting[request.id]
         self._count(request, -1)
         if not waiting:
-            del users[request.by]
+            del users[request.fields.by]
         if not users:
             del sessions[request.turn]
         if not sessions:
             del level[key]
         if not level:
             del self._levels[request.priority]
+
+    def note_place(self, request: Request, place: int) -> bool:
+        """Records the place of a request that is reported to its client; returns whether the place
+        differs from the last one. The result is False if the request does not wait here."""
+        if request.id not in self._keys or self._places.get(request.id) == place:
+            return False
+        self._places[request.id] = place
         return True
 
     def pop(self, now: float) -> Request:
@@ -113,8 +125,8 @@ class FairQueue:
         session = request.session
         sessions = level.get(session.key, OrderedDict())
         users = sessions.get(request.turn, OrderedDict())
-        rivals = len(users) + (request.by not in users)
-        turns = (len(users.get(request.by, ())) + 1) * rivals
+        rivals = len(users) + (request.fields.by not in users)
+        turns = (len(users.get(request.fields.by, ())) + 1) * rivals
         turns *= len(sessions) + (request.turn not in sessions)
         others = len(level) + (session.key not in level)
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
@@ -138,7 +150,6 @@ class FairQueue:
 
     def _count(self, request: Request, change: int) -> None:
         size = change * request.bytes
-        self._length += change
         self.bytes += size
         request.session.queued += change
         request.session.queued_bytes += size
@@ -155,3 +166,28 @@ def _in_turn(lists: Iterable[Iterable[Request]]) -> Iterator[Request]:
     """Yields the first request of each list, then the second of each list, and so on."""
     rounds = chain.from_iterable(zip_longest(*lists))
     return (request for request in rounds if request is not None)
+
+
+class Queues(dict[tuple[str, str], FairQueue]):
+    """The queues that have requests, by role and model."""
+
+    def push(self, request: Request) -> None:
+        """Adds a request to its queue."""
+        self.setdefault(request.queue, FairQueue()).push(request)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request from its queue, and the queue if it has become empty."""
+        queue = self.get(request.queue)
+        if queue is not None:
+            queue.remove(request)
+            if not queue:
+                del self[request.queue]
+
+    def next_of(self, key: tuple[str, str], now: float) -> Request:
+        """Removes and returns the next request of a queue, for a worker. The queue is the last one
+        in the next turn of the queues with the same priority."""
+        queue = self.pop(key)
+        request = queue.pop(now)
+        if queue:
+            self[key] = queue
+        return request

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -17,29 +16,19 @@ from ..protocol.messages import (
     MAX_ATTACHMENT_BYTES,
     MAX_FRAMES,
     OPERATOR_MESSAGES,
-    Attach,
-    Buffer,
-    Cancel,
-    DrainWorker,
-    ModelInfoRequest,
-    Msg,
-    StatusRequest,
     StreamId,
 )
-from .admission import ROLES, Admission
-from .adoption import Adoption
-from .attaches import Attaches
-from .buffers import Buffers
 from .dispatch import Dispatcher
-from .drains import Drains
-from .keyring import Keyring
-from .outgoing import Outgoing, Outgoings
+from .ends import Ends
+from .outgoing import Outgoing
+from .session import Session
 from .sessions import Sessions
-from .settings import BrokerSettings
-from .status import Counters, add_metrics, check_lists, live_streams, status_of
-from .tables import Session, SessionTable
+from .state import BrokerState
 
 log = logging.getLogger(__name__)
+
+Handler = Callable[[Session, list[bytes]], None]
+"""Handles the frames of a client's message; raises TokenbusError if the message is refused."""
 
 
 class Front:
@@ -47,33 +36,20 @@ class Front:
 
     def __init__(
         self,
-        settings: BrokerSettings,
-        table: SessionTable,
+        state: BrokerState,
         sessions: Sessions,
-        admission: Admission,
-        buffers: Buffers,
         dispatcher: Dispatcher,
-        attaches: Attaches,
-        adoption: Adoption,
-        out: Outgoings,
-        counters: Counters,
-        drains: Drains,
-        started: float,
-        keyring: Keyring,
+        ends: Ends,
+        handlers: Mapping[bytes, Handler],
     ) -> None:
-        self._attaches = attaches
-        self._adoption = adoption
-        self._settings = settings
-        self._table = table
+        """``handlers``: by type, of all messages but PING, HELLO and BYE."""
+        self._state = state
+        self._table = state.sessions
+        self._out = state.out
         self._sessions = sessions
-        self._admission = admission
-        self._buffers = buffers
         self._dispatcher = dispatcher
-        self._out = out
-        self._counters = counters
-        self._drains = drains
-        self._started = started
-        self._keyring = keyring
+        self._ends = ends
+        self._handlers = handlers
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -97,23 +73,33 @@ class Front:
             elif message_type == b"BYE":
                 self._sessions.bye(peer, session, frames, now)
             else:
-                kind = body_type(CLIENT_MESSAGES, message_type)
+                body_type(CLIENT_MESSAGES, message_type)
                 if session is None:
                     session = self._sessions.open(peer, key, encoding_of(frames[1]), now)
-                self._on_request(session, message_type, kind, frames, now)
+                self._check_right(session, message_type)
+                self._handlers[message_type](session, frames)
         except TokenbusError as error:
             self.refuse(peer, frames, error)
-        except Exception:
-            self._counters.internal_errors += 1
-            log.exception("a defect of the broker: a client's message %r failed", message_type[:40])
+        except Exception as error:
+            shown = message_type[:40].decode("ascii", "backslashreplace")
+            self._dispatcher.on_defect(f"a client's message {shown}", error)
             defect = ServiceError(
                 Code.INTERNAL, "the broker failed to handle this message; its log says why"
             )
             self.refuse(peer, frames, defect)
 
+    def _check_right(self, session: Session, message_type: bytes) -> None:
+        if message_type in OPERATOR_MESSAGES and not self._state.is_operator(session):
+            raise RequestError(
+                Code.NOT_ALLOWED,
+                f"this client may not send {message_type.decode()}: send it with the operator's "
+                "key, or, if the broker has no keys, from a client that is not a gateway; a "
+                "SIGTERM also drains a worker",
+            )
+
     def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
         """Answers a message with the ERROR that says why it is refused."""
-        self._counters.refused += 1
+        self._state.counters.refused += 1
         message_type = frames[0] if frames else b""
         body = frames[1] if len(frames) > 1 else b""
         session = self._table.by_peer.get(peer)
@@ -130,23 +116,24 @@ class Front:
         session = self._table.by_peer.get(dropped.peer)
         if session is None:
             return
+        most = self._state.settings.max_pending_bytes
         error = TokenbusError(
             Code.SLOW_CLIENT,
-            f"this client left more than {self._settings.max_pending_bytes} bytes unread, so its "
-            "streams were ended; read faster, or open fewer streams",
+            f"this client left more than {most} bytes unread, so its streams were ended; read "
+            "faster, or open fewer streams",
         )
         closed = _closed_stream(dropped.frames)
         if closed is not None and closed not in session.streams:
             closing = dropped.frames
             if closing[0] != b"ERROR":
                 closing = b"ERROR", encode_body(error_body(error, closed), session.encoding)
-            self._dispatcher.ends.lost(session, closed, closing)
+            self._ends.lost(session, closed, closing)
         ended = _ended_streams(dropped.frames) - session.streams.keys()
         if not session.streams and not ended:
             return
-        self._counters.slow_clients += 1
+        self._state.counters.slow_clients += 1
         for stream_id in ended:
-            self._dispatcher.ends.fail(session, stream_id, error)
+            self._ends.fail(session, stream_id, error)
         for request in list(session.streams.values()):
             self._dispatcher.abandon(request, error)
 
@@ -164,88 +151,6 @@ class Front:
                 for request in list(session.streams.values()):
                     self._dispatcher.abandon(request, error)
                 self._sessions.end(session)
-
-    # --- requests -------------------------------------------------------------------------------
-
-    def _on_request(
-        self, session: Session, message_type: bytes, kind: Any, frames: list[bytes], now: float
-    ) -> None:
-        if message_type in ROLES and message_type != b"MODEL_INFO":
-            self._admission.submit(session, message_type, frames, now)
-            return
-        if message_type in OPERATOR_MESSAGES and not self._is_operator(session):
-            raise RequestError(
-                Code.NOT_ALLOWED,
-                f"this client may not send {message_type.decode()}: send it with the operator's "
-                "key, or, if the broker has no keys, from a client that is not a gateway; a "
-                "SIGTERM also drains a worker",
-            )
-        message = decode_as(kind, frames[1])
-        match message:
-            case Cancel():
-                self._cancel(session, message, now)
-            case Attach():
-                self._adoption.on_attach(session, message, now)
-            case Buffer():
-                self._buffers.on_message(session, message, frames[2:])
-            case DrainWorker():
-                self._drains.ask(session, message)
-            case ModelInfoRequest():
-                self._model_info(session, message, frames, now)
-            case StatusRequest():
-                self._status(session, message, now)
-            case _:
-                raise AssertionError(f"no code handles {message_type!r}")
-
-    def _status(self, session: Session, message: StatusRequest, now: float) -> None:
-        shown = self._shown_to(session, message.own) if message.streams else []
-        if shown and not self._is_operator(session):
-            check_lists(session, shown, now)
-        dispatcher, counters = self._dispatcher, self._counters
-        status = status_of(dispatcher, len(self._table), counters, self._started, now)
-        if message.streams:
-            status.live = live_streams(dispatcher, shown, now)
-        if message.metrics:
-            add_metrics(status, dispatcher, counters)
-        self._out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, status=status))
-
-    def _is_operator(self, session: Session) -> bool:
-        """Whether a client may perform operator actions. A client without a key may, because it is
-        on the broker's machine. A client with a key may if the key allows it. A gateway may not,
-        because its users could then perform them."""
-        allowed = self._keyring.client(session.key)
-        local = not session.key
-        return not session.carries_users and (local or (allowed is not None and allowed.operator))
-
-    def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
-        """The sessions whose streams a client may see; None means all.
-
-        The operator sees all sessions, and another client sees the sessions of its key. A gateway,
-        or a client that asks for its ``own``, sees only its own session.
-        """
-        if own or session.carries_users:
-            return [session]
-        if self._is_operator(session):
-            return None
-        return self._table.of_key(session.key)
-
-    def _cancel(self, session: Session, message: Cancel, now: float) -> None:
-        if self._attaches.on_cancel(session, message.stream_id):
-            self._adoption.on_cancel(session, message.stream_id, now)
-        else:
-            request = session.streams[message.stream_id]
-            self._dispatcher.cancel(request, now, message.reason)
-
-    def _model_info(
-        self, session: Session, message: ModelInfoRequest, frames: list[bytes], now: float
-    ) -> None:
-        name = message.model or self._dispatcher.default_model()
-        for worker in self._dispatcher.pools.serving("gpu", name).workers.values():
-            if name in worker.models:
-                answer = Msg(stream_id=message.stream_id, model_info=worker.models[name])
-                self._out.to_session(session, b"MSG", answer)
-                return
-        self._admission.submit(session, b"MODEL_INFO", frames, now)
 
 
 def _check(peer: bytes, frames: list[bytes]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from .tables import Loss, Request, Worker, WorkerState
+from .request import Request
+from .worker import Loss, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 

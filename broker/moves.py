@@ -1,4 +1,4 @@
-"""Requests whose worker is lost: they wait here for another worker, before all queued requests.
+"""Requests whose worker is lost: they wait for another worker, before all queued requests.
 
 A request moves with its journal (``journal.py``): the next worker continues after the entries that
 were routed, so that its client receives neither a gap nor a repeated entry.
@@ -7,31 +7,25 @@ were routed, so that its client receives neither a gap nor a repeated entry.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Iterable
 
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
-from ..protocol.messages import ModelInfo, System, Token
+from ..protocol.messages import System, Token
 from ..protocol.transcript import transcript_of
 from .journal import Journal
-from .outgoing import Outgoings
+from .lifecycle import Event, transition
 from .quarantine import Quarantine
 from .recent import BODIES_AT_ONCE
-from .settings import BrokerSettings
+from .request import REPEATABLE, STREAMS, Interruption, Request
+from .session import Session
+from .state import BrokerState
 from .sweep import Sweep
-from .tables import RETRY_AFTER_S, Interruption, Loss, Request, Session, SessionTable, Worker
+from .worker import RETRY_AFTER_S, Loss, Worker
 
 log = logging.getLogger(__name__)
-
-STREAMS = frozenset((b"GENERATE", b"SCORE"))
-"""Requests that are answered by TOKENs: they continue where they stopped."""
-REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
-"""Requests that are sent again from their beginning, because they can safely be repeated."""
-
 
 JOURNALS_AT_ONCE = 300
 """Journals that one tick checks."""
@@ -42,29 +36,15 @@ WALK_TICKS = 32
 class Moves:
     """Takes requests from lost workers, and decides where each may continue."""
 
-    def __init__(
-        self,
-        settings: BrokerSettings,
-        sessions: SessionTable,
-        requests: Mapping[int, Request],
-        out: Outgoings,
-    ) -> None:
-        self._settings = settings
-        self._sessions = sessions
-        self._recent = sessions.recent
-        self._requests = requests
-        self._out = out
-        self.waiting: dict[int, Request] = {}
-        """Requests that have left a worker and wait for another, in the order of their loss."""
-        self._in_order: list[tuple[int, float, int]] = []
-        """These requests in the order in which they continue: -priority, arrival, id."""
-        self._journals = Sweep(sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
+    def __init__(self, state: BrokerState, quarantine: Quarantine) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._recent = state.recent
+        self._out = state.out
+        self._quarantine = quarantine
+        self._journals = Sweep(state.sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
         self._largest = 0
         """Bytes of the largest journal that the current walk has seen."""
-        self.moved = 0
-        """Requests that have left a worker since the broker started."""
-        self.quarantined = 0
-        self.quarantine = Quarantine()
 
     # --- the journal ----------------------------------------------------------------------------
 
@@ -76,13 +56,13 @@ class Moves:
         as a body of TOKEN. ``back``: the worker is the one that it had, and still runs it.
         """
         interruption, request.interruption = request.interruption, None
-        self._stop_waiting(request)
+        if not back:
+            self._quarantine.on_start(request, self._state.now)
         if interruption is not None and not back:
             request.moves += 1
         if not self._settings.max_journal_bytes:
-            request.movable = False
-        if not request.movable:
             request.frames = []
+        if not request.movable:
             return
         journal = request.session.journal
         journal.json = journal.json or request.session.encoding == "json"
@@ -91,19 +71,15 @@ class Moves:
         self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
-        """Takes a request back from a worker that had no room for it."""
-        request.worker, request.dispatched = None, None
-        request.frames, request.movable = frames, True
+        """Prepares to take a request back from a worker that had no room for it."""
+        request.dispatched, request.frames = None, frames
         request.session.journal.end(request.id)
-        self.quarantine.forget(request)
-        for received in request.attaching:
-            self.attach(request, received)
-        request.attaching.clear()
+        self._quarantine.forget(request)
+        self._answer_attaching(request)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended for its client."""
-        self._stop_waiting(request)
-        self.quarantine.forget(request)
+        self._quarantine.forget(request)
         if request.session.ends.of(request.id, request.stream_id) is None:
             request.session.journal.end(request.id)
 
@@ -123,6 +99,7 @@ class Moves:
         for session in self._journals.part():
             self._largest = max(self._largest, session.journal.size)
         self.keep_bounds()
+        self._quarantine.tick(self._state.now)
 
     def keep_bounds(self) -> None:
         """Keeps journals within their bounds: above these, the oldest streams cannot move any
@@ -143,7 +120,7 @@ class Moves:
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         journals: dict[str | int, list[Journal]] = {}
-        for session in self._sessions:
+        for session in self._state.sessions:
             if session.journal.oldest is not None:
                 owner = session.key or session.id
                 sizes[owner] += session.journal.size
@@ -165,14 +142,13 @@ class Moves:
         assert number is not None
         stream_id = journal.stream_of(number)
         journal.end(number)
-        session = self._sessions.by_id.get(journal.session)
+        session = self._state.sessions.by_id.get(journal.session)
         end = session.ends.of(number, stream_id) if session is not None else None
         if session is not None and end is not None:
             session.ends.drop(end)
-        request = self._requests.get(number)
+        request = self._state.requests.get(number)
         if request is None:
             return
-        request.movable = False
         request.frames = []
         if request.type not in STREAMS or not request.open:
             return
@@ -188,11 +164,7 @@ class Moves:
     # --- the loss of a worker -------------------------------------------------------------------
 
     def take(
-        self,
-        worker: Worker,
-        requests: Iterable[Request],
-        loss: Loss,
-        now: float,
+        self, worker: Worker, requests: Iterable[Request], loss: Loss
     ) -> list[tuple[Request, TokenbusError]]:
         """Takes over the open requests of a worker that is lost; those that cannot move come back,
         with the error that ends them."""
@@ -218,6 +190,20 @@ class Moves:
                 ended += [(request, error) for request in of_it]
                 continue
             taken += [(request, sent[request.id]) for request in of_it]
+        guilty = self._guilty(taken, worker, loss)
+        for request, entries in taken:
+            if request in guilty:
+                self._state.counters.requests_quarantined += 1
+                ended.append((request, self._quarantined(request, worker, loss.why)))
+            else:
+                self._take(request, entries, worker, loss)
+        return ended
+
+    def _guilty(
+        self, taken: list[tuple[Request, list[Token]]], worker: Worker, loss: Loss
+    ) -> list[Request]:
+        """The requests that killed their worker; ``taken`` has those of the worker with their
+        entries."""
         silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
         idle = [
             request
@@ -229,17 +215,10 @@ class Moves:
             and len(entries) <= request.entries
         ]
         others = [r for r, entries in taken if len(entries) > r.entries]
-        guilty = self.quarantine.on_loss(worker.name, idle, others, loss.died, now)
-        for request, entries in taken:
-            if request in guilty:
-                self.quarantined += 1
-                ended.append((request, self._quarantine(request, worker, loss.why)))
-            else:
-                self._take(request, entries, worker, loss, now)
-        return ended
+        return self._quarantine.on_loss(worker.name, idle, others, loss.died, self._state.now)
 
     @staticmethod
-    def _quarantine(request: Request, worker: Worker, why: str) -> TokenbusError:
+    def _quarantined(request: Request, worker: Worker, why: str) -> TokenbusError:
         return RequestError(
             Code.QUARANTINED,
             f"{request.deaths} consecutive workers were lost before they produced a token of this "
@@ -247,15 +226,8 @@ class Moves:
             "it again",
         )
 
-    def _take(
-        self,
-        request: Request,
-        entries: list[Token],
-        worker: Worker,
-        loss: Loss,
-        now: float,
-    ) -> None:
-        name = request.model or worker.default
+    def _take(self, request: Request, entries: list[Token], worker: Worker, loss: Loss) -> None:
+        now, name = self._state.now, request.model or worker.default
         if request.began_with is None:
             request.began_with = worker.models.get(name)
         request.entries = len(entries)
@@ -268,32 +240,28 @@ class Moves:
             sent=encode_body(entries, "msgpack") if entries else b"",
         )
         request.session.journal.end(request.id)
-        request.worker, request.returning = None, False
-        self.waiting[request.id] = request
-        insort(self._in_order, _place(request))
-        self.moved += 1
-        for received in request.attaching:
-            self.attach(request, received)
-        request.attaching.clear()
+        transition(self._state, request, Event.LOSE)
+        self._state.counters.requests_moved += 1
+        self._answer_attaching(request)
         log.debug("request %d leaves worker %s: %s", request.id, worker.name, loss.why)
+
+    def worker_lives(self, name: str) -> None:
+        """Handles the return of a worker that was lost: its process did not die."""
+        self._quarantine.lives(name)
 
     # --- while a request waits ------------------------------------------------------------------
 
-    def first(self, number: int) -> list[Request]:
-        """Up to ``number`` waiting requests: the highest priority first, then by arrival."""
-        return [self.waiting[request] for _, _, request in self._in_order[:number]]
+    def may_start(self, request: Request) -> bool:
+        """Whether a request that has lost its worker may go to another now."""
+        return self._quarantine.may_start(request)
 
-    def _stop_waiting(self, request: Request) -> None:
-        if self.waiting.pop(request.id, None) is not None:
-            del self._in_order[bisect_left(self._in_order, _place(request))]
-
-    def transcript(self, request: Request, now: float) -> list[bytes]:
+    def transcript(self, request: Request) -> list[bytes]:
         """The journal of a stream that goes to another worker, as an attachment; empty for another
         request."""
         interruption = request.interruption
         if interruption is None or request.type not in STREAMS:
             return []
-        pause_s = round(now - interruption.at, 3)
+        pause_s = round(self._state.now - interruption.at, 3)
         left, why = interruption.left, interruption.why
         return [transcript_of(interruption.sent, left, why, pause_s, request.moves + 1)]
 
@@ -303,22 +271,18 @@ class Moves:
         sent = request.interruption.sent if request.interruption is not None else b""
         self.answer(request, sent, received)
 
+    def _answer_attaching(self, request: Request) -> None:
+        """Answers the ATTACHes that the worker of a request has not answered."""
+        for received in request.attaching:
+            self.attach(request, received)
+        request.attaching.clear()
+
     def answer(self, request: Request, sent: bytes, received: int) -> None:
         """Answers an ATTACH with the entries of a stream (a body of TOKEN, or nothing) after the
         first ``received``."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
         self._out.attached(request.session, request.stream_id, request.moves, entries, received)
-
-    @staticmethod
-    def fits(request: Request, worker: Worker) -> bool:
-        """Whether a request may continue at a worker: it has the same model, as far as is known."""
-        began_with = request.began_with
-        if began_with is None:
-            return True
-        name = request.model or worker.default
-        loaded = worker.models.get(name)
-        return name == began_with.name and (loaded is None or same_model(loaded, began_with))
 
     @staticmethod
     def unserved(request: Request) -> TokenbusError:
@@ -331,27 +295,3 @@ class Moves:
             "the same model has registered since; send the request again",
             retry_after_s=RETRY_AFTER_S,
         )
-
-    def overdue(self, now: float, number: int, closing: bool = False) -> list[Request]:
-        """Up to ``number`` requests that no worker serves and whose waiting time is over; if the
-        broker is ``closing``, it is over at once."""
-        since = now - self._settings.move_wait_s
-        waiting = islice(self.waiting.values(), number)
-        return [
-            r
-            for r in waiting
-            if closing or (r.interruption is not None and r.interruption.since < since)
-        ]
-
-
-def _place(request: Request) -> tuple[int, float, int]:
-    return -request.priority, request.arrived, request.id
-
-
-def same_model(model: ModelInfo, other: ModelInfo) -> bool:
-    """Whether two workers' models give the same tokens, as far as their reports show."""
-    ours, theirs = (
-        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype, m.sampling)
-        for m in (model, other)
-    )
-    return ours == theirs

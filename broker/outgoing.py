@@ -13,7 +13,8 @@ from ..protocol.errors import TokenbusError
 from ..protocol.header import encode_header
 from ..protocol.messages import Msg, Token
 from ..protocol.metrics import Tally
-from .tables import Session, Worker
+from .session import Session
+from .worker import Worker
 
 
 class Side(Enum):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from ..protocol.worker_messages import ANY_MODULE
-from .tables import Worker, WorkerState
+from .worker import Worker, WorkerState
 
 EMBEDDED = "embedded"
 """The default model if several are served."""

@@ -23,10 +23,12 @@ from itertools import islice
 import msgspec
 
 from ..protocol.bodies import decode_as
-from ..protocol.errors import TokenbusError
-from ..protocol.pages import PAGE_BYTES, PAGE_TOKENS, first_key, page_keys
+from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.pages import PAGE_BYTES, PAGE_TOKENS, first_key, page_keys, split_keys
+from ..protocol.worker_messages import Pages
 from .pools import Pool
-from .tables import Request, Worker
+from .request import Request
+from .worker import Worker
 
 REQUEST_TOKENS = 128
 """Prompt tokens that weigh as much as one additional request at a worker."""
@@ -54,6 +56,8 @@ class Prefixes:
         """By page: the worker that has it, or a set of workers."""
         self._reported: dict[int, set[bytes]] = {}
         self._expected: dict[int, OrderedDict[bytes, None]] = {}
+        self._last: tuple[int, list[bytes]] = (0, [])
+        """The request that was looked up last, and the keys of the pages of its prompt."""
         self.size = 0
         """Entries of all workers."""
 
@@ -78,10 +82,20 @@ class Prefixes:
             if self._add(worker.id, key):
                 reported.add(key)
 
+    def on_pages(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's PAGES; raises RequestError if the message is malformed."""
+        pages: Pages = decode_as(Pages, frames[2], "msgpack")
+        if len(frames) != 5:
+            raise RequestError(
+                Code.BAD_MESSAGE,
+                f"this PAGES message has {len(frames)} frames; expected 5: type, header, body, "
+                "added pages, removed pages",
+            )
+        self.report(worker, split_keys(frames[3]), split_keys(frames[4]), pages.reset)
+
     def expect(self, request: Request, worker: Worker, model: str) -> None:
         """Adds the pages of a request's prompt to the worker to which it goes."""
         keys = self._keys(request, model)
-        request.pages = None
         if not keys:
             return
         expected = self._expected.setdefault(worker.id, OrderedDict())
@@ -150,9 +164,11 @@ class Prefixes:
         """The keys of the pages of a request's prompt."""
         if not self._enabled or not request.frames or request.role != "gpu":
             return []
-        if request.pages is None:
-            request.pages = list(_prompt_keys(request, model))
-        return request.pages
+        number, keys = self._last
+        if number != request.id:
+            keys = list(_prompt_keys(request, model))
+            self._last = request.id, keys
+        return keys
 
     # --- the index ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..protocol.errors import RequestError
-from .tables import Request
+from .request import Request
 
 SUSPECT_DEATHS = 2
 """A request is a suspect if it had no new token at this number of consecutive workers that died."""

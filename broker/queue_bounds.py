@@ -8,8 +8,9 @@ from ..protocol.errors import Code, UnavailableError
 from ..protocol.pace import BOUNDS_S, Pace
 from ..protocol.shares import fits_share
 from .fair_queue import FairQueue
+from .request import Request
+from .session import KeyUse, Session
 from .settings import BrokerSettings
-from .tables import KeyUse, Request, Session
 
 MAX_WAITING = 0.5
 """A request is refused if its expected wait is more than this part of its ``timeout_s``."""

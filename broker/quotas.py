@@ -18,8 +18,10 @@ from ..protocol.errors import Code, TokenbusError, UnavailableError
 from ..protocol.header import decode_manifest
 from ..protocol.keys import Allowed
 from ..protocol.tenants import Tenant
-from .keyring import Keyring
-from .tables import Request, Session, SessionTable, Worker
+from .request import Request
+from .session import Session
+from .state import BrokerState
+from .worker import Worker
 
 TOKEN_BYTES = 4
 """Bytes of a token in columns."""
@@ -71,9 +73,10 @@ class _Used:
 class Quotas:
     """Checks requests of tenants with quotas, and counts their usage."""
 
-    def __init__(self, keyring: Keyring, sessions: SessionTable) -> None:
-        self._keyring = keyring
-        self._sessions = sessions
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._keyring = state.keyring
+        self._sessions = state.sessions
         self._tokens: dict[str, _Used] = {}
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}

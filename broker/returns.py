@@ -13,11 +13,11 @@ from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError
 from ..protocol.worker_messages import Journal, Register
-from .attaches import Attaches
 from .dispatch import Dispatcher
-from .moves import STREAMS
-from .outgoing import Outgoings
-from .tables import Request, Worker
+from .lifecycle import Event, RequestState, transition
+from .request import STREAMS, Attachment, Request
+from .state import BrokerState
+from .worker import UnreadableError, Worker
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +25,24 @@ log = logging.getLogger(__name__)
 class Returns:
     """Returns streams to their former workers."""
 
-    def __init__(self, dispatcher: Dispatcher, attaches: Attaches, out: Outgoings) -> None:
+    def __init__(self, state: BrokerState, dispatcher: Dispatcher) -> None:
+        self._state = state
         self._dispatcher = dispatcher
-        self._attaches = attaches
-        self._out = out
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
         """Assigns waiting streams to their former worker, which registers again; returns them, as
         the worker sends their journals. Called before any waiting request is started there."""
-        if self._dispatcher.is_hung(worker):
+        if self._state.is_hung(worker):
             return []
         returned = []
         for live in message.live:
-            request = self._dispatcher.moves.waiting.get(live.request)
+            request = self._state.waiting.get(live.request)
             interruption = request.interruption if request is not None else None
-            if request is None or interruption is None or request.unclaimed:
+            if (
+                request is None
+                or interruption is None
+                or request.attachment is Attachment.UNCLAIMED
+            ):
                 continue
             had_it = (interruption.left, interruption.process) == (worker.name, worker.process)
             if request.type in STREAMS and had_it:
@@ -51,8 +54,12 @@ class Returns:
 
     def awaits(self, number: int, worker: Worker) -> Request | None:
         """The request of a JOURNAL, if it was returned to this worker."""
-        request = self._dispatcher.requests.get(number)
-        if request is None or request.worker is not worker or not request.returning:
+        request = self._state.requests.get(number)
+        if (
+            request is None
+            or request.worker is not worker
+            or request.state is not RequestState.RETURNING
+        ):
             return None
         return request
 
@@ -60,27 +67,30 @@ class Returns:
         """Handles the entries that a worker has sent of a request, on any connection: the client
         receives the new ones.
 
-        Raises RequestError if they do not continue the entries that were routed.
+        Raises UnreadableError if they do not continue the entries that were routed.
         """
         if body.gone:
             self._dispatcher.move(request, "it has lost the stream")
             return
-        entries: TokenBody = decode_as(TokenBody, sent, "msgpack")
+        try:
+            entries: TokenBody = decode_as(TokenBody, sent, "msgpack")
+        except RequestError as error:
+            raise UnreadableError(error.code, error.message) from None
         if isinstance(entries, TokenColumns):
             entries = column_entries(entries)
         if body.moves != request.moves or len(entries) < request.entries:
-            raise RequestError(
+            raise UnreadableError(
                 Code.BAD_MESSAGE,
                 f"the JOURNAL of request {request.id} has {len(entries)} entries after "
                 f"{body.moves} moves; {request.entries} after {request.moves} were routed",
             )
-        request.returning = False
+        transition(self._state, request, Event.REPORT)
         new = entries[request.entries :]
         if new:
             session = request.session
             routed = encode_body(new, session.encoding)
-            self._out.tokens(session, routed)
+            self._state.out.tokens(session, routed)
             session.journal.append(routed)
-            self._dispatcher.moves.keep_bounds()
+            self._dispatcher.keep_bounds()
         if body.ended:
-            self._attaches.on_finished(request)
+            self._dispatcher.on_finished(request)

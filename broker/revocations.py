@@ -11,52 +11,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..protocol.worker_messages import Claim, Registered
-from .outgoing import Outgoings
-from .settings import BrokerSettings
-from .tables import Request, Revocation, Worker
+from .request import Request
+from .state import BrokerState
+from .worker import Revocation, Worker
 
 NO_SESSION = 0
 """The session of a CLAIM that asks for no streams, and of its CLAIMED."""
 
 
 def registered(
+    state: BrokerState,
     worker: Worker,
-    settings: BrokerSettings,
     unknown: Sequence[int] = (),
     wanted: Sequence[int] = (),
 ) -> Registered:
     """The answer to a worker that registers."""
     return Registered(
         worker=worker.id,
-        heartbeat_s=settings.heartbeat_s,
-        expiry_s=settings.expiry_s,
+        heartbeat_s=state.settings.heartbeat_s,
+        expiry_s=state.settings.expiry_s,
         unknown=list(unknown),
         wanted=list(wanted),
         registration=worker.registration,
     )
 
 
-def drop(out: Outgoings, worker: Worker, settings: BrokerSettings, requests: Sequence[int]) -> None:
+def drop(state: BrokerState, worker: Worker, requests: Sequence[int]) -> None:
     """Orders a worker to drop requests that it has reported."""
-    out.to_worker(worker, b"REGISTERED", registered(worker, settings, unknown=requests))
+    state.out.to_worker(worker, b"REGISTERED", registered(state, worker, unknown=requests))
 
 
-def revoke(
-    out: Outgoings, worker: Worker, settings: BrokerSettings, request: Request, now: float
-) -> None:
+def revoke(state: BrokerState, worker: Worker, request: Request) -> None:
     """Orders a worker to drop the earlier attempt of a request that it is about to receive again,
     and to confirm that."""
-    drop(out, worker, settings, [request.id])
-    out.to_worker(worker, b"CLAIM", Claim(session=NO_SESSION))
-    worker.revoked.append(Revocation(request, now))
+    drop(state, worker, [request.id])
+    state.out.to_worker(worker, b"CLAIM", Claim(session=NO_SESSION))
+    worker.revoked.append(Revocation(request, state.now))
 
 
-def overdue(worker: Worker, settings: BrokerSettings, now: float) -> str:
+def overdue(state: BrokerState, worker: Worker) -> str:
     """The reason why a worker is lost, if it has not confirmed a revocation in time; otherwise
     ``""``.
 
     A worker confirms between two steps, so it has as long as a step may take.
     """
-    if not worker.revoked or now - worker.revoked[0].at <= settings.hung_step_s:
+    if not worker.revoked:
         return ""
-    return f"it has not confirmed a revoked attempt for {now - worker.revoked[0].at:.0f} s"
+    waited_s = state.now - worker.revoked[0].at
+    if waited_s <= state.settings.hung_step_s:
+        return ""
+    return f"it has not confirmed a revoked attempt for {waited_s:.0f} s"

@@ -100,7 +100,7 @@ class BrokerServer:
         if keys is not None and self._keys is not None:
             key = keys.broker()
             self.core.on_keys(*self._keys.read(), time.monotonic())
-        self._zap = Zap(self._context, self.core.keyring if keys is not None else None)
+        self._zap = Zap(self._context, self.core.state.keyring if keys is not None else None)
         try:
             self._clients = bind_router(
                 self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
@@ -148,7 +148,7 @@ class BrokerServer:
 
     def reserve(self) -> None:
         """Allocates the memory for recent messages now."""
-        self.core.session_table.recent.reserve()
+        self.core.state.recent.reserve()
 
     async def run(self) -> None:
         """Serves until ``stop`` or ``leave``. Then it waits for requests that have to end first,
@@ -243,7 +243,7 @@ class BrokerServer:
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
-            log.info("%s, with %d requests", doing, len(self.core.dispatcher.requests))
+            log.info("%s, with %d requests", doing, len(self.core.state.requests))
         while not (over() or self._hurry or time.monotonic() > deadline):
             await asyncio.sleep(0.05)
 
@@ -300,7 +300,7 @@ class BrokerServer:
         return taken
 
     def _on_defect(self, doing: str) -> None:
-        self.core.counters.internal_errors += 1
+        self.core.state.counters.internal_errors += 1
         log.exception("a defect of the broker while %s", doing)
 
     def _drain_soon(self) -> None:

@@ -22,12 +22,13 @@ from ..protocol.shares import fits_share
 from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
+from .ends import Ends
 from .journal import Journal
 from .kept_ends import End
-from .outgoing import Outgoings
-from .settings import BrokerSettings
+from .request import Attachment, Request
+from .session import Session
+from .state import BrokerState
 from .sweep import Sweep
-from .tables import Request, Session, SessionTable
 
 SESSIONS_AT_ONCE = 500
 """Minimum number of sessions that one tick checks; it checks more if there are very many."""
@@ -40,20 +41,21 @@ class Sessions:
 
     def __init__(
         self,
-        settings: BrokerSettings,
-        table: SessionTable,
+        state: BrokerState,
         dispatcher: Dispatcher,
         buffers: Buffers,
         adoption: Adoption,
-        out: Outgoings,
+        ends: Ends,
     ) -> None:
-        self._adoption = adoption
-        self._settings = settings
-        self._table = table
+        self._state = state
+        self._settings = state.settings
+        self._table = state.sessions
+        self._out = state.out
         self._dispatcher = dispatcher
         self._buffers = buffers
-        self._out = out
-        self._visited = Sweep(table.by_id, SESSIONS_AT_ONCE)
+        self._adoption = adoption
+        self._ends = ends
+        self._visited = Sweep(state.sessions.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
         """Streams and stored ends of ended sessions, which are to end too."""
         self._room = MAX_ENDED
@@ -133,7 +135,7 @@ class Sessions:
             "ack": session.acks,
         }
         granted = [name for name, given in optional.items() if given]
-        recovering = self._adoption.waits_for(session, now)
+        recovering = self._adoption.waits_for(session)
         welcome = Welcome(
             version=PROTOCOL_VERSION,
             encoding=encoding,
@@ -179,7 +181,7 @@ class Sessions:
         self._table.unread.add(peer, 0)
         pong = Pong(n=ping.n, session=known)
         if session is not None and session.acks:
-            self._dispatcher.ends.acknowledge(session, ping.ack)
+            self._ends.acknowledge(session, ping.ack)
             pong.position = session.ends.position
         self._out.to_peer(peer, b"PONG", pong, encoding)
 
@@ -225,7 +227,7 @@ class Sessions:
             if self._table.by_id.get(session.id) is not session:
                 continue
             if session.ends.by_stream:
-                self._dispatcher.ends.tick(session)
+                self._ends.tick(session)
             silent = now - session.last_seen
             if session.detached_at is not None:
                 grace_s = settings.session_cut_s if session.cut else settings.session_grace_s
@@ -271,8 +273,8 @@ class Sessions:
             self._room -= 1
             session, ending = self._ending.popleft()
             if isinstance(ending, End):
-                self._dispatcher.ends.forget(session, ending)
-            elif self._dispatcher.requests.get(ending.id) is ending:
+                self._ends.forget(session, ending)
+            elif self._state.requests.get(ending.id) is ending:
                 self._dispatcher.abandon(ending)
 
     def _take_over(self, known: Session, peer: bytes, session: Session | None) -> None:
@@ -285,9 +287,10 @@ class Sessions:
             self._out.to_session(known, b"ERROR", error_body(taken))
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
-        known.ends.on_taken_over(self._dispatcher.now)
+        known.ends.on_taken_over(self._state.now)
         for request in known.streams.values():
-            request.resumed = True
+            if request.attachment is Attachment.ATTACHED:
+                request.attachment = Attachment.RESUMED
 
     def _check_room(self, key: str) -> None:
         """Makes room for one more session of a key; idle sessions end if the table is full."""

@@ -6,23 +6,24 @@ from typing import Any
 
 from ..protocol import tracing
 from ..protocol.tracing import Happened
-from .tables import Request
+from .request import Request
+from .worker import Worker
 
 
-def record_span(request: Request) -> None:
-    """Records the span of a request with a trace, which has ended."""
+def record_span(request: Request, worker: Worker | None) -> None:
+    """Records the span of a request with a trace, which has ended. ``worker``: its last worker."""
     exporter = tracing.active()
     if exporter is None:
         return
     attributes: dict[str, Any] = {
-        "tokenbus.worker": request.worker.name if request.worker is not None else "",
+        "tokenbus.worker": worker.name if worker is not None else "",
         "tokenbus.priority": request.priority,
         "tokenbus.client": request.session.client,
     }
     if request.model:
         attributes["gen_ai.request.model"] = request.model
-    if request.request_id:
-        attributes["tokenbus.request_id"] = request.request_id
+    if request.fields.request_id:
+        attributes["tokenbus.request_id"] = request.fields.request_id
     events = []
     if request.dispatched is not None:
         events.append(Happened("sent to its worker", request.dispatched, {}))

@@ -1,16 +1,24 @@
-"""The broker's counters, and its answer to ``STATUS``."""
+"""The broker's answer to STATUS."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, UnavailableError
-from ..protocol.messages import PROTOCOL_VERSION, Status, StreamStatus, WorkerStatus
+from ..protocol.messages import (
+    PROTOCOL_VERSION,
+    Msg,
+    Status,
+    StatusRequest,
+    StreamStatus,
+    WorkerStatus,
+)
 from ..protocol.metrics import Tally
 from ..protocol.worker_messages import ANY_MODULE
-from .dispatch import Dispatcher
-from .tables import Request, Session
+from .request import Request
+from .session import Session
+from .state import BrokerState
 
 LISTED_S = 50e-6
 """Seconds for which a listed stream counts. Listing a stream takes the broker about 1 to 2 µs."""
@@ -18,31 +26,42 @@ MAX_LISTED_S = 1.0
 """A client may not list streams while its earlier lists count for longer than this."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the broker started."""
+class Statuses:
+    """Answers STATUS, with what the client may see."""
 
-    requests: int = 0
-    refused: int = 0
-    token_bodies: int = 0
-    slow_clients: int = 0
-    workers_lost: int = 0
-    bad_worker_messages: int = 0
-    internal_errors: int = 0
-    """Exceptions that are defects of the broker; each is in its log."""
-    errors: Tally = field(default_factory=lambda: Tally("errors", "code"))
-    """The ERRORs of the broker itself, by code."""
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
 
-    def totals(self) -> dict[str, int]:
-        """The counters without labels, by name."""
-        values = ((name, getattr(self, name)) for name in self.__slots__)
-        return {name: value for name, value in values if isinstance(value, int)}
+    def on_status(self, session: Session, frames: list[bytes]) -> None:
+        """Handles a client's STATUS."""
+        message: StatusRequest = decode_as(StatusRequest, frames[1])
+        state = self._state
+        shown = self._shown_to(session, message.own) if message.streams else []
+        if shown and not self._state.is_operator(session):
+            check_lists(session, shown, state.now)
+        status = status_of(state)
+        if message.streams:
+            status.live = live_streams(state, shown)
+        if message.metrics:
+            add_metrics(status, state)
+        state.out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, status=status))
+
+    def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
+        """The sessions whose streams a client may see; None means all.
+
+        The operator sees all sessions, and another client sees the sessions of its key. A gateway,
+        or a client that asks for its ``own``, sees only its own session.
+        """
+        if own or session.carries_users:
+            return [session]
+        if self._state.is_operator(session):
+            return None
+        return self._state.sessions.of_key(session.key)
 
 
-def status_of(
-    dispatcher: Dispatcher, sessions: int, counters: Counters, started: float, now: float
-) -> Status:
+def status_of(state: BrokerState) -> Status:
     """The state of the broker's tables."""
+    now = state.now
     workers = [
         WorkerStatus(
             name=w.name,
@@ -59,33 +78,29 @@ def status_of(
             load=w.load,
             paths={m.name: m.path for m in w.models.values()} if w.role == "gpu" else {},
         )
-        for w in sorted(dispatcher.workers.values(), key=lambda w: w.id)
+        for w in sorted(state.workers.values(), key=lambda w: w.id)
     ]
     return Status(
         version=str(PROTOCOL_VERSION),
-        uptime_s=round(now - started, 3),
-        sessions=sessions,
-        streams=len(dispatcher.requests),
-        queued=dispatcher.queued,
+        uptime_s=round(now - state.started, 3),
+        sessions=len(state.sessions),
+        streams=len(state.requests),
+        queued=state.num_queued,
         workers=workers,
-        counters=counters.totals()
-        | {
-            "requests_moved": dispatcher.moves.moved,
-            "requests_quarantined": dispatcher.moves.quarantined,
-        },
+        counters=state.counters.totals(),
     )
 
 
-def add_metrics(status: Status, dispatcher: Dispatcher, counters: Counters) -> None:
+def add_metrics(status: Status, state: BrokerState) -> None:
     """Adds the broker's metrics, and those of each worker's last heartbeat."""
-    by_name = {worker.name: worker for worker in dispatcher.workers.values()}
+    by_name = {worker.name: worker for worker in state.workers.values()}
     for shown in status.workers:
         shown.metrics = by_name[shown.name].metrics
     waiting = Tally("num_requests_queued", "model_name")
-    for (role, model), queue in dispatcher.queues.items():
+    for (role, model), queue in state.queues.items():
         if role == "gpu":
-            waiting.add(model or dispatcher.default_model(), len(queue))
-    status.metrics = [*counters.errors.series(), *waiting.series()]
+            waiting.add(model or state.pools.default_model, len(queue))
+    status.metrics = [*state.counters.errors.series(), *waiting.series()]
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
@@ -107,13 +122,11 @@ def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
     counted.lists_until = max(counted.lists_until, now) + LISTED_S * num_streams
 
 
-def live_streams(
-    dispatcher: Dispatcher, sessions: Iterable[Session] | None, now: float
-) -> list[StreamStatus]:
+def live_streams(state: BrokerState, sessions: Iterable[Session] | None) -> list[StreamStatus]:
     """The live streams of these sessions in the order of their arrival. None means all sessions."""
     requests: Iterable[Request]
     if sessions is None:
-        requests = dispatcher.requests.values()
+        requests = state.requests.values()
     else:
         # A client that asks repeatedly causes work only in proportion to its own streams.
         own = (request for session in sessions for request in session.streams.values())
@@ -123,9 +136,9 @@ def live_streams(
             request=r.id,
             type=r.type.decode(),
             state="waiting" if r.worker is None else "running",
-            age_s=round(now - r.arrived, 3),
+            age_s=round(state.now - r.arrived, 3),
             client=r.session.client,
-            model=r.model or (dispatcher.default_model() if r.role == "gpu" else ""),
+            model=r.model or (state.pools.default_model if r.role == "gpu" else ""),
             worker=r.worker.name if r.worker is not None else "",
             controller=r.controller,
             controller_worker=r.steered_by.name if r.steered_by is not None else "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .tables import Request
+from .request import Request
 
 HELD = ""
 """The queue of the STARTs that wait for something other than a free place."""

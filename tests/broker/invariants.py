@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tokenbus.broker.core import Broker
 from tokenbus.broker.kept_ends import MAX_ENDS
-from tokenbus.broker.tables import Session
+from tokenbus.broker.session import Session
 
 
 def check(broker: Broker) -> None:
     """Raises AssertionError where the tables disagree, or where the broker has met a defect."""
-    assert broker.counters.internal_errors == 0, "an event met a defect of the broker"
+    assert broker.state.counters.internal_errors == 0, "an event met a defect of the broker"
     _check_sessions(broker)
     _check_requests(broker)
     _check_workers(broker)
@@ -17,25 +17,25 @@ def check(broker: Broker) -> None:
 
 def check_empty(broker: Broker) -> None:
     """Raises AssertionError where something is left of the requests, though all have ended."""
-    dispatcher = broker.dispatcher
-    assert not dispatcher.requests
-    assert not dispatcher.queues
-    assert dispatcher.queued == 0
-    for worker in dispatcher.workers.values():
+    state = broker.state
+    assert not state.requests
+    assert not state.queues
+    assert state.num_queued == 0
+    for worker in state.workers.values():
         assert not worker.requests
         assert not worker.steers
-    assert not dispatcher.moves.waiting
-    for session in broker.session_table:
+    assert not state.waiting
+    for session in broker.state.sessions:
         assert not session.streams
         assert not session.ends.by_stream
         assert session.journal.oldest is None
         assert session.journal.size == 0
-    recent = broker.session_table.recent
+    recent = broker.state.recent
     assert (recent.size, recent.total, recent.journals) == (0, 0, {})
 
 
 def _check_sessions(broker: Broker) -> None:
-    table = broker.session_table
+    table = broker.state.sessions
     _check_journals(broker)
     # One that was adopted has no token until its client comes with it.
     assert len(table.by_token) == sum(bool(session.token) for session in table)
@@ -48,7 +48,7 @@ def _check_sessions(broker: Broker) -> None:
         for stream_id, request in session.streams.items():
             assert request.stream_id == stream_id
             assert request.open
-            assert broker.dispatcher.requests[request.id] is request
+            assert broker.state.requests[request.id] is request
             assert stream_id not in session.ends.by_stream, "a stream that ended lives on"
         _check_ends(session)
     for peer, session in table.by_peer.items():
@@ -72,24 +72,24 @@ def _check_ends(session: Session) -> None:
 
 
 def _check_journals(broker: Broker) -> None:
-    recent, settings = broker.session_table.recent, broker.settings
-    sizes = [session.journal.size for session in broker.session_table]
+    recent, settings = broker.state.recent, broker.settings
+    sizes = [session.journal.size for session in broker.state.sessions]
     assert recent.total >= sum(sizes)
     assert max(sizes, default=0) + recent.size <= settings.max_journal_bytes
     assert recent.total + recent.size <= settings.max_total_journal_bytes
 
 
 def _check_requests(broker: Broker) -> None:
-    dispatcher = broker.dispatcher
-    queued = {id(r): r for queue in dispatcher.queues.values() for r in queue}
-    moving = {id(r): r for r in dispatcher.moves.waiting.values()}
+    state = broker.state
+    queued = {id(r): r for queue in state.queues.values() for r in queue}
+    moving = {id(r): r for r in state.waiting}
     assert not queued.keys() & moving.keys(), "a request is queued, and waits to move"
     queued |= moving
-    assert len(queued) == dispatcher.queued, "a request waits twice"
-    assert all(dispatcher.queues.values()), "an empty queue is kept"
+    assert len(queued) == state.num_queued, "a request waits twice"
+    assert all(state.queues.values()), "an empty queue is kept"
     for request in queued.values():
-        assert dispatcher.requests[request.id] is request
-    for number, request in dispatcher.requests.items():
+        assert state.requests[request.id] is request
+    for number, request in state.requests.items():
         assert request.id == number
         in_session = request.session.streams.get(request.stream_id) is request
         assert in_session == request.open
@@ -98,21 +98,21 @@ def _check_requests(broker: Broker) -> None:
             assert request.open
         else:
             assert id(request) not in queued, "a request is with a worker, and waits"
-            assert dispatcher.workers[request.worker.id] is request.worker
+            assert state.workers[request.worker.id] is request.worker
             assert request.worker.requests[number] is request
         if request.steered_by is not None:
             assert request.steered_by.steers[number] is request
-            assert dispatcher.workers[request.steered_by.id] is request.steered_by
+            assert state.workers[request.steered_by.id] is request.steered_by
 
 
 def _check_workers(broker: Broker) -> None:
-    dispatcher = broker.dispatcher
-    names = [worker.name for worker in dispatcher.workers.values()]
+    state = broker.state
+    names = [worker.name for worker in state.workers.values()]
     assert len(set(names)) == len(names), "a worker is registered twice"
-    for worker in dispatcher.workers.values():
+    for worker in state.workers.values():
         for number, request in worker.requests.items():
-            assert dispatcher.requests[number] is request
+            assert state.requests[number] is request
             assert request.worker is worker
         for number, request in worker.steers.items():
-            assert dispatcher.requests[number] is request
+            assert state.requests[number] is request
             assert request.steered_by is worker

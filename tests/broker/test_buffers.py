@@ -35,11 +35,11 @@ def test_a_save_that_is_too_large_ends_its_stream_with_an_error() -> None:
     assert (kind, error["code"], error["stream_id"]) == ("ERROR", "too_large", 1)
     assert error["path"] == "$.save"
     assert "out" in error["message"]
-    assert bench.broker.counters.bad_worker_messages == 0
+    assert bench.broker.state.counters.bad_worker_messages == 0
     # The worker ends the stream as it would have, and nothing of it is left.
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("a", header, end, final=True)
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_a_session_has_a_bounded_number_of_buffers() -> None:

@@ -90,5 +90,5 @@ def test_the_next_tick_is_due_when_a_lease_ends() -> None:
     assert bench.broker.wait_s(bench.now) > 0
     bench.now += bench.broker.wait_s(bench.now)
     bench.broker.tick(bench.now)
-    assert not bench.broker.dispatcher.workers
+    assert not bench.broker.state.workers
     assert bench.broker.wait_s(bench.now) == 0.25

@@ -35,7 +35,7 @@ def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
     if request.param == "keys":
         with KeyedBroker() as keyed:
             keys = [keyed.new_key("victim"), keyed.new_key("attacker")]
-            admits = keyed.server.core.keyring.admits
+            admits = keyed.server.core.state.keyring.admits
             until(lambda: all(admits("client", key.public) for key in keys), 300.0, "admitted")
             yield keyed.server, list(keys)
         return
@@ -58,7 +58,7 @@ def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_
     server, (key, other_key) = broker
     victim = RawPeer(server.front_endpoint, key)
     token = session_token(victim)
-    [session] = server.core.session_table
+    [session] = server.core.state.sessions
     routing_id = session.peer
     assert routing_id is not None
     victim.close()
@@ -66,7 +66,7 @@ def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_
     attacker, answer = intrude(server.front_endpoint, routing_id, hello, b"WELCOME", other_key)
     other = msgspec.json.decode(answer[1])["session"]
     assert other != token
-    opened = server.core.session_table.by_token[other]
+    opened = server.core.state.sessions.by_token[other]
     assert opened.key == (other_key.public if other_key is not None else "")
     # The victim comes back with its token, and has what it had.
     again = RawPeer(server.front_endpoint, key)
@@ -81,7 +81,7 @@ def test_a_session_has_no_connection_once_that_has_closed(broker: Broker) -> Non
     server, (key, _) = broker
     victim = RawPeer(server.front_endpoint, key)
     session_token(victim)
-    [session] = server.core.session_table
+    [session] = server.core.state.sessions
     victim.close()
     until(lambda: session.peer is None, 300.0, "the broker notices")
 
@@ -93,12 +93,12 @@ def test_a_connection_with_the_routing_id_of_a_worker_does_not_get_its_lease() -
             worker = RawPeer(server.back_endpoint)
             worker.socket.send_multipart(pack(registration("w")))
             assert unpack(worker.socket.recv_multipart())[0] == b"REGISTERED"
-            [lease] = server.core.dispatcher.workers.values()
+            [lease] = server.core.state.workers.values()
             worker.close()
             beat = pack([b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack")])
             # The broker does not know it, and asks it to register.
             attacker, _ = intrude(server.back_endpoint, lease.peer, beat, b"REREGISTER")
-            assert lease not in server.core.dispatcher.workers.values()
+            assert lease not in server.core.state.workers.values()
             attacker.close()
 
 
@@ -142,7 +142,7 @@ def test_a_key_has_no_more_connections_than_it_leaves_to_others(
     monkeypatch.setattr(connections, "max_connections", lambda: 8)
     with KeyedBroker() as keyed:
         key, other_key = keyed.new_key("victim"), keyed.new_key("attacker")
-        admits = keyed.server.core.keyring.admits
+        admits = keyed.server.core.state.keyring.admits
         until(lambda: all(admits("client", k.public) for k in (key, other_key)), 60.0, "admitted")
         attackers = [RawPeer(keyed.front, other_key) for _ in range(4)]
         for peer in attackers:

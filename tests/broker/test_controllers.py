@@ -86,7 +86,7 @@ def test_a_start_goes_to_the_least_filled_controller_worker_with_its_sender_and_
     assert decode_header(out.frames[1]) == Header(header.request, bench.gpu)  # type: ignore[attr-defined]
     assert out.frames[3] == b"tenant-key"
     begun(bench, 2)
-    workers = bench.broker.dispatcher.workers
+    workers = bench.broker.state.workers
     assert [len(workers[w].steers) for w in (a, b)] == [1, 1]
 
 
@@ -231,7 +231,7 @@ def test_the_end_of_a_request_is_reported_to_its_controller_and_to_the_state_wor
     bench.tokens("gpu", header, end, final=True)
     assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
     assert bodies(bench, "state", "END", End) == [End(requests=[header.request])]
-    assert not bench.broker.dispatcher.workers[a].steers
+    assert not bench.broker.state.workers[a].steers
 
 
 def test_the_end_of_a_request_without_a_controller_is_not_reported(bench: Bench) -> None:
@@ -262,7 +262,7 @@ def test_a_request_that_moves_keeps_its_controller_worker_and_its_variables(benc
     bench.tokens("other", again, end, final=True)
     assert bodies(bench, "a", "END", End) == [End(requests=[header.request])]
     assert bodies(bench, "state", "END", End) == [End(requests=[header.request])]
-    assert not bench.broker.dispatcher.workers[a].steers
+    assert not bench.broker.state.workers[a].steers
 
 
 def test_a_lost_controller_worker_is_reported_to_the_gpu_workers_of_its_requests(
@@ -398,7 +398,7 @@ def test_a_reservation_counts_towards_the_load(bench: Bench) -> None:
     a, b = controller_worker(bench, "a", capacity=2), controller_worker(bench, "b", capacity=2)
     for stream in range(4):
         accepted(bench, stream)
-    workers = bench.broker.dispatcher.workers
+    workers = bench.broker.state.workers
     assert [len(workers[w].steers) for w in (a, b)] == [2, 2]
     # What was accepted is never refused at its START for want of room.
     [(_, error)] = bench.client("c", "GENERATE", generate(9, controller="mine"))
@@ -416,7 +416,7 @@ def test_a_request_that_is_queued_reserves_nothing_until_it_runs() -> None:
     bench.worker("gpu", capacity=1)
     a = controller_worker(bench, "a", capacity=2)
     first = accepted(bench, 1)
-    steers = bench.broker.dispatcher.workers[a].steers
+    steers = bench.broker.state.workers[a].steers
     for stream in (2, 3, 4):
         [(kind, notice)] = bench.client("c", "GENERATE", generate(stream, controller="mine"))
         assert (kind, notice["event"]) == ("SYSTEM", "queued")
@@ -440,7 +440,7 @@ def test_a_queued_request_that_finds_no_free_place_when_it_runs_waits_for_one() 
     [(_, third)] = bench.to_worker("other")
     ended(bench, 1, first)
     [(_, second)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
-    assert second.request not in bench.broker.dispatcher.workers[a].steers
+    assert second.request not in bench.broker.state.workers[a].steers
     assert bench.send("gpu", "START", START, Header(second.request)) == []
     end = Token(token=1, stream_id=3, logprob=0.0, finish_reason="stop")
     bench.tokens("other", third, end, final=True)
@@ -454,7 +454,7 @@ def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Be
     end = Token(token=None, stream_id=1, logprob=None, finish_reason="cancelled")
     bench.sent.clear()
     bench.tokens("gpu", header, end, final=True)
-    assert not bench.broker.dispatcher.workers[a].steers
+    assert not bench.broker.state.workers[a].steers
     # Neither the controller worker nor the state worker has received anything of it: no END.
     assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
     bench.to_client("c")
@@ -469,7 +469,7 @@ def test_a_request_that_is_refused_reserves_nothing(bench: Bench) -> None:
     accepted(bench, 1)
     [(_, error)] = bench.client("c", "GENERATE", generate(1, controller="mine"))
     assert error["code"] == "duplicate_stream"
-    assert len(bench.broker.dispatcher.workers[a].steers) == 1
+    assert len(bench.broker.state.workers[a].steers) == 1
 
 
 def test_when_the_reserved_worker_is_lost_before_the_start_another_is_chosen(bench: Bench) -> None:
@@ -490,7 +490,7 @@ def test_when_the_reserved_worker_drains_before_the_start_another_is_chosen(benc
     bench.send("a", "DRAIN", {"reason": "restart"})
     assert start(bench, header) == "b:START"
     # What runs on the draining one stays there.
-    [draining] = [w for w in bench.broker.dispatcher.workers.values() if w.name == "a"]
+    [draining] = [w for w in bench.broker.state.workers.values() if w.name == "a"]
     assert len(draining.steers) == 1
 
 

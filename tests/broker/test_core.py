@@ -29,9 +29,7 @@ def test_a_request_goes_to_the_least_filled_worker(bench: Bench) -> None:
         assert bench.client("c", "GENERATE", generate(stream)) == []
     assert len(bench.to_worker("a")) + len(bench.to_worker("b")) == 3
     bench.client("c", "GENERATE", generate(4))
-    counts = [
-        len(bench.broker.dispatcher.workers[w].requests) for w in bench.broker.dispatcher.workers
-    ]
+    counts = [len(bench.broker.state.workers[w].requests) for w in bench.broker.state.workers]
     assert counts == [2, 2]
 
 
@@ -65,7 +63,7 @@ def test_a_higher_priority_leaves_the_queue_first(bench: Bench) -> None:
     bench.client("c", "GENERATE", generate(2))
     bench.client("c", "GENERATE", generate(3, priority=1))
     bench.tokens("a", first, final=True)
-    [running] = bench.broker.dispatcher.workers.values()
+    [running] = bench.broker.state.workers.values()
     assert [r.stream_id for r in running.requests.values()] == [3]
 
 
@@ -124,10 +122,10 @@ def test_a_worker_that_is_silent_for_six_seconds_is_lost(bench: Bench) -> None:
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))
     bench.pass_time(4.5)
-    assert len(bench.broker.dispatcher.workers) == 1
+    assert len(bench.broker.state.workers) == 1
     bench.pass_time(1.0)
     assert bench.to_client("c") == []
-    assert bench.broker.dispatcher.workers == {}
+    assert bench.broker.state.workers == {}
     # It was only slow: its next message makes it register again.
     [again] = bench.send("a", "HEARTBEAT", Heartbeat())
     assert again.frames[0] == b"REREGISTER"
@@ -138,7 +136,7 @@ def test_a_heartbeat_keeps_the_lease(bench: Bench) -> None:
     for _ in range(20):
         bench.pass_time(1.0)
         bench.send("a", "HEARTBEAT", Heartbeat())
-    assert len(bench.broker.dispatcher.workers) == 1
+    assert len(bench.broker.state.workers) == 1
 
 
 def test_a_draining_or_hung_worker_gets_nothing_new(bench: Bench) -> None:
@@ -316,7 +314,7 @@ def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     _pass_time(bench, 41)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    assert len(bench.broker.session_table) == 0
+    assert len(bench.broker.state.sessions) == 0
 
 
 def _pass_time(bench: Bench, seconds: int) -> None:
@@ -413,7 +411,7 @@ def test_a_bad_message_of_a_worker_is_dropped_and_counted(bench: Bench) -> None:
     bench.worker("a")
     for frames in ([b"MSG"], [b"SYSTEM", b"x", b""], [b"FLY", encode_header(), b""], []):
         assert bench.broker.on_worker(peer_of("a"), frames, bench.now) == []
-    assert bench.broker.counters.bad_worker_messages == 4
+    assert bench.broker.state.counters.bad_worker_messages == 4
 
 
 def test_a_worker_s_final_error_ends_its_request(bench: Bench) -> None:
@@ -428,7 +426,7 @@ def test_a_worker_s_final_error_ends_its_request(bench: Bench) -> None:
     ]
     bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
     assert bench.to_client("c") == [("ERROR", body)]
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_before_it_stops_it_finishes_what_runs_and_takes_nothing_new(bench: Bench) -> None:
@@ -504,7 +502,7 @@ def test_a_carried_connection_that_ends_takes_an_anonymous_session_with_it(bench
     bench.to_worker("a")
     bench.client("c", "BYE", {"keep": True})
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    assert len(bench.broker.session_table) == 0
+    assert len(bench.broker.state.sessions) == 0
 
 
 def test_a_carried_connection_that_ends_leaves_a_greeted_session_to_be_taken_over() -> None:
@@ -521,4 +519,4 @@ def test_a_carried_connection_that_ends_leaves_a_greeted_session_to_be_taken_ove
     bench.client("d", "BYE", {"keep": True})
     bench.pass_time(6.0)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    assert len(bench.broker.session_table) == 0
+    assert len(bench.broker.state.sessions) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outgoing import Side
-from tokenbus.broker.tables import CancelReason
+from tokenbus.broker.request import CancelReason
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.messages import Cancel
@@ -72,7 +72,7 @@ def test_while_it_is_queued(bench: Bench) -> None:
     assert ends(bench) == []
     bench.pass_time(1.0)
     assert ends(bench) == [(1, "timeout")]
-    assert bench.broker.dispatcher.queued == 0
+    assert bench.broker.state.num_queued == 0
 
 
 def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: Bench) -> None:
@@ -120,7 +120,7 @@ def test_while_it_waits_to_move(bench: Bench) -> None:
     assert ends(bench) == [(1, "timeout")]
     bench.worker("b")
     assert bench.to_worker("b") == []
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench: Bench) -> None:
@@ -131,7 +131,7 @@ def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench
         bench.worker(following, capacity=8)
         gone(bench, lost)
     # One of the two is tried.
-    assert len(bench.broker.dispatcher.moves.waiting) == 1
+    assert len(bench.broker.state.waiting) == 1
     bench.pass_time(LIMIT_S + 0.5)
     [(_, reason)] = ends(bench)
     assert reason == "timeout"
@@ -142,7 +142,7 @@ def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench
 def test_while_its_broker_was_away(bench: Bench, age_s: float) -> None:
     """It counts from its arrival at its first broker."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
-    [session] = bench.broker.session_table
+    [session] = bench.broker.state.sessions
     after = Bench(recover_s=30.0, expiry_s=1000.0, session_grace_s=1000.0)
     live = [LiveRequest(request=7, session=session.id, stream_id=1)]
     after.send(

@@ -74,14 +74,14 @@ def test_what_cannot_move_is_finished_before_a_successor_comes() -> None:
     bench.pass_time(1.0)
     assert "HANDOVER" not in kinds(bench, "a")
     bench.tokens("a", header, final=True)
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_a_worker_hands_over_as_soon_as_what_cannot_move_has_ended(bench: Bench) -> None:
     bench.worker("a")
     header = begun(bench, "a", stream=1)
     begun(bench, "a", stream=2)
-    bench.broker.dispatcher.requests[header.request].movable = False
+    bench.broker.state.requests[header.request].frames = []
     bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
     assert kinds(bench, "a") == []
     bench.tokens("a", header, final=True)

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outgoing import Outgoing, Side
-from tokenbus.broker.tables import Request, Session
+from tokenbus.broker.request import Request
+from tokenbus.broker.session import Session
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.messages import Token
 
@@ -79,7 +80,7 @@ def test_the_last_tokens_into_a_dead_connection_are_sent_again(bench: Bench) -> 
     bench.tokens("a", header, entry(5), entry(6))
     bench.tokens("a", header, entry(7), entry(8, reason="stop"), final=True)
     # All of it was sent, and nobody knows yet that the connection is dead.
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
     assert back(bench, token) == [1]
     [(kind, answer), (_, rest)] = attach(bench, received=1)
     assert (kind, answer["attached"], ids(rest)) == ("MSG", 1, [6, 7, 8])
@@ -109,7 +110,7 @@ def test_an_error_of_the_brokers_waits_for_its_client(bench: Bench) -> None:
     for left, other in ("ab", "be", "ef"):
         bench.worker(other, capacity=9)
         gone(bench, left, Side.BACK)
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
     assert back(bench, token) == [1]
     kinds = [(k, b.get("code")) for k, b in attach(bench, received=0)]
     assert kinds[-1] == ("ERROR", "quarantined")
@@ -179,7 +180,7 @@ def test_what_a_client_has_acknowledged_is_not_kept(bench: Bench) -> None:
     position = ping(bench, name="c")
     assert position == 2
     bench.tokens("a", begun(bench, 3), entry(5, 3, "stop"), final=True)
-    [session] = bench.broker.session_table
+    [session] = bench.broker.state.sessions
     assert ping(bench, ack=position, name="c") == 3
     assert list(session.ends.by_stream) == [3]
     ping(bench, ack=3, name="c")
@@ -219,7 +220,7 @@ def test_what_nobody_attaches_to_after_a_takeover_is_dropped_in_time(bench: Benc
     for _ in range(35):
         ping(bench)
         bench.pass_time(1.0)
-    assert len(bench.broker.session_table) == 1
+    assert len(bench.broker.state.sessions) == 1
     check_empty(bench.broker)
 
 

@@ -101,7 +101,7 @@ def error_of(client: Socket) -> dict[str, Any]:
 def test_a_tick_that_fails_is_not_the_last_one(server: BrokerServer) -> None:
     worker, client = register(server.back_endpoint), connect(server.front_endpoint)
     server.core.tick = fail_once(server.core.tick)  # type: ignore[method-assign]
-    until(lambda: server.core.counters.internal_errors == 1, 300.0, "a tick failed")
+    until(lambda: server.core.state.counters.internal_errors == 1, 300.0, "a tick failed")
     send(client, b"GENERATE", generate(1, timeout_s=0.001))
     # The deadline has passed, which only a later tick notices.
     while unpack(worker.recv_multipart())[0] != b"CANCEL":
@@ -119,7 +119,7 @@ def test_a_message_that_fails_is_answered_and_those_behind_it_are_served(
         send(client, b"GENERATE", generate(stream))
     errors = {e["stream_id"]: e["code"] for e in (error_of(client), error_of(client))}
     assert errors == {1: "internal", 2: "no_worker"}
-    assert server.core.counters.internal_errors == 1
+    assert server.core.state.counters.internal_errors == 1
     client.close()
 
 
@@ -130,7 +130,7 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
     while unpack(worker.recv_multipart())[0] != b"GENERATE":
         pass
     # More than the client's pipe holds, before the client reads anything.
-    head = encode_token_header([next(iter(server.core.session_table)).id])
+    head = encode_token_header([next(iter(server.core.state.sessions)).id])
     count = 3000
     for i in range(count):
         worker.send_multipart(pack([b"TOKEN", head, b"%d" % i]))
@@ -153,9 +153,9 @@ def test_a_request_that_fails_leaves_nothing_behind(bench: Bench) -> None:
     dispatcher._start = fail_once(dispatcher._start)  # type: ignore[method-assign]
     [(kind, error)] = bench.client("c", "GENERATE", generate(1))
     assert (kind, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
-    assert dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
     assert bench.client("c", "GENERATE", generate(1)) == []
-    assert len(dispatcher.workers[worker.worker].requests) == 1
+    assert len(bench.broker.state.workers[worker.worker].requests) == 1
 
 
 def test_a_part_of_a_tick_that_fails_does_not_keep_the_others_from_running(bench: Bench) -> None:
@@ -169,8 +169,8 @@ def test_a_part_of_a_tick_that_fails_does_not_keep_the_others_from_running(bench
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
     # Ending the lease of one of the two silent workers fails; the other one is lost all the same.
     bench.pass_time(5.0)
-    assert len(broken.workers) == 1
-    assert bench.broker.counters.internal_errors == 1
+    assert len(bench.broker.state.workers) == 1
+    assert bench.broker.state.counters.internal_errors == 1
 
 
 def test_a_session_that_cannot_be_ended_does_not_keep_others_from_expiring(bench: Bench) -> None:
@@ -181,7 +181,7 @@ def test_a_session_that_cannot_be_ended_does_not_keep_others_from_expiring(bench
     dispatcher = bench.broker.dispatcher
     dispatcher.abandon = fail_once(dispatcher.abandon)  # type: ignore[method-assign]
     bench.pass_time(45.0)
-    assert len(bench.broker.session_table) == 0
+    assert len(bench.broker.state.sessions) == 0
 
 
 @pytest.mark.parametrize("frames", [[b"TOKEN"], [b"TOKEN", b"x"], [b"TOKEN", encode_header()]])
@@ -194,7 +194,7 @@ def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams_to_others(
     bench.to_worker("a")
     bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
     assert bench.sent[-1].frames[0] == b"REREGISTER"
-    assert bench.broker.counters.bad_worker_messages == 1
+    assert bench.broker.state.counters.bad_worker_messages == 1
     bench.worker("b")
     assert [kind for kind, _ in bench.to_worker("b")] == ["GENERATE"]
     assert bench.to_client("c") == []
@@ -209,8 +209,8 @@ def test_a_worker_whose_frames_cannot_be_distinguished_is_lost(bench: Bench) -> 
     out = bench.broker.on_workers(messages, bench.now)
     # What comes behind it is of a worker that is not registered any more, and was asked already.
     assert [m.frames[0] for m in out] == [b"REREGISTER"]
-    assert bench.broker.counters.bad_worker_messages == 1
-    assert bench.broker.dispatcher.workers == {}
+    assert bench.broker.state.counters.bad_worker_messages == 1
+    assert bench.broker.state.workers == {}
 
 
 def test_a_worker_of_another_version_is_refused_with_both_versions(bench: Bench) -> None:
@@ -229,7 +229,7 @@ def test_a_worker_of_another_version_is_refused_with_both_versions(bench: Bench)
     assert "version 2 is required" in messages[0]
     assert "version 7" in messages[1]
     assert "speaks version 1" in messages[1]
-    assert bench.broker.dispatcher.workers == {}
+    assert bench.broker.state.workers == {}
 
 
 def test_a_message_that_fails_does_not_take_those_of_other_workers_with_it(bench: Bench) -> None:
@@ -241,7 +241,7 @@ def test_a_message_that_fails_does_not_take_those_of_other_workers_with_it(bench
     message = pack([b"TOKEN", encode_token_header([header.address]), b"body"])
     out = bench.broker.on_workers([(peer_of("a"), message)] * 2, bench.now)
     assert [m.frames[1] for m in out] == [b"body"]
-    assert bench.broker.counters.internal_errors == 1
+    assert bench.broker.state.counters.internal_errors == 1
 
 
 def test_a_request_that_cannot_be_forgotten_does_not_keep_those_that_ended_with_it(
@@ -256,8 +256,8 @@ def test_a_request_that_cannot_be_forgotten_does_not_keep_those_that_ended_with_
     head = encode_token_header([headers[0].address], [header.request for header in headers])
     end = [Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop") for stream in (1, 2)]
     bench.broker.on_worker(peer_of("a"), [b"TOKEN", head, encode_body(end, "json")], bench.now)
-    assert headers[1].request not in dispatcher.requests
-    assert bench.broker.counters.internal_errors == 1
+    assert headers[1].request not in bench.broker.state.requests
+    assert bench.broker.state.counters.internal_errors == 1
 
 
 @pytest.mark.parametrize("kind", [b"ERROR", b"MSG", b"START", b"BUFFER"])
@@ -274,7 +274,7 @@ def test_a_malformed_message_about_a_stream_ends_it_with_an_error(
     [(sent, error)] = bench.to_client("c")
     assert (sent, error["code"], error["stream_id"]) == ("ERROR", "internal", 1)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    assert bench.broker.counters.bad_worker_messages == 1
+    assert bench.broker.state.counters.bad_worker_messages == 1
 
 
 def test_a_malformed_message_does_not_end_the_streams_of_another_worker(bench: Bench) -> None:
@@ -295,8 +295,8 @@ def test_a_connection_that_closes_while_the_broker_fails_is_forgotten(bench: Ben
     dispatcher = bench.broker.dispatcher
     dispatcher.abandon = fail_once(dispatcher.abandon)  # type: ignore[method-assign]
     bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
-    assert len(bench.broker.session_table) == 0
-    assert bench.broker.counters.internal_errors == 1
+    assert len(bench.broker.state.sessions) == 0
+    assert bench.broker.state.counters.internal_errors == 1
 
 
 def test_a_dropped_body_that_cannot_be_decoded_ends_the_streams_of_its_client(

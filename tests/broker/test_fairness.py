@@ -37,7 +37,7 @@ def served(bench: Bench, count: int) -> list[int]:
     """The streams that the worker gets next, as each one ends."""
     found = []
     for _ in range(count):
-        [worker] = bench.broker.dispatcher.workers.values()
+        [worker] = bench.broker.state.workers.values()
         [running] = worker.requests.values()
         found.append(running.stream_id)
         entry = Token(token=1, stream_id=running.stream_id, logprob=0.0, finish_reason="stop")
@@ -68,7 +68,7 @@ def test_keys_take_turns_however_many_sessions_they_have() -> None:
         ask(bench, f"ann {number}", 10 + number, ANN)
     for stream in (20, 21):
         ask(bench, "ben", stream, BEN)
-    [queue] = bench.broker.dispatcher.queues.values()
+    [queue] = bench.broker.state.queues.values()
     places = [request.stream_id for request, _ in queue.places()]
     assert places == [10, 20, 11, 21, 12, 13]
     assert served(bench, 7) == [1, *places]
@@ -80,7 +80,7 @@ def test_a_key_without_a_stream_at_a_worker_waits_for_no_other_key() -> None:
     bench.worker("big", capacity=16)
     for stream in range(20):
         ask(bench, "ann", stream, ANN)
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     assert len(worker.requests) == 16
     assert ask(bench, "ben", 100, BEN) == ""
     assert [r.stream_id for r in worker.requests.values()][16:] == [100]
@@ -95,7 +95,7 @@ def test_a_queued_request_gets_a_place_although_others_go_above_the_capacity() -
     bench.worker("w", capacity=16)
     for stream in range(20):
         ask(bench, f"client {stream}", stream)
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     assert len(worker.requests) == 18
     ended: set[int] = set()
     for _ in range(40):
@@ -115,7 +115,7 @@ def test_places_beyond_the_capacity_are_bounded_and_for_no_lower_priority() -> N
     for stream in range(16):
         ask(bench, "c", stream)
     ask(bench, "c", 16, priority=3)
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     ask(bench, "d", 1)
     assert len(worker.requests) == 16
     for client in "efg":
@@ -144,7 +144,7 @@ def test_a_key_leaves_sessions_to_others() -> None:
     bench = keyed(max_sessions=8)
     for number in range(6):
         ask(bench, f"ann {number}", 1, ANN)
-    assert len(bench.broker.session_table.of_key(ANN)) == 4
+    assert len(bench.broker.state.sessions.of_key(ANN)) == 4
     assert ask(bench, "ann 7", 1, ANN) == "client_limit"
     assert ask(bench, "ben", 1, BEN) == ""
 
@@ -154,5 +154,5 @@ def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
     [(_, welcome)] = bench.client("ben", "HELLO", {}, BEN)
     for number in range(20):
         bench.client(f"ann {number}", "HELLO", {}, ANN)
-    assert len(bench.broker.session_table.of_key(ANN)) <= 4
-    assert welcome["session"] in bench.broker.session_table.by_token
+    assert len(bench.broker.state.sessions.of_key(ANN)) <= 4
+    assert welcome["session"] in bench.broker.state.sessions.by_token

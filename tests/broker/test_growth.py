@@ -9,7 +9,7 @@ import pytest
 from tokenbus.broker.pools import Pool, Pools
 from tokenbus.broker.sessions import MAX_ENDED
 from tokenbus.broker.sweep import Sweep
-from tokenbus.broker.tables import Worker, WorkerState
+from tokenbus.broker.worker import Worker, WorkerState
 from tokenbus.protocol.messages import ModelInfo, Token
 
 from ..worlds.broker import Bench, generate
@@ -123,7 +123,7 @@ def test_the_pools_choose_as_a_look_at_every_worker_would(seed: int) -> None:
 def test_names_that_fit_a_pattern_share_a_pool() -> None:
     bench = Bench()
     bench.worker("a", capacity=9, patterns=["*"])
-    pools = bench.broker.dispatcher.pools
+    pools = bench.broker.state.pools
     assert pools.serving("gpu", "one") is pools.serving("gpu", "another")
 
 
@@ -146,7 +146,7 @@ def test_a_session_of_many_streams_ends_in_several_ticks_one_right_after_the_oth
     check(bench.broker)
     left = [2 * MAX_ENDED + 1 - MAX_ENDED, 1, 0]
     for number in left:
-        live = [r for r in bench.broker.dispatcher.requests.values() if r.open]
+        live = [r for r in bench.broker.state.requests.values() if r.open]
         assert len(live) == number
         bench.now += 0.01
         bench.broker.tick(bench.now)

@@ -73,7 +73,7 @@ class Climber:
 
 def admitted(broker: KeyedBroker, key: OwnKey) -> OwnKey:
     """The key, once the broker lets it connect."""
-    ring = broker.server.core.keyring
+    ring = broker.server.core.state.keyring
     role: Role = "worker" if key.role == "worker" else "client"
     until(lambda: ring.admits(role, key.public), 300.0, "the broker knows the key")
     return key
@@ -167,7 +167,9 @@ def test_a_revoked_key_is_refused(broker: KeyedBroker) -> None:
     with broker.client(key) as client:
         client.status()
     broker.keys.revoke("past")
-    until(lambda: not broker.server.core.keyring.admits("client", key.public), 300.0, "revoked")
+    until(
+        lambda: not broker.server.core.state.keyring.admits("client", key.public), 300.0, "revoked"
+    )
     assert key.public in refusal(broker.client(key))
 
 
@@ -186,7 +188,7 @@ def test_a_key_of_a_client_cannot_register_a_worker(broker: KeyedBroker) -> None
         dealer.close()
         assert what in climber.refusals[0].message
         assert climber.received == []
-    assert "climber" not in [w.name for w in broker.server.core.dispatcher.workers.values()]
+    assert "climber" not in [w.name for w in broker.server.core.state.workers.values()]
 
 
 def test_a_key_of_a_worker_cannot_be_a_clients(broker: KeyedBroker) -> None:
@@ -221,7 +223,7 @@ def test_a_revocation_ends_live_streams_with_one_error_each(broker: KeyedBroker)
 
 def test_a_revoked_worker_loses_its_lease_and_gets_no_other(broker: KeyedBroker) -> None:
     worker = broker.worker(admitted(broker, broker.new_key("w2", "worker")), "w2", ("own",))
-    workers = broker.server.core.dispatcher.workers
+    workers = broker.server.core.state.workers
     assert "w2" in [w.name for w in workers.values()]
     broker.keys.revoke("w2")
     beat = [b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack")]

@@ -73,7 +73,7 @@ class Worker:
     @property
     def given(self) -> set[int]:
         """The requests that the broker has assigned to the worker."""
-        workers = self.bench.broker.dispatcher.workers.values()
+        workers = self.bench.broker.state.workers.values()
         return {request for worker in workers for request in worker.requests}
 
 
@@ -122,7 +122,7 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
     worker.receive()
     assert worker.sent == ["REGISTER", "REGISTER"], "the update follows the lease"
     assert worker.given == set(worker.requests) != set()
-    assert len(bench.broker.dispatcher.workers) == 1
+    assert len(bench.broker.state.workers) == 1
 
 
 def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
@@ -144,7 +144,7 @@ def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
     assert not lease.registered
     assert lease.on_frames(second, bench.now) == (False, [])
     assert lease.registered
-    [worker_id] = bench.broker.dispatcher.workers
+    [worker_id] = bench.broker.state.workers
     assert lease.worker == worker_id
 
 

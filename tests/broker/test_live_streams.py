@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, NoReturn
 
 import pytest
-from tokenbus.broker.tables import Request
+from tokenbus.broker.request import Request
 from tokenbus.protocol.messages import Token
 
 from ..processes import Bus
@@ -135,8 +135,8 @@ def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
         def values(self) -> NoReturn:
             raise AssertionError("the requests of all clients were gone through")
 
-    dispatcher = bench.broker.dispatcher
-    monkeypatch.setattr(dispatcher, "requests", Unlisted(dispatcher.requests))
+    state = bench.broker.state
+    monkeypatch.setattr(state, "requests", Unlisted(state.requests))
     assert len(live(bench, "d", "key-d")) == 1
     assert len(live(bench, "g")) == 1
 

@@ -193,7 +193,7 @@ def test_a_stream_waits_for_a_worker_for_a_bounded_time() -> None:
     bench.pass_time(1.0)
     errors = {body["stream_id"]: body["code"] for _, body in bench.to_client("c")}
     assert errors == {1: "worker_lost", 2: "no_worker"}
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_a_stream_that_waits_ends_when_it_is_cancelled_or_its_time_is_up(bench: Bench) -> None:
@@ -208,7 +208,7 @@ def test_a_stream_that_waits_ends_when_it_is_cancelled_or_its_time_is_up(bench: 
     assert (end["stream_id"], end["finish_reason"]) == (2, "timeout")
     bench.worker("b", capacity=8)
     assert got(bench, "b") == []
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_a_broker_that_stops_waits_for_no_worker(bench: Bench) -> None:
@@ -325,7 +325,7 @@ def test_streams_beyond_the_bound_of_a_session_cannot_move_and_their_client_is_n
         ("not_movable", 1),
         ("not_movable", 2),
     ]
-    journal = next(iter(bench.broker.session_table)).journal
+    journal = next(iter(bench.broker.state.sessions)).journal
     assert journal.size <= 2000
     bench.worker("b", capacity=8)
     gone(bench, "a")
@@ -370,7 +370,7 @@ def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> N
     ]
     assert given_up
     assert "ann" not in given_up
-    sizes = [session.journal.size for session in bench.broker.session_table]
+    sizes = [session.journal.size for session in bench.broker.state.sessions]
     assert max(sizes) == sizes[0], "the session that is kept is the largest one"
 
 
@@ -396,7 +396,7 @@ def test_what_has_ended_is_not_kept(bench: Bench) -> None:
         bench.tokens("a", header, end, final=True)
         bench.pass_time(0.25)
         bench.sent.clear()
-    journal = next(iter(bench.broker.session_table)).journal
+    journal = next(iter(bench.broker.state.sessions)).journal
     assert journal.size > 100_000, "a stream that began before all of it may need it"
     end = Token(token=1, stream_id=99, logprob=0.0, finish_reason="stop")
     bench.tokens("a", long, end, final=True)
@@ -460,7 +460,7 @@ def test_of_several_suspects_only_the_one_that_kills_is_quarantined() -> None:
         worker = f"w{number + 1}"
         while True:
             here = [h for h, _ in got(bench, worker)]
-            streams = {r.id: r.stream_id for r in bench.broker.dispatcher.requests.values()}
+            streams = {r.id: r.stream_id for r in bench.broker.state.requests.values()}
             for kind, body in bench.to_client("c"):
                 if kind == "ERROR":
                     errors[body["stream_id"]] = body["code"]
@@ -478,7 +478,7 @@ def test_of_several_suspects_only_the_one_that_kills_is_quarantined() -> None:
     # The others go on, one by one or together.
     for _ in range(20):
         for header, _ in got(bench, worker):
-            stream = bench.broker.dispatcher.requests[header.request].stream_id
+            stream = bench.broker.state.requests[header.request].stream_id
             done.add(stream)
             bench.tokens(worker, header, entry(4, 0, stream))
         bench.pass_time(0.5)
@@ -542,11 +542,11 @@ def test_a_broker_that_was_stopped_expires_no_lease_for_the_time_that_it_missed(
     bench.pass_time(1.0)
     bench.now += 20.0
     bench.pass_time(1.0)
-    assert len(bench.broker.dispatcher.workers) == 1
-    assert len(bench.broker.session_table) == 1
+    assert len(bench.broker.state.workers) == 1
+    assert len(bench.broker.state.sessions) == 1
     # After that, time counts as ever.
     bench.pass_time(5.0)
-    assert len(bench.broker.dispatcher.workers) == 0
+    assert len(bench.broker.state.workers) == 0
 
 
 def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None:
@@ -556,7 +556,7 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
     begun(bench, "a", 1)
     bench.worker("b")
     bench.pass_time(20.0)
-    assert not bench.broker.dispatcher.workers
+    assert not bench.broker.state.workers
     assert "ERROR" not in [kind for kind, _ in bench.to_client("c")]
     bench.worker("d")
     assert [kind for kind, _ in bench.to_worker("d")] == ["GENERATE"]
@@ -569,7 +569,7 @@ def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request(
     bench.worker("a", process=1)
     begun(bench, "a", 1)
     bench.pass_time(6.0)
-    assert not bench.broker.dispatcher.workers
+    assert not bench.broker.state.workers
     bench.worker("b", process=2)
     assert [kind for kind, _ in bench.to_worker("b")] == ["GENERATE"]
     bench.worker("a", process=1)
@@ -591,7 +591,7 @@ def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> N
     bench = Bench(max_journal_bytes=300)
     bench.worker("a")
     header = begun(bench, "a", 1)
-    [session] = bench.broker.session_table
+    [session] = bench.broker.state.sessions
     for pos in range(200):
         bench.tokens("a", header, entry(5, pos))
         bench.pass_time(0.25)
@@ -599,17 +599,17 @@ def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> N
     assert "not_movable" in [
         body.get("event") for kind, body in bench.to_client("c") if kind == "SYSTEM"
     ]
-    recent = bench.broker.session_table.recent
+    recent = bench.broker.state.recent
     assert (session.journal.size, recent.size) == (0, 0)
-    assert bench.broker.counters.internal_errors == 0
+    assert bench.broker.state.counters.internal_errors == 0
 
 
 def test_what_comes_for_a_session_without_streams_is_not_kept(bench: Bench) -> None:
     bench.worker("a")
     header = begun(bench, "a", 1)
-    [session] = bench.broker.session_table
+    [session] = bench.broker.state.sessions
     bench.tokens("a", header, entry(5, 0), final=True)
     bench.tokens("a", header, entry(5, 1))
     bench.pass_time(0.25)
-    recent = bench.broker.session_table.recent
+    recent = bench.broker.state.recent
     assert (session.journal.size, recent.size) == (0, 0)

@@ -55,7 +55,7 @@ def seconds(bench: Bench, number: int, *peers: str) -> list[Outgoing]:
 
 
 def holder(bench: Bench) -> str:
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     return worker.peer.decode()[1:]
 
 
@@ -71,7 +71,7 @@ def test_two_living_processes_of_one_name_do_not_evict_each_other(bench: Bench) 
     assert "process 1 on h" in error["message"]
     # The stream of the first has gone on there.
     assert holder(bench) == "a"
-    assert bench.broker.dispatcher.moves.moved == 0
+    assert bench.broker.state.counters.requests_moved == 0
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("a", header, end, final=True)
     assert [k for k, _ in bench.to_client("c")] == ["TOKEN"]
@@ -104,7 +104,7 @@ def test_a_contender_that_is_gone_gets_no_name(bench: Bench) -> None:
     register(bench, "b", 2)
     bench.broker.on_gone(Side.BACK, peer_of("b"), bench.now)
     bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
-    assert bench.broker.dispatcher.workers == {}
+    assert bench.broker.state.workers == {}
 
 
 def test_the_same_process_on_a_new_connection_keeps_its_name_at_once(bench: Bench) -> None:

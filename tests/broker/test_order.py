@@ -68,12 +68,12 @@ def test_a_request_that_finds_thousands_of_workers_gone_at_once_ends_up_waiting(
             )  # fmt: skip
             peer = b"\0%04d" % number
             core.on_worker(peer, [b"REGISTER", encode_header(), encode_body(body, "msgpack")], now)
-        assert len(core.dispatcher.workers) == GONE
+        assert len(core.state.workers) == GONE
         asked = msgspec.json.encode(generate(1))
         server._post(core.on_client(b"\0client", [b"GENERATE", asked], now))
-        assert core.dispatcher.workers == {}
-        assert core.counters.internal_errors == 0
-        [request] = core.dispatcher.requests.values()
+        assert core.state.workers == {}
+        assert core.state.counters.internal_errors == 0
+        [request] = core.state.requests.values()
         assert request.worker is None
         assert not server._to_back.waiting
     finally:

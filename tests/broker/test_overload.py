@@ -65,7 +65,7 @@ def test_a_client_that_ends_its_streams_may_wait_again() -> None:
     bench = Bench(max_queued=16)
     bench.worker("a", capacity=1)
     assert fill(bench, "c", 9)[:1] == ["client_limit"]
-    session = next(iter(bench.broker.session_table))
+    session = next(iter(bench.broker.state.sessions))
     assert session.queued == 7
     for stream in range(2, 9):
         bench.client("c", "CANCEL", {"stream_id": stream})
@@ -78,11 +78,11 @@ def test_a_full_queue_has_room_for_what_is_more_urgent() -> None:
     bench.worker("a", capacity=1)
     for number in range(30):
         fill(bench, f"c{number}", 1)
-    assert bench.broker.dispatcher.queued == 14
+    assert bench.broker.state.num_queued == 14
     assert fill(bench, "low", 1, priority=-1) == ["queue_full"]
     assert fill(bench, "urgent", 1, priority=1) == []
     assert started(bench, "a") == [1]
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     [running] = worker.requests.values()
     bench.client("c0", "CANCEL", {"stream_id": running.stream_id})
     end(bench, "a", running.stream_id) if running.id in worker.requests else None
@@ -125,7 +125,7 @@ def test_users_of_one_session_take_turns() -> None:
     fill(bench, "gateway", 3, first=10, by="ann")
     fill(bench, "gateway", 2, first=20, by="bob")
     fill(bench, "gateway", 1, first=30, by="cyd")
-    [queue] = bench.broker.dispatcher.queues.values()
+    [queue] = bench.broker.state.queues.values()
     places = [r.stream_id for r, _ in queue.places()]
     assert places == [10, 20, 30, 11, 21, 12]
     assert serve(bench, "a", 7.0, 1.0) == [1, *places]
@@ -199,7 +199,7 @@ def test_a_request_whose_time_is_over_when_its_turn_comes_is_not_computed() -> N
     assert started(bench, "a") == [1, 3]
     [entry] = [e for kind, body in bench.to_client("c") if kind == "TOKEN" for e in body][-1:]
     assert (entry["stream_id"], entry["finish_reason"]) in [(2, "timeout"), (1, "stop")]
-    assert bench.broker.dispatcher.queued == 0
+    assert bench.broker.state.num_queued == 0
 
 
 def test_a_request_that_would_spend_its_time_waiting_is_refused_at_once() -> None:
@@ -225,7 +225,7 @@ def test_at_ten_times_the_load_what_is_served_is_served_in_time() -> None:
         bench.now += 0.1
         fill(bench, f"c{step % 7}", 1, first=step, timeout_s=10.0)
         if step % 10 == 9:
-            [worker] = bench.broker.dispatcher.workers.values()
+            [worker] = bench.broker.state.workers.values()
             for request in list(worker.requests.values()):
                 if request.deadline is not None and request.deadline > bench.now:
                     ended += 1
@@ -233,4 +233,4 @@ def test_at_ten_times_the_load_what_is_served_is_served_in_time() -> None:
         bench.broker.tick(bench.now)
         bench.sent.clear()
     assert ended >= 58
-    assert bench.broker.dispatcher.queued <= 12
+    assert bench.broker.state.num_queued <= 12

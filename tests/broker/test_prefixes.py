@@ -40,7 +40,7 @@ def _send(bench: Bench, stream: int, prompt: list[int] | str, **fields: Any) -> 
     frames[1] = msgspec.json.encode(body)
     bench.sent += bench.broker.on_client(peer_of("c"), frames, bench.now)
     check(bench.broker)
-    session = bench.broker.session_table.by_peer[peer_of("c")]
+    session = bench.broker.state.sessions.by_peer[peer_of("c")]
     worker = session.streams[stream].worker
     return worker.name if worker is not None else ""
 
@@ -57,7 +57,7 @@ def _report(
 
 
 def _finish(bench: Bench, stream: int) -> None:
-    session = bench.broker.session_table.by_peer[peer_of("c")]
+    session = bench.broker.state.sessions.by_peer[peer_of("c")]
     request = session.streams[stream]
     assert request.worker is not None
     end = Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop", live=0)
@@ -132,14 +132,14 @@ def test_a_stream_that_moves_goes_where_its_prompt_is(bench: Bench) -> None:
         peer_of(first), [b"UNREGISTER", encode_header(), encode_body({}, "msgpack")], bench.now
     )
     check(bench.broker)
-    session = bench.broker.session_table.by_peer[peer_of("c")]
+    session = bench.broker.state.sessions.by_peer[peer_of("c")]
     worker = session.streams[1].worker
     assert worker is not None
     assert worker.name == others[1]
 
 
 def test_nothing_is_left_of_a_worker_that_is_lost(bench: Bench) -> None:
-    prefixes = bench.broker.dispatcher.prefixes
+    prefixes = bench.broker.prefixes
     for name in ("a", "b"):
         _report(bench, name, LONG)
     _send(bench, 1, OTHER)
@@ -152,7 +152,7 @@ def test_nothing_is_left_of_a_worker_that_is_lost(bench: Bench) -> None:
 
 
 def test_what_is_expected_of_a_worker_is_bounded(bench: Bench) -> None:
-    prefixes = bench.broker.dispatcher.prefixes
+    prefixes = bench.broker.prefixes
     for stream in range(2 * MAX_EXPECTED // 100 + 2):
         _send(bench, stream, [stream] * (100 * PAGE_TOKENS))
         _finish(bench, stream)
@@ -164,11 +164,11 @@ def test_without_the_setting_the_least_loaded_worker_gets_it() -> None:
     for name in ("a", "b"):
         bench.worker(name, capacity=100)
     assert _send(bench, 1, LONG) != _send(bench, 2, LONG)
-    assert bench.broker.dispatcher.prefixes.size == 0
+    assert bench.broker.prefixes.size == 0
 
 
 def test_a_report_without_its_attachments_is_dropped(bench: Bench) -> None:
     frames = [b"PAGES", encode_header(), encode_body(Pages(), "msgpack")]
     bench.broker.on_worker(peer_of("a"), frames, bench.now)
-    assert bench.broker.counters.bad_worker_messages == 1
+    assert bench.broker.state.counters.bad_worker_messages == 1
     check(bench.broker)

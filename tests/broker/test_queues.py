@@ -30,7 +30,7 @@ def started(bench: Bench, worker: str) -> list[int]:
 def end(bench: Bench, worker: str, stream: int) -> None:
     """The worker ends a stream of the client ``c``."""
     [request] = [
-        r for r in bench.broker.dispatcher.requests.values() if r.stream_id == stream and r.worker
+        r for r in bench.broker.state.requests.values() if r.stream_id == stream and r.worker
     ]
     entry = Token(token=1, stream_id=stream, logprob=0.0, finish_reason="stop")
     bench.tokens(worker, Header(request.id, request.session.id), entry, final=True)
@@ -92,7 +92,7 @@ def test_models_that_share_a_worker_take_turns(bench: Bench) -> None:
         bench.client("c", "GENERATE", generate(stream, model="y"))
     bench.client("c", "GENERATE", generate(7, model="y", priority=1))
     order = started(bench, "a")
-    while bench.broker.dispatcher.requests:
+    while bench.broker.state.requests:
         end(bench, "a", order[-1])
         order += started(bench, "a")
     assert order == [1, 7, 2, 5, 3, 6, 4]
@@ -112,7 +112,7 @@ def test_waiting_requests_are_bounded_in_bytes() -> None:
 
 def test_deadlines_go_with_their_requests(bench: Bench) -> None:
     bench.worker("a")
-    deadlines = bench.broker.dispatcher.deadlines
+    deadlines = bench.broker.state.deadlines
     bench.client("c", "GENERATE", generate(0, timeout_s=2.0))
     for stream in range(1, 2000):
         bench.client("c", "GENERATE", generate(stream, timeout_s=3600.0))
@@ -156,7 +156,7 @@ def test_a_worker_that_does_not_act_on_a_cancel_does_not_keep_the_client_waiting
     bench.pass_time(4.0)
     assert finish_reasons(bench) == {1: "timeout", 2: "cancelled"}
     # They count towards the worker's load until it reports their ends.
-    [worker] = bench.broker.dispatcher.workers.values()
+    [worker] = bench.broker.state.workers.values()
     assert len(worker.requests) == 3
 
 

@@ -76,7 +76,7 @@ def test_it_is_refused_when_no_worker_is_awaited_any_more(bench: Bench) -> None:
     bench.pass_time(1.0)
     assert errors(bench.to_client("c")) == {1: "no_worker"}
     assert errors(bench.client("c", "GENERATE", generate(2))) == {2: "no_worker"}
-    assert bench.broker.dispatcher.requests == {}
+    assert bench.broker.state.requests == {}
 
 
 def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may_be_silent() -> (

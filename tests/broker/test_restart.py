@@ -137,7 +137,7 @@ def test_what_nobody_attaches_to_ends_with_the_time_for_it() -> None:
     assert gpu.running == {}
     assert world.broker is not None
     assert world.broker.drained
-    assert len(world.broker.session_table) == 0
+    assert len(world.broker.state.sessions) == 0
 
 
 def test_a_cancelled_stream_is_not_adopted() -> None:
@@ -166,7 +166,7 @@ def test_a_session_is_not_given_to_another_key() -> None:
     [call] = client.tokens
     assert client.tokens[call] == expected(3)
     assert world.broker is not None
-    [adopted] = world.broker.dispatcher.requests.values()
+    [adopted] = world.broker.state.requests.values()
     assert adopted.session.token == ""
 
 
@@ -363,7 +363,7 @@ def test_the_end_of_an_attempt_that_was_replaced_ends_nothing() -> None:
     gpu.step()
     world.run(gpu)
     assert world.broker is not None
-    assert len(world.broker.dispatcher.requests) == 1
+    assert len(world.broker.state.requests) == 1
     gpu.catch_up()
     world.pass_time(4.0)
     steps(world, gpu, 1)
@@ -417,7 +417,7 @@ def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> Non
     assert client.ends == {call: None}
     assert client.said.count("GENERATE") == 1
     assert world.broker is not None
-    [worker] = world.broker.dispatcher.workers.values()
+    [worker] = world.broker.state.workers.values()
     assert not worker.revoked
     assert not worker.withdrawn
 
@@ -443,7 +443,7 @@ def test_a_broker_that_was_stopped_does_not_count_the_time_against_a_revocation(
     [call] = client.tokens
     sent_twice(world, gpu, True)
     assert world.broker is not None
-    lost = world.broker.counters.workers_lost
+    lost = world.broker.state.counters.workers_lost
     world.now += 6.0
     world.pass_time(1.0)
     gpu.catch_up()
@@ -451,7 +451,7 @@ def test_a_broker_that_was_stopped_does_not_count_the_time_against_a_revocation(
     steps(world, gpu, 5)
     assert client.tokens[call] == expected()
     assert client.ends == {call: None}
-    assert world.broker.counters.workers_lost == lost
+    assert world.broker.state.counters.workers_lost == lost
 
 
 def test_variables_stay_until_the_time_for_adoption_is_over() -> None:

@@ -398,7 +398,7 @@ def test_one_connection_has_one_claim_at_the_workers_at_a_time(bench: Bench) -> 
     for worker in ("a", "b"):
         bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[-1])))
     assert bench.to_worker("a") == []
-    assert not bench.broker._adoption._claims.sessions
+    assert not bench.broker.adoption._claims.sessions
 
 
 def test_connections_take_turns_with_their_claims(
@@ -466,7 +466,7 @@ def test_what_waits_for_workers_to_report_is_bounded(
         answers += bench.client("c", "ATTACH", {"stream_id": stream, "received": 0})
         bench.client("c", "CANCEL", {"stream_id": 1000 + stream})
     assert {b["code"] for _, b in answers} == {"client_limit"}
-    part = bench.broker._adoption
+    part = bench.broker.adoption
     assert (len(answers), part._num_cancelled, part._attaches._num_held) == (90, 10, 10)
     bench.client("c", "BYE")
     bench.pass_time(1.0)

@@ -45,7 +45,7 @@ def broker() -> Iterator[KeyedBroker]:
 @pytest.fixture(scope="module")
 def keys(broker: KeyedBroker) -> tuple[OwnKey, OwnKey]:
     ann, ben = broker.new_key("ann"), broker.new_key("ben")
-    ring = broker.server.core.keyring
+    ring = broker.server.core.state.keyring
     until(lambda: ring.admits("client", ben.public), 300.0, "the broker knows both keys")
     return ann, ben
 
@@ -83,7 +83,7 @@ def test_a_stream_of_another_tenant_cannot_be_attached_or_cancelled(
 ) -> None:
     ann.ask(b"HELLO", {}, b"WELCOME")
     ann.socket.send_multipart([b"GENERATE", b'{"stream_id": 8, "model": "m", "prompt": [1]}'])
-    requests = broker.server.core.dispatcher.requests
+    requests = broker.server.core.state.requests
     until(lambda: any(r.stream_id == 8 for r in list(requests.values())), 300.0, "it is live")
     [request] = [r for r in list(requests.values()) if r.stream_id == 8]
     assert ben.refused(b"ATTACH", {"stream_id": 8, "received": 0}) == "unknown_stream"

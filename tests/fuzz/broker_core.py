@@ -58,9 +58,9 @@ class Play:
         for _ in range(100):
             self.now += 2.0
             self._out(self.broker.tick(self.now))
-            table = self.broker.session_table
+            table = self.broker.state.sessions
             sessions = any(session.streams or session.ends.by_stream for session in table)
-            if not self.broker.dispatcher.requests and not sessions:
+            if not self.broker.state.requests and not sessions:
                 break
         check(self.broker)
         check_empty(self.broker)
@@ -190,16 +190,16 @@ class Play:
         self.sent = (self.sent + messages)[-50:]
 
     def _token(self) -> str:
-        return self.draws.pick([*self.broker.session_table.by_token, "none"][:200])
+        return self.draws.pick([*self.broker.state.sessions.by_token, "none"][:200])
 
     def _session(self) -> int:
-        return self.draws.pick([*self.broker.session_table.by_id, 3][:200])
+        return self.draws.pick([*self.broker.state.sessions.by_id, 3][:200])
 
     def _request(self) -> int:
-        return self.draws.pick([*self.broker.dispatcher.requests, 0, 5][:200])
+        return self.draws.pick([*self.broker.state.requests, 0, 5][:200])
 
     def _worker(self) -> int:
-        return self.draws.pick([*self.broker.dispatcher.workers, 7][:200])
+        return self.draws.pick([*self.broker.state.workers, 7][:200])
 
 
 EVENTS: list[Callable[[Play], None]] = [

@@ -52,7 +52,7 @@ def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
     bench.worker("a")
     register = {"role": "gpu", "version": 1, "pid": 1, "host": "h", "capacity": 2}
     bench.send("a", "REGISTER", {"name": "another", **register})
-    assert [worker.name for worker in bench.broker.dispatcher.workers.values()] == ["another"]
+    assert [worker.name for worker in bench.broker.state.workers.values()] == ["another"]
 
 
 def test_a_worker_starts_no_controller_of_a_request_that_names_none() -> None:
@@ -65,4 +65,4 @@ def test_a_worker_starts_no_controller_of_a_request_that_names_none() -> None:
     bench.client("c", "BYE")
     bench.tokens("a", header, final=True)
     bench.worker("steers", role="controller", patterns=["*"])
-    assert not any(worker.steers for worker in bench.broker.dispatcher.workers.values())
+    assert not any(worker.steers for worker in bench.broker.state.workers.values())

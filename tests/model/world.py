@@ -119,5 +119,5 @@ class World:
         assert broker is not None
         ended = all(reader.over or reader.cancelled for reader in self.readers())
         idle = all(worker.idle for worker in self.workers)
-        kept = any(session.ends.by_stream for session in broker.session_table)
-        return ended and idle and not broker.dispatcher.requests and not kept
+        kept = any(session.ends.by_stream for session in broker.state.sessions)
+        return ended and idle and not broker.state.requests and not kept

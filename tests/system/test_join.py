@@ -29,7 +29,7 @@ def test_workers_join_the_broker_of_another_machine() -> None:
         arguments = ["up", "--join", at, "--key", str(broker.path / "box2.key")]
         joined = Foreground(folder, *arguments, "--gpu-workers", "0")
         try:
-            workers = broker.server.core.dispatcher.workers
+            workers = broker.server.core.state.workers
 
             def registered() -> bool:
                 assert joined.process.poll() is None, joined.output

@@ -42,7 +42,7 @@ def tenants(
                 arguments += ["--tenant", str(broker.path / f"{name}.key")]
             assert main(arguments) == 0
             found[name] = capsys.readouterr().out.strip(), own.public
-        ring = broker.server.core.keyring
+        ring = broker.server.core.state.keyring
         until(lambda: all(ring.admits("client", k) for _, k in found.values()), 300.0, "all keys")
         worker = Worker(broker.back, OwnKey.read(broker.keys.own("worker")))
         worker.send(registration("c", ("*",), "controller"))

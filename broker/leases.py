@@ -1,0 +1,319 @@
+"""The leases of workers: registration, heartbeats, expiry, and the loss of a worker."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from ..protocol.bodies import decode_as, encode_body, error_body
+from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.header import decode_header, encode_header
+from ..protocol.messages import PROTOCOL_VERSION
+from ..protocol.worker_messages import Heartbeat, Register, Reregister, Unregister
+from .adoption import Adoption
+from .contested_names import ContestedNames, process_of, taken
+from .dispatch import Dispatcher
+from .drains import Drains
+from .losses import log_end
+from .outgoing import Outgoing, Side
+from .quarantine import TRIAL_S
+from .quotas import Quotas
+from .revocations import overdue, registered
+from .state import BrokerState
+from .sweep import Sweep
+from .worker import Loss, Worker, WorkerState
+
+log = logging.getLogger(__name__)
+
+_BACK = Side.BACK
+_BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
+LEASES_AT_ONCE = 1_000
+"""Workers whose leases one tick checks."""
+BEATS_AT_ONCE = 1_000
+"""Workers to which one tick sends a heartbeat."""
+
+
+class Leases:
+    """The workers by connection and by name, as long as they have a lease."""
+
+    def __init__(
+        self,
+        state: BrokerState,
+        dispatcher: Dispatcher,
+        adoption: Adoption,
+        drains: Drains,
+        quotas: Quotas,
+    ) -> None:
+        self._state = state
+        self._settings = state.settings
+        self._out = state.out
+        self._dispatcher = dispatcher
+        self._adoption = adoption
+        self._drains = drains
+        self._quotas = quotas
+        self.by_peer: dict[bytes, Worker] = {}
+        self._by_name: dict[str, Worker] = {}
+        self._leases = Sweep(self.by_peer, LEASES_AT_ONCE)
+        self._unbeaten: deque[Worker] = deque()
+        """Workers to which the broker's heartbeat is still to be sent."""
+        self._beat_again = False
+        """Whether another round of heartbeats starts as soon as this one is complete."""
+        self._walked = float("inf")
+        self._silent_since = float("inf")
+        """When the longest silent worker sent its last message: ``_silent_since`` as of the last
+        complete walk over the workers, ``_walked`` so far in the current walk."""
+        self._asked: dict[bytes, float] = {}
+        """By connection without a worker: when the broker last asked the peer to register. The
+        broker asks at most once in ``heartbeat_s``, because each registration begins a new
+        lease."""
+        self._lost: dict[str, tuple[int, float]] = {}
+        """By name of a worker that was silent or whose connection closed: the number of its
+        process, which may still run, and the time of the loss."""
+        self._names = ContestedNames(state.settings.expiry_s)
+        self._stopped_until = float("-inf")
+        """If this process was stopped, connections that close before this time do not show that
+        their workers died."""
+        self._last_beat = float("-inf")
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def on_gone(self, peer: bytes, now: float, unsent: Sequence[bytes] = ()) -> None:
+        """Handles the end of a worker's connection: its lease ends. ``unsent`` is the message that
+        could not be sent."""
+        worker = self.by_peer.get(peer)
+        if worker is None:
+            self._names.on_gone(peer)
+            return
+        if unsent:
+            request = worker.requests.get(decode_header(unsent[1]).request)
+            if request is not None and request.type == unsent[0]:
+                request.dispatched = None
+        self._lost[worker.name] = worker.process, now
+        self.lose(worker, Loss("its connection closed", died=now > self._stopped_until))
+
+    def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
+        """Handles a message of a worker whose key was revoked. The worker's lease ends and its
+        streams move; if it is not registered, its registration is refused."""
+        worker = self.by_peer.get(peer)
+        if worker is not None:
+            self.lose(worker, Loss("its key was revoked", died=False))
+            self.ask(peer, error.message, now)
+        elif now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
+            self._asked[peer] = now
+            self.refuse(peer, peer.hex(), error)
+
+    def renew(self, now: float) -> None:
+        """Renews all leases, because messages that the workers have sent meanwhile were not read
+        yet."""
+        self._stopped_until = now + 2 * self._settings.heartbeat_s
+        for worker in self.by_peer.values():
+            worker.last_seen = now
+            worker.renew_revocations(now)
+
+    def tick(self, now: float) -> None:
+        """Ends leases that were not renewed, and sends the broker's own heartbeat."""
+        silent_since = self._walked
+        for worker in self._leases.part():
+            if self.by_peer.get(worker.peer) is not worker:
+                continue
+            if now - worker.last_seen > self._settings.expiry_s:
+                why = f"no message for {now - worker.last_seen:.1f} s"
+                self._lost[worker.name] = worker.process, now
+                self.lose(worker, Loss(why, died=True))
+            elif why := overdue(self._state, worker):
+                self.lose(worker, Loss(why, died=True, returns=False))
+            elif worker.last_seen < silent_since:
+                silent_since = worker.last_seen
+        self._walked = silent_since
+        self._drains.hand_over()
+        if self._leases.begins:
+            self._silent_since, self._walked = silent_since, float("inf")
+        if now - self._last_beat >= self._settings.heartbeat_s:
+            self._last_beat = now
+            long_ago = now - self._settings.expiry_s
+            self._asked = {peer: at for peer, at in self._asked.items() if at > long_ago}
+            self._lost = {name: one for name, one in self._lost.items() if now - one[1] <= TRIAL_S}
+            self.beat()
+        elif self._unbeaten:
+            self._beat_some()
+
+    def beat(self) -> None:
+        """Sends the broker's heartbeat to every worker; with many workers, some receive it in later
+        ticks."""
+        self._beat_again = bool(self._unbeaten)
+        if not self._unbeaten:
+            self._unbeaten.extend(self.by_peer.values())
+        self._beat_some()
+
+    def _beat_some(self) -> None:
+        for _ in range(min(len(self._unbeaten), BEATS_AT_ONCE)):
+            worker = self._unbeaten.popleft()
+            self._out.append(Outgoing(_BACK, worker.peer, _BEAT, True))
+        if self._beat_again and not self._unbeaten:
+            self._beat_again = False
+            self._unbeaten.extend(self.by_peer.values())
+
+    @property
+    def behind(self) -> bool:
+        """Whether heartbeats are left for the next tick."""
+        return bool(self._unbeaten)
+
+    @property
+    def expires_at(self) -> float:
+        """When the first lease ends if no message renews it; a lower bound."""
+        return self._silent_since + self._settings.expiry_s
+
+    def ask(self, peer: bytes, reason: str, now: float) -> None:
+        """Asks a connection without a worker to register."""
+        if now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
+            self._asked[peer] = now
+            self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def on_heartbeat(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's HEARTBEAT."""
+        beat: Heartbeat = decode_as(Heartbeat, frames[2], "msgpack")
+        hung = self._state.is_hung(worker)
+        worker.step_age_s = beat.step_age_s
+        worker.stepped_at = worker.last_seen - (beat.step_age_s or 0.0)
+        worker.load, worker.metrics = beat.load, beat.metrics
+        if beat.elsewhere != worker.elsewhere:
+            self._dispatcher.count_elsewhere(worker, beat.elsewhere)
+        if beat.sandbox_ms:
+            self._quotas.on_sandbox(worker, beat.sandbox_ms, self._state.now)
+        if self._state.is_hung(worker):
+            if worker.requests:
+                why = f"its step has run for {beat.step_age_s:.0f} s"
+                self.lose(worker, Loss(why, died=True))
+        elif hung:
+            self._dispatcher.resume(worker)
+
+    def on_unregister(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles a worker's UNREGISTER."""
+        gone: Unregister = decode_as(Unregister, frames[2], "msgpack")
+        self.lose(worker, Loss(gone.reason or "it unregistered", died=False))
+
+    def on_register(self, peer: bytes, frames: list[bytes], now: float) -> None:
+        message: Register = decode_as(Register, frames[2], "msgpack")
+        if message.version != PROTOCOL_VERSION:
+            self._state.counters.bad_worker_messages += 1
+            error = RequestError(
+                Code.UNSUPPORTED_VERSION,
+                f"the worker {message.name} speaks version {message.version} of the protocol; this "
+                f"broker speaks version {PROTOCOL_VERSION}; run broker and workers of one release",
+            )
+            self.refuse(peer, message.name, error)
+            return
+        known = self.by_peer.get(peer)
+        if known is not None and message.update:
+            self._update(known, message)
+            self._out.to_worker(known, b"REGISTERED", registered(self._state, known))
+            return
+        if message.update:
+            # The worker's lease has ended without its knowledge. An update does not begin a lease:
+            # the worker registers again and reports its requests.
+            self.ask(peer, "this connection has no registered worker", now)
+            return
+        holder = self._by_name.get(message.name)
+        if holder is not None and holder.peer != peer and not self._gives_way(holder, message):
+            self._contend(holder, peer, frames, now)
+            return
+        for other in (known, holder):
+            if other is not None and self.by_peer.get(other.peer) is other:
+                why = "it registered again on a new connection"
+                self.lose(other, Loss(why, died=False, replaced=True))
+        worker = Worker(
+            id=next(self._state.ids),
+            peer=peer,
+            name=message.name,
+            role=message.role,
+            pid=message.pid,
+            host=message.host,
+            capacity=message.capacity,
+            models={m.name: m for m in message.models},
+            patterns=message.patterns,
+            default=message.default,
+            last_seen=now,
+            step_age_s=message.step_age_s,
+            process=process_of(message),
+            registration=message.registration,
+        )
+        self.by_peer[peer] = self._by_name[worker.name] = worker
+        process, _ = self._lost.pop(worker.name, (0, 0.0))
+        if process == worker.process:
+            self._dispatcher.worker_lives(worker.name)
+        self._asked.pop(peer, None)
+        log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
+        unknown, wanted = self._adoption.reported(worker, message)
+        answer = registered(self._state, worker, unknown, wanted)
+        self._out.to_worker(worker, b"REGISTERED", answer)
+        self._adoption.on_registered(worker)
+        self._dispatcher.add(worker)
+        self._drains.hand_over()
+
+    def _gives_way(self, holder: Worker, message: Register) -> bool:
+        """Whether a worker gives up its name to another connection that registers with it.
+
+        It does if the process is the same, if the worker drains, or if its step hangs and the other
+        process's step does not.
+        """
+        if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
+            return True
+        age_s = message.step_age_s or 0.0
+        return self._state.is_hung(holder) and age_s <= self._settings.hung_step_s
+
+    def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
+        """Handles another process that registers with the name of a worker. It receives the name if
+        that worker is lost, and is refused if that worker proves to be alive."""
+        contender = self._names.contend(holder.name, peer, frames, now)
+        if holder.last_seen <= contender.since:
+            # If the worker's connection has closed, this send fails, and its lease ends.
+            self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
+            return
+        error = taken(holder)
+        if not contender.refused:
+            contender.refused = True
+            log.warning("a worker was refused: %s", error)
+        self._out.to_worker(peer, b"ERROR", error_body(error))
+
+    def _update(self, worker: Worker, message: Register) -> None:
+        """Handles a change of a worker's models, which were loaded or unloaded."""
+        pools = self._state.pools
+        pools.remove(worker)
+        worker.models = {m.name: m for m in message.models}
+        worker.patterns = message.patterns
+        worker.default = message.default
+        worker.capacity = message.capacity
+        pools.add(worker)
+        self._dispatcher.rebalance()
+        self._drains.hand_over()
+
+    def refuse(self, peer: bytes, name: str, error: TokenbusError) -> None:
+        """Refuses a connection that cannot register here, with the reason."""
+        log.warning("the worker %s was refused: %s", name, error)
+        self._out.to_worker(peer, b"ERROR", error_body(error))
+
+    def lose_unread(self, worker: Worker, error: Exception) -> None:
+        """Handles a message of a worker that cannot be read. Any stream of this worker may now miss
+        tokens, so the worker counts as lost and all its streams move."""
+        why = f"one of its messages cannot be read: {error}"
+        self.lose(worker, Loss(why, died=True, returns=False))
+        self.ask(worker.peer, "a message of this worker cannot be read", self._state.now)
+
+    def lose(self, worker: Worker, loss: Loss) -> None:
+        self.by_peer.pop(worker.peer, None)
+        if self._by_name.get(worker.name) is worker:
+            del self._by_name[worker.name]
+        if worker.requests:
+            self._state.counters.workers_lost += 1
+        streams = [request for request in worker.requests.values() if request.open]
+        self._dispatcher.remove(worker, loss)
+        live, wait_s = self._state.requests, self._settings.move_wait_s
+        log_end(worker, loss, streams, live, wait_s)
+        self._adoption.on_lost(worker)
+        self._drains.on_lost(worker)
+        contender = None if loss.replaced else self._names.left(worker.name, self._state.now)
+        if contender is not None:
+            self.on_register(contender.peer, contender.frames, self._state.now)

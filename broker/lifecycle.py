@@ -1,0 +1,166 @@
+"""The life of a request: its states, the events that change them, and the tables that follow.
+
+``TRANSITIONS`` has every change that is allowed. Only ``transition`` changes the state of a
+request. It also keeps the tables in which a request is in each state, so that no other code can
+leave a request in two of them, or in none:
+
+- not yet ended for its client: the streams of its session;
+- ``QUEUED``: its queue; ``MOVING``: the requests that have lost their worker;
+- ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
+- all but ``NEW`` and ``GONE``: the requests of the broker.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .state import BrokerState
+    from .worker import Worker
+
+
+class RequestState(StrEnum):
+    """Where a request is."""
+
+    NEW = "new"
+    """Not accepted yet."""
+    QUEUED = "queued"
+    """It waits for its first worker."""
+    RUNNING = "running"
+    """A worker has it."""
+    MOVING = "moving"
+    """Its worker was lost. It waits for another one, with the entries that were routed."""
+    RETURNING = "returning"
+    """It was lost with the lease of a worker that has registered again, and whose JOURNAL has not
+    arrived yet."""
+    ENDED = "ended"
+    """It has ended for its client. Its worker still has it, and is to report the end."""
+    GONE = "gone"
+    """It is in no table."""
+
+
+class Event(StrEnum):
+    """Something that changes the state of a request."""
+
+    QUEUE = "queue"
+    """The request was accepted. If a worker has room, ``START`` follows at once."""
+    START = "start"
+    """The request is sent to a worker."""
+    ADOPT = "adopt"
+    """A worker has reported a request of another broker, or of an earlier run."""
+    REFUSE = "refuse"
+    """The worker has no room, as it also serves other brokers. It has not begun the request."""
+    LOSE = "lose"
+    """The worker is lost, or does not have the request any more."""
+    RETURN = "return"
+    """The process that had the request has registered again."""
+    REPORT = "report"
+    """The JOURNAL of that process has arrived."""
+    CLOSE = "close"
+    """The broker ends the request for its client, before the worker reports the end."""
+    END = "end"
+    """The last message of the request was routed, or the broker ends it, and no worker has it."""
+    WITHDRAW = "withdraw"
+    """The request continues at another broker, or a better copy of it was reported."""
+
+
+_NEW, _QUEUED, _RUNNING, _MOVING, _RETURNING, _ENDED, _GONE = RequestState
+
+TRANSITIONS: dict[RequestState, dict[Event, RequestState]] = {
+    _NEW: {
+        Event.QUEUE: _QUEUED,
+        Event.ADOPT: _RUNNING,
+    },
+    _QUEUED: {
+        Event.START: _RUNNING,
+        Event.END: _GONE,
+    },
+    _RUNNING: {
+        Event.REFUSE: _QUEUED,
+        Event.LOSE: _MOVING,
+        Event.CLOSE: _ENDED,
+        Event.END: _GONE,
+        Event.WITHDRAW: _GONE,
+    },
+    _MOVING: {
+        Event.START: _RUNNING,
+        Event.RETURN: _RETURNING,
+        Event.END: _GONE,
+        Event.WITHDRAW: _GONE,
+    },
+    _RETURNING: {
+        Event.REPORT: _RUNNING,
+        Event.LOSE: _MOVING,
+        Event.CLOSE: _ENDED,
+        Event.END: _GONE,
+        Event.WITHDRAW: _GONE,
+    },
+    _ENDED: {
+        Event.END: _GONE,
+        Event.WITHDRAW: _GONE,
+    },
+    _GONE: {},
+}
+
+OPEN = frozenset((_NEW, _QUEUED, _RUNNING, _MOVING, _RETURNING))
+"""The states in which the client waits for the request."""
+AT_WORKER = frozenset((_RUNNING, _RETURNING, _ENDED))
+"""The states in which a worker has the request."""
+TAKEN = frozenset((Event.START, Event.ADOPT, Event.RETURN))
+"""The events with which a worker gets the request."""
+
+
+class NoTransitionError(Exception):
+    """A defect of the broker: ``TRANSITIONS`` has no such change. It ends the request for its
+    client."""
+
+    def __init__(self, request: Request, event: Event) -> None:
+        super().__init__(f"request {request.id} is {request.state} and cannot {event}")
+        self.request = request
+
+
+def transition(
+    state: BrokerState, request: Request, event: Event, worker: Worker | None = None
+) -> None:
+    """Changes the state of a request, and moves it from the tables of its old state to those of the
+    new one. ``worker``: the worker that gets the request, with the events ``TAKEN``.
+
+    Raises NoTransitionError, before anything has changed.
+    """
+    before = request.state
+    after = TRANSITIONS[before].get(event)
+    if after is None:
+        raise NoTransitionError(request, event)
+    if before is _NEW:
+        state.requests[request.id] = request
+        request.session.streams[request.stream_id] = request
+    elif before is _QUEUED:
+        state.queues.remove(request)
+    elif before is _MOVING:
+        state.waiting.remove(request)
+    elif after not in AT_WORKER:
+        _leave_worker(state, request)
+    request.state = after
+    if after is _QUEUED:
+        state.queues.push(request)
+    elif after is _MOVING:
+        state.waiting.add(request)
+    elif event in TAKEN:
+        assert worker is not None
+        request.worker, request.dispatched = worker, state.now
+        worker.take(request)
+        state.pools.note(worker)
+    if before in OPEN and after not in OPEN:
+        del request.session.streams[request.stream_id]
+    if after is _GONE:
+        del state.requests[request.id]
+
+
+def _leave_worker(state: BrokerState, request: Request) -> None:
+    worker = request.worker
+    assert worker is not None
+    del worker.requests[request.id]
+    state.pools.note(worker)
+    request.worker = None

@@ -1,0 +1,232 @@
+"""A client's request: the fields that the broker reads, and its progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..protocol.messages import (
+    GroupName,
+    ModelInfo,
+    Name,
+    RequestId,
+    StreamId,
+    Timeout,
+    TraceParent,
+    UserName,
+    controller_of,
+)
+from .lifecycle import OPEN, RequestState
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .worker import Worker
+
+CancelReason = Literal["cancelled", "timeout"]
+
+ROLES = {
+    b"GENERATE": "gpu",
+    b"SCORE": "gpu",
+    b"MODEL_INFO": "gpu",
+    b"TOKENIZER": "gpu",
+    b"UPLOAD": "controller",
+    b"TAG": "controller",
+    b"TAGS": "controller",
+    b"DELETE": "controller",
+}
+"""Requests that a worker answers, and the role of that worker."""
+STREAMS = frozenset((b"GENERATE", b"SCORE"))
+"""Requests that are answered by TOKENs: they continue where they stopped."""
+REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
+"""Requests that are sent again from their beginning, because they can safely be repeated."""
+
+
+class RoutingFields(Struct, kw_only=True, gc=False):
+    """The fields of a request's body that the broker decodes, once; it reads no other field."""
+
+    stream_id: StreamId
+    model: str = ""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    buffers: tuple[Name, ...] = ()
+    timeout_s: Timeout | None = None
+    controller: str | None = None
+    heal_prompt: bool = False
+    by: UserName = ""
+    """The user of the request if its client serves several users, else ``""``."""
+    group: GroupName = ""
+    """The secret of the group of sessions that count as one in the turns of a queue; empty if the
+    session has no group."""
+    trace: TraceParent = ""
+    request_id: RequestId = ""
+
+    def steered_by(self, message_type: bytes) -> str:
+        """The name of the controller of a request; empty if the request has none."""
+        if message_type != b"GENERATE":
+            return ""
+        return controller_of(self.controller, self.heal_prompt)
+
+
+@dataclass(slots=True)
+class Interruption:
+    """How a request lost its worker, while it waits for another."""
+
+    left: str
+    """The worker that had the request."""
+    process: int
+    """The process of that worker if the stream may continue there after it registers again, else
+    0."""
+    why: str
+    at: float
+    """When that worker last sent a message."""
+    since: float
+    """When the worker was lost."""
+    sent: bytes
+    """The entries that were routed for the request, as a body of TOKEN in msgpack; may be empty."""
+
+
+@dataclass(slots=True)
+class Steering:
+    """The controller of a request, and the worker that runs it."""
+
+    name: str
+    worker: Worker | None = None
+    """The worker that runs the controller, or has a place reserved for it."""
+    awaited: bool = False
+    """Whether the request was accepted while no worker served its controller, because one might
+    still register."""
+    started: bool = False
+    """Whether the controller has begun: START went to the worker that runs it."""
+    served_as: str = ""
+    """The pattern of the worker that served the controller; ``""`` before the controller begins."""
+    adopted_at: float | None = None
+    """When the request was adopted, if an earlier run of the broker accepted it."""
+
+
+class Attachment(Enum):
+    """Whether the client of a stream receives its entries, or has to attach to it first."""
+
+    ATTACHED = "attached"
+    RESUMED = "resumed"
+    """The client has resumed the session on another connection, and has not attached yet."""
+    UNCLAIMED = "unclaimed"
+    """The stream was adopted, and its client has not attached yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from its arrival to the message that ends it."""
+
+    id: int
+    session: Session
+    type: bytes
+    fields: RoutingFields
+    frames: list[bytes]
+    """Body, attachments and buffers, as sent to the worker; empty if they are not stored, so that
+    the request cannot move."""
+    arrived: float
+    deadline: float | None = None
+    state: RequestState = RequestState.NEW
+    """Only ``lifecycle.py`` changes it."""
+    worker: Worker | None = None
+    """The worker that has the request. Only ``lifecycle.py`` changes it."""
+    dispatched: float | None = None
+    """When it went to its worker; None if it did not, because the worker's connection had
+    closed."""
+    steering: Steering | None = None
+    """Its controller, if it has one."""
+    attachment: Attachment = Attachment.ATTACHED
+    attaching: list[int] = field(default_factory=list)
+    """The ``received`` of each ATTACH that its worker has not answered."""
+    interruption: Interruption | None = None
+    """The loss of the request's worker; None unless the request waits for another worker."""
+    began_with: ModelInfo | None = None
+    """The model with which a moved request began, if it was loaded there."""
+    entries: int = 0
+    """Number of entries that were routed before the request went to its present worker."""
+    moves: int = 0
+    """How often it has continued at another worker, including earlier runs of the broker."""
+    deaths: int = 0
+    """Consecutive workers that died while they had no new token of the request."""
+    cancelled: CancelReason | None = None
+    """The reason of the CANCEL to the request's worker; None if no CANCEL was sent. After a CANCEL,
+    the broker itself ends the request at ``deadline``."""
+    error: str | None = None
+    """The message of the error with which the broker ended the request; None if the broker did not
+    end it."""
+
+    @property
+    def stream_id(self) -> int:
+        """The number that its client gave the request."""
+        return self.fields.stream_id
+
+    @property
+    def model(self) -> str:
+        """The model that its client named; ``""`` is the default model."""
+        return self.fields.model
+
+    @property
+    def priority(self) -> int:
+        """Requests with a higher priority leave a queue first."""
+        return self.fields.priority
+
+    @property
+    def trace(self) -> str:
+        """The trace to which the request belongs, or ``""``."""
+        return self.fields.trace
+
+    @property
+    def role(self) -> str:
+        """The role of the workers that answer requests of its type."""
+        return ROLES[self.type]
+
+    @property
+    def controller(self) -> str:
+        """The name of its controller, or ``""``."""
+        return self.steering.name if self.steering is not None else ""
+
+    @property
+    def steered(self) -> Steering:
+        """Its controller, for a request that has one."""
+        assert self.steering is not None
+        return self.steering
+
+    @property
+    def steered_by(self) -> Worker | None:
+        """The worker that runs its controller, or has a place reserved for it."""
+        return self.steering.worker if self.steering is not None else None
+
+    @property
+    def open(self) -> bool:
+        """Whether the client still waits for it; a closed request only waits for the worker's
+        end."""
+        return self.state in OPEN
+
+    @property
+    def movable(self) -> bool:
+        """Whether the request can continue at another worker, because the broker has the frames and
+        entries."""
+        return bool(self.frames)
+
+    @property
+    def awaits_attach(self) -> bool:
+        """Whether the client will attach to it. Such a client drops entries that precede the answer
+        to its ATTACH."""
+        return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
+
+    @property
+    def turn(self) -> int | str:
+        """The unit that takes turns in a queue: its group, or its session."""
+        return self.fields.group or self.session.id
+
+    @property
+    def queue(self) -> tuple[str, str]:
+        """The queue in which it waits for a worker: the role and the model."""
+        return self.role, self.fields.model
+
+    @property
+    def bytes(self) -> int:
+        """The size of its frames."""
+        return sum(map(len, self.frames))

@@ -1,0 +1,204 @@
+"""The sessions of clients, and the table that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..protocol.bodies import Encoding
+from ..protocol.header import Flag
+from ..protocol.pace import Pace
+from .journal import Journal
+from .kept_ends import KeptEnds
+from .recent import Recent
+from .unread import UnreadAnswers
+
+if TYPE_CHECKING:
+    from .request import Request
+
+
+@dataclass(slots=True, eq=False)
+class KeyUse:
+    """Waiting requests and buffers of all sessions of one key. Each session without a key has its
+    own ``KeyUse``."""
+
+    queued: int = 0
+    queued_bytes: int = 0
+    buffer_bytes: int = 0
+    lists_until: float = 0.0
+    """The time until which the streams that were listed for STATUS count (``status.py``)."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Session:
+    """A client, over its present connection.
+
+    The first fields are those that each TOKEN needs. With many sessions, none is in the processor's
+    cache, and adjacent fields are loaded with one access to memory.
+    """
+
+    peer: bytes | None
+    """The routing id of its connection; None while it has no connection."""
+    alive: bool = True
+    """Whether the session is in the table."""
+    bodies: bool = False
+    """Whether the client takes several bodies in one TOKEN."""
+    id: int
+    token: str
+    """The token of the session. After a restart of the broker it is empty until the client has
+    reconnected."""
+    key: str
+    """The client's CURVE public key; empty without CURVE."""
+    encoding: Encoding
+    last_seen: float
+    recovering: bool = False
+    """Whether the session is of an earlier run of the broker, so that workers may report its
+    streams."""
+    greeted: bool = False
+    """Whether the session began with HELLO; only such a session can be taken over."""
+    carries_users: bool = False
+    """Whether its client is a gateway, whose users are not the operator."""
+    recovers: bool = False
+    """Whether its client can come back to another broker, which adopts its streams."""
+    pings: bool = False
+    """Whether the client sends PINGs, so that its silence means that it is gone."""
+    columns: bool = False
+    """Whether the client takes TOKEN in columns."""
+    texts: bool = False
+    """Whether the client takes columns with texts."""
+    client: str = ""
+    detached_at: float | None = None
+    """When the session lost its connection; None while it has one."""
+    probed: float | None = None
+    """The value of ``last_seen`` when the connection of the silent client was last checked."""
+    cut: bool = False
+    """Whether the broker detached the connection because the client was silent. The client may
+    still run."""
+    displaced: bool = False
+    """Whether another broker has claimed streams of it while its client was connected here.
+    RELEASED sets it. The client's next HELLO clears it, and this broker claims them back."""
+    streams: dict[int, Request] = field(default_factory=dict)
+    """Its live streams, by their stream_id."""
+    buffers: dict[str, bytes] = field(default_factory=dict)
+    buffer_bytes: int = 0
+    queued: int = 0
+    """Number of the session's requests that wait for a worker."""
+    queued_bytes: int = 0
+    lists_until: float = 0.0
+    """As in ``KeyUse``, for a session that carries users."""
+    use: KeyUse = field(default_factory=KeyUse)
+    """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
+    pace: Pace = field(default_factory=Pace)
+    """Rate at which its streams end."""
+    journal: Journal
+    """The journal of its live streams."""
+    acks: bool = False
+    """Whether its client acknowledges the ends that it has received."""
+    ends: KeptEnds = field(default_factory=KeptEnds)
+    """The ends that its client may not have received."""
+
+    @property
+    def tenant(self) -> bytes:
+        """The tenant whose modules the session may use: its key, or all clients without a key."""
+        return self.key.encode()
+
+    @property
+    def flags(self) -> int:
+        """The header bits for the encoding of the bodies of this session."""
+        if self.encoding == "json":
+            return 0
+        if not self.columns:
+            return Flag.MSGPACK
+        return Flag.MSGPACK | Flag.COLUMNS | (Flag.TEXTS if self.texts else 0)
+
+
+class SessionTable:
+    """The sessions, by id, by connection and by token.
+
+    Each session is in ``by_id``, in ``by_token`` if its token is known, and in ``by_peer`` exactly
+    while it has a connection: only this class changes ``session.peer``.
+    """
+
+    def __init__(self, recent: Recent) -> None:
+        self.recent = recent
+        """Recently routed messages of all sessions."""
+        self.by_id: dict[int, Session] = {}
+        self.by_peer: dict[bytes, Session] = {}
+        self.by_token: dict[str, Session] = {}
+        self._by_key: dict[str, dict[int, Session]] = {}
+        """The sessions of clients with a key, by key."""
+        self._uses: dict[str, KeyUse] = {}
+        """The ``KeyUse`` of each key that has a session."""
+        self.unread = UnreadAnswers()
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterates over a copy, so that sessions can be removed meanwhile."""
+        return iter(list(self.by_id.values()))
+
+    def add(self, session: Session) -> None:
+        """Adds a new session, with the connection that it has."""
+        self.by_id[session.id] = session
+        self._add_key(session)
+        if session.token:
+            self.by_token[session.token] = session
+        if session.peer is not None:
+            self.by_peer[session.peer] = session
+
+    def remove(self, session: Session) -> None:
+        """Removes a session that ends."""
+        session.alive = False
+        self.by_id.pop(session.id, None)
+        self.by_token.pop(session.token, None)
+        self._remove_key(session)
+        self.detach(session)
+
+    def claim(self, session: Session, token: str, key: str) -> None:
+        """Gives a session of an earlier run to its client, which has reconnected."""
+        self._remove_key(session)
+        session.token, session.key = token, key
+        self._add_key(session)
+        self.by_token[token] = session
+
+    def of_key(self, key: str) -> list[Session]:
+        """The sessions of the clients with a key."""
+        return list(self._by_key.get(key, {}).values())
+
+    def num_of_key(self, key: str) -> int:
+        """The number of sessions of the clients with a key."""
+        return len(self._by_key.get(key, ()))
+
+    def keys(self) -> dict[str, int]:
+        """The number of sessions of each key."""
+        return {key: len(sessions) for key, sessions in self._by_key.items()}
+
+    def _add_key(self, session: Session) -> None:
+        if session.key:
+            self._by_key.setdefault(session.key, {})[session.id] = session
+            use = self._uses.setdefault(session.key, KeyUse())
+            use.queued += session.queued
+            use.queued_bytes += session.queued_bytes
+            use.buffer_bytes += session.buffer_bytes
+            session.use = use
+
+    def _remove_key(self, session: Session) -> None:
+        same = self._by_key.get(session.key)
+        if same is not None:
+            same.pop(session.id, None)
+            if not same:
+                del self._by_key[session.key], self._uses[session.key]
+
+    def attach(self, session: Session, peer: bytes) -> None:
+        """Gives a session the connection ``peer`` instead of its earlier one, if any."""
+        self.detach(session)
+        session.peer = peer
+        self.by_peer[peer] = session
+
+    def detach(self, session: Session) -> None:
+        """Removes the connection of a session."""
+        if session.peer is not None:
+            self.by_peer.pop(session.peer, None)
+            session.peer = None

@@ -1,0 +1,185 @@
+"""A worker with a lease, and how the broker loses it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..protocol.errors import RequestError
+from ..protocol.header import Manifest
+from ..protocol.messages import ModelInfo
+from ..protocol.metrics import Series
+from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .session import Session
+
+NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (), ()), [])
+
+
+class UnreadableError(RequestError):
+    """A message of a worker cannot be read, so that any stream of the worker may miss tokens."""
+
+
+class WorkerState(Enum):
+    """Whether a worker takes new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Revocation(NamedTuple):
+    """An order to a worker to drop its earlier attempt of a request, which the worker receives
+    again."""
+
+    request: Request
+    at: float
+    """When the order was sent."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker with a lease."""
+
+    id: int
+    peer: bytes
+    name: str
+    role: str
+    pid: int
+    host: str
+    capacity: int
+    models: dict[str, ModelInfo]
+    patterns: list[str]
+    default: str
+    last_seen: float
+    state: WorkerState = WorkerState.READY
+    handed_over: bool = False
+    """Whether HANDOVER was sent to the worker: its streams move to others."""
+    succeeded: bool = False
+    """Whether the worker drains and another process takes its place as soon as it has left. Its
+    DRAIN sets it."""
+    step_age_s: float | None = None
+    stepped_at: float = float("-inf")
+    """When the last step that a heartbeat reported began, or the time of that heartbeat if no step
+    was running."""
+    elsewhere: int = 0
+    """Requests, or controllers, of other brokers that the worker runs, as it last reported."""
+    load: dict[str, float] = field(default_factory=dict)
+    metrics: list[Series] = field(default_factory=list)
+    manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
+    """The manifest of its last TOKEN: the frame, its content, and the sessions that it names. Steps
+    of an unchanged batch have equal manifests."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    beyond: set[int] = field(default_factory=set)
+    """Requests that the worker received above its capacity. Ended requests may remain in the
+    set."""
+    steers: dict[int, Request] = field(default_factory=dict)
+    """At a controller worker: the requests whose controllers the worker runs or has reserved a
+    place for."""
+    withdrawn: dict[int, set[int]] = field(default_factory=dict)
+    """By session: streams that the worker has to drop, but of which it may still send entries."""
+    revoked: deque[Revocation] = field(default_factory=deque)
+    """Revocations that the worker has not confirmed, in the order in which it will confirm them
+    (``revocations.py``)."""
+    process: int = 0
+    """Number of the worker's process, unique among processes."""
+    registration: int = 0
+    """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
+
+    def take(self, request: Request) -> None:
+        """Adds a request that goes to the worker, or already runs there."""
+        self.requests[request.id] = request
+        if self.withdrawn:
+            self.dropped(request.session.id, request.stream_id)
+
+    def take_beyond(self, request: Request) -> None:
+        """Counts a request as above the capacity. The worker must take the request next."""
+        self.beyond &= self.requests.keys()
+        self.beyond.add(request.id)
+
+    def may_send(self, request: Request) -> bool:
+        """Whether it may still send entries of an earlier attempt of a request."""
+        return request.stream_id in self.withdrawn.get(request.session.id, ())
+
+    def is_revoked(self, number: int) -> bool:
+        """Whether its messages about a request belong to an attempt that was revoked."""
+        return any(revocation.request.id == number for revocation in self.revoked)
+
+    def renew_revocations(self, now: float) -> None:
+        """Restarts the time limit of the worker's confirmations, which may have arrived but were
+        not read."""
+        if self.revoked:
+            self.revoked = deque(revocation._replace(at=now) for revocation in self.revoked)
+
+    def confirmed(self) -> None:
+        """Records that the worker has dropped the earlier attempt of the request that was revoked
+        first."""
+        request = self.revoked.popleft().request
+        if self.requests.get(request.id) is request:
+            self.dropped(request.session.id, request.stream_id)
+
+    def withdraw(self, session: int, stream_id: int) -> None:
+        """Records that the worker is ordered to drop a stream that another worker has."""
+        self.withdrawn.setdefault(session, set()).add(stream_id)
+
+    def dropped(self, session: int, stream_id: int) -> None:
+        """Removes a stream that was withdrawn: the worker sends no more of its old entries. Has no
+        effect while an earlier attempt of the stream is revoked."""
+        revoked = (revocation.request for revocation in self.revoked)
+        if any((r.session.id, r.stream_id) == (session, stream_id) for r in revoked):
+            return
+        streams = self.withdrawn.get(session, set())
+        streams.discard(stream_id)
+        if not streams:
+            self.withdrawn.pop(session, None)
+
+    def serves(self, model: str) -> bool:
+        """Whether a request for this model may go to this worker ("" is its default)."""
+        if not model:
+            return True
+        return model in self.models or any(fnmatchcase(model, p) for p in self.patterns)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request fits, in addition to those of this broker and of others.
+        Requests above the capacity are not counted, so that queued requests get each place that
+        becomes free."""
+        beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
+        return self._num_requests - beyond < self.capacity
+
+    @property
+    def has_room_beyond(self) -> bool:
+        """Whether one more request fits into the capacity and an eighth more."""
+        return self._num_requests < self.capacity + self.capacity // 8
+
+    @property
+    def _num_requests(self) -> int:
+        """The requests of this broker and of others."""
+        return len(self.requests) + (self.elsewhere if self.role == "gpu" else 0)
+
+    @property
+    def fill(self) -> float:
+        """The part of its capacity that this broker and others use, 0 to 1."""
+        return (len(self.requests) + len(self.steers) + self.elsewhere) / self.capacity
+
+    def names(self) -> list[str]:
+        """The models that the worker offers, including patterns."""
+        return [*self.models, *(p for p in self.patterns if p not in self.models)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How the broker loses a worker, or a request that the worker had."""
+
+    why: str
+    died: bool
+    """Whether the worker did not leave as planned. The loss counts against requests that had no
+    new token at the worker."""
+    returns: bool = True
+    """Whether the requests may continue at the same process, if it registers again."""
+    replaced: bool = False
+    """Whether the worker has registered again, and is about to be added."""

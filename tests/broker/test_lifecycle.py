@@ -1,0 +1,143 @@
+"""The table of a request's transitions, and the tables that follow it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tokenbus.broker.lifecycle import (
+    AT_WORKER,
+    OPEN,
+    TAKEN,
+    TRANSITIONS,
+    Event,
+    NoTransitionError,
+    RequestState,
+    transition,
+)
+from tokenbus.broker.request import Request
+
+from ..lint.lifecycle import PAGE, diagram
+from ..worlds.broker import Bench, generate
+from .invariants import check, check_empty
+
+WAYS = {
+    RequestState.QUEUED: [],
+    RequestState.RUNNING: [Event.START],
+    RequestState.MOVING: [Event.START, Event.LOSE],
+    RequestState.RETURNING: [Event.START, Event.LOSE, Event.RETURN],
+    RequestState.ENDED: [Event.START, Event.CLOSE],
+    RequestState.GONE: [Event.END],
+}
+"""Events that bring a request from its queue to each state."""
+
+
+class Table:
+    """A broker with one request and one worker, whose transitions a test makes itself."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.bench = Bench()
+        self.state = self.bench.broker.state
+        self.bench.worker("busy", capacity=1)
+        self.bench.client("c", "GENERATE", generate(1))
+        self.bench.client("d", "GENERATE", generate(1))
+        [self.worker] = self.state.workers.values()
+        [self.request] = [r for r in self.state.requests.values() if r.worker is None]
+        for event in WAYS[state]:
+            self.apply(event)
+        assert self.request.state is state
+
+    def apply(self, event: Event) -> None:
+        transition(self.state, self.request, event, self.worker if event in TAKEN else None)
+
+    def places(self) -> dict[str, bool]:
+        """In which tables the request is."""
+        request = self.request
+        return {
+            "open": request.session.streams.get(1) is request,
+            "queued": any(request in queue for queue in self.state.queues.values()),
+            "waiting": self.state.waiting.get(request.id) is request,
+            "at its worker": self.worker.requests.get(request.id) is request,
+            "known": self.state.requests.get(request.id) is request,
+        }
+
+
+def places_of(state: RequestState) -> dict[str, bool]:
+    """The tables in which a request of this state is."""
+    return {
+        "open": state in OPEN,
+        "queued": state is RequestState.QUEUED,
+        "waiting": state is RequestState.MOVING,
+        "at its worker": state in AT_WORKER,
+        "known": state is not RequestState.GONE,
+    }
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(WAYS, Event)), ids=str)
+def test_each_transition_moves_a_request_between_tables_or_changes_nothing(
+    state: RequestState, event: Event
+) -> None:
+    table = Table(state)
+    after = TRANSITIONS[state].get(event)
+    if after is None:
+        with pytest.raises(NoTransitionError, match=f"is {state} and cannot {event}"):
+            table.apply(event)
+        after = state
+    else:
+        table.apply(event)
+    assert table.request.state is after
+    assert table.places() == places_of(after)
+    assert (table.request.worker is not None) == (after in AT_WORKER)
+
+
+def test_every_state_can_be_reached_and_left_until_nothing_is_left() -> None:
+    reached = {RequestState.NEW}
+    while True:
+        more = {after for state in reached for after in TRANSITIONS[state].values()}
+        if more <= reached:
+            break
+        reached |= more
+    assert reached == set(RequestState)
+    for state, changes in TRANSITIONS.items():
+        assert state is RequestState.GONE or changes, f"{state} is never left"
+        assert (RequestState.GONE in changes.values()) == (
+            state not in (RequestState.NEW, RequestState.GONE)
+        )
+
+
+@pytest.mark.parametrize("state", [s for s in WAYS if s is not RequestState.GONE], ids=str)
+def test_a_missing_transition_ends_the_request_for_its_client_and_is_counted(
+    state: RequestState,
+) -> None:
+    table = Table(state)
+    client = "d" if table.request.session.peer == b"\0d" else "c"
+    open_before = table.request.open
+    table.bench.to_client(client)
+    dispatcher = table.bench.broker.dispatcher
+    dispatcher.on_defect("a test", NoTransitionError(table.request, Event.QUEUE))
+    table.bench.sent += table.state.out.take()
+    ends = [body["code"] for kind, body in table.bench.to_client(client) if kind == "ERROR"]
+    assert ends == (["internal"] if open_before else [])
+    assert table.state.counters.internal_errors == 1
+    assert not table.request.open
+
+
+def test_the_docs_have_the_diagram_of_the_table() -> None:
+    assert diagram() in PAGE.read_text()
+
+
+def test_a_request_that_lost_its_worker_leaves_nothing_behind() -> None:
+    bench = Bench()
+    bench.worker("a", process=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.pass_time(6.0)
+    check(bench.broker)
+    request: Request = bench.broker.state.requests[header.request]
+    assert request.state is RequestState.MOVING
+    bench.worker("b")
+    assert request.state is RequestState.RUNNING
+    assert [kind for kind, _ in bench.to_worker("b")] == ["GENERATE"]
+    bench.tokens("b", header, final=True)
+    check(bench.broker)
+    check_empty(bench.broker)
