@@ -153,8 +153,9 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar: the microseconds to its first mask, which
-    is cached, and the bytes by which the sandbox grows for a sequence in the middle of a file."""
+    """The cost of another sequence under the C grammar: the microseconds to its first mask, and the
+    growth of the sandbox, in bytes, for a sequence in the middle of a file. The first mask is
+    cached."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -263,7 +263,8 @@ def token_rate(
     folder: Path, steps: int, columns: bool, decoded: bool = True, **settings: str
 ) -> Rate:
     """The rate of tokens in steps of 64 tokens for 8 clients. With ``decoded``, the clients decode
-    the tokens, and the CPU time is that of broker and clients; otherwise that of the broker."""
+    the tokens, and the CPU time of broker and clients is measured. Otherwise only the CPU time of
+    the broker is measured."""
     each = STEP_TOKENS // CLIENTS
     entries = [
         Token(

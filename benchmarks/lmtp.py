@@ -29,7 +29,7 @@ from gateway import System, free_port
 STREAMS = 32
 ROUNDS = 5
 WARM = 0.1
-"""Size of the first round, which is not measured, as a part of a normal round."""
+"""Size of the first round, relative to a normal round. The first round is not measured."""
 START_S = 300.0
 HERE = Path(__file__).parent
 

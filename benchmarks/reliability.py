@@ -3,10 +3,11 @@
 - Journal: tokens per second through a fully loaded broker with and without the journal, in turn,
   and the journal's bytes for each token of a plain stream.
 - Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
-  client's pause, from the broker's detection to the next token, with a prefill of as many tokens.
-- Overload: the ratio of completed tokens per second at ten times the capacity to those at the
-  capacity. The GPU is simulated, and half of the requests have a timeout that may expire in the
-  queue.
+  client's pause, from the broker's detection to the next token, with a prefill of the same number
+  of tokens at the other worker.
+- Overload: the completed tokens per second at ten times the capacity, divided by the completed
+  tokens per second at the capacity. The GPU is simulated, and half of the requests have a timeout
+  that may expire in the queue.
 - Memory: the growth of broker and worker over 200,000 short streams with the simulated GPU.
 """
 

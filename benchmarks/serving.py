@@ -37,7 +37,7 @@ from _served import HERE, Loader, System
 
 ROUNDS = 5
 SHORT = 0.15
-"""Size of a warm-up run, as a part of a normal run."""
+"""Size of a warm-up run, relative to a normal run."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
 TEXT = {"text": True}
@@ -171,7 +171,8 @@ class Systems:
         )
 
     def slowest_second(self, seconds: float) -> float:
-        """Ratio of the tokens in the slowest second of one stream to those in the median second."""
+        """Ratio of the tokens in the slowest second of one stream to the tokens in its median
+        second."""
         found = self._clients["model", "python"].run(
             prompts=prompts(random.Random(0), 100, 32), tokens=1_000, seconds=seconds
         )

@@ -96,7 +96,7 @@ class Connection:
         self._carrier.close()
 
     def _end(self, reason: str) -> None:
-        """Refuses all further calls. This is the last action of the connection's thread."""
+        """Refuses all further calls. Called when the connection's thread ends."""
         with self._lock:
             if self._closed is None:
                 self._closed = f"this client's connection has ended: {reason}"

@@ -6,9 +6,9 @@ text, so that the same continuations are possible after each of them. The automa
 states for each byte of text.
 
 The automaton is built directly over bytes. In UTF-8, the first byte of a character differs from its
-other bytes, so strings that begin inside a character can be left out: the empty string continues
+other bytes. So strings that begin inside a character can be left out: the empty string continues
 only with a first byte. A state accepts if its strings end between two characters. All strings of a
-state end at the same places, so this is true for all of them or for none.
+state end at the same places, so either all of them end between two characters, or none.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix

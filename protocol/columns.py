@@ -52,7 +52,7 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
     clients that have the capability ``text_columns``."""
     entries: list[Token] = []
-    """All entries of a stream if one of them has a field that is not a column."""
+    """All entries of a stream, if an entry of this stream has a field that is not a column."""
 
 
 TokenBody = list[Token] | TokenColumns

@@ -1,7 +1,7 @@
 """The logs of all processes: one set-up, one line for each record, one id for each request.
 
-A record about a request names it with ``extra=about(number)``. If the request has an id of its own
-(``x-request-id`` of HTTP, or a trace), its lines have that id in every process.
+A record about a request names it with ``extra=about(number)``. If the request has its own id
+(``x-request-id`` of HTTP, or a trace), the lines about the request have that id in every process.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
 """Maximum number of bytes of all attachments of a message together."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
-"""Maximum number of bytes of a controller module; the client and the broker refuse larger ones."""
+"""Maximum number of bytes of a controller module; the client and the broker refuse a larger
+module."""
 MAX_FRAMES = 64
 """Maximum number of frames of a client's message: the type, the body and the attachments."""
 
@@ -82,12 +83,12 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Optional features of the client.
 
     - ``ping``: the client sends PING, and its session may expire
-    - ``ack``: its PINGs have ``ack``
-    - ``bodies``: it accepts several bodies in one TOKEN
-    - ``columns``: it accepts TOKEN in columns, which are only sent in msgpack
-    - ``text_columns``: with ``columns``, it accepts rows with text
-    - ``recover``: it handles ``Welcome.recovering``
-    - ``gateway``: it carries messages of other users, so it never has the operator's rights
+    - ``ack``: the client's PINGs have ``ack``
+    - ``bodies``: the client accepts several bodies in one TOKEN
+    - ``columns``: the client accepts TOKEN in columns, which are only sent in msgpack
+    - ``text_columns``: with ``columns``, the client accepts rows with text
+    - ``recover``: the client handles ``Welcome.recovering``
+    - ``gateway``: the client carries messages of other users, so it never has the operator's rights
     """
 
 

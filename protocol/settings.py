@@ -78,8 +78,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_running: AtLeastOne = 256
     """Maximum number of sequences in one batch."""
     capacity: AtLeastOne = 512
-    """Maximum number of requests assigned to one GPU worker, including waiting ones; others queue
-    at the broker."""
+    """Maximum number of requests assigned to one GPU worker, including waiting requests. Further
+    requests queue at the broker."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compile: bool = False

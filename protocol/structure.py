@@ -165,9 +165,9 @@ class State(NamedTuple):
     """The position in an answer.
 
     In the modes ``text`` and ``value``, the position is in a phase. While a tag may still begin at
-    the phase's start, ``tags`` are the possible ones, and ``at`` is the number of bytes since the
-    start. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read. In ``content``,
-    ``tags`` has one tag. In ``end``, ``at`` bytes of that tag's ``end`` were read.
+    the phase's start, ``tags`` are the tags that are still possible, and ``at`` is the number of
+    bytes since the start. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read.
+    In ``content``, ``tags`` has one tag. In ``end``, ``at`` bytes of that tag's ``end`` were read.
     """
 
     mode: Mode

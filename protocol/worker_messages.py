@@ -62,7 +62,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     pid: int
     host: str
     capacity: Annotated[int, Meta(ge=1)]
-    """Maximum number of requests that may be assigned to the worker, including waiting ones."""
+    """Maximum number of requests that may be assigned to the worker, including waiting requests."""
     models: list[ModelInfo] = []
     """Models that are loaded."""
     patterns: list[str] = []
@@ -183,7 +183,8 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
 class Pages(Struct, kw_only=True, omit_defaults=True):
     """``PAGES``: the content of a GPU worker's KV caches has changed (``pages.py``).
 
-    Attachment 0 has the keys of added pages, attachment 1 those of removed pages, 8 bytes each.
+    Attachment 0 has the keys of added pages, attachment 1 has the keys of removed pages, 8 bytes
+    each.
     """
 
     reset: bool = False
@@ -287,7 +288,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     healed: TokenId | None = None
     """The token that was removed from the end of the prompt; it is not in ``prompt``."""
     max_tokens: int
-    """Maximum number of tokens of the sequence after its prompt, including fast-forwarded ones."""
+    """Maximum number of tokens of the sequence after its prompt, including fast-forwarded
+    tokens."""
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
@@ -302,7 +304,7 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """The sequences of a request that was started before, parents before their forks. Other
     sequences do not exist yet; a fork of one of these may create them."""
     attempt: Annotated[int, Meta(ge=0)] = 0
-    """The number of this START among those with which the GPU worker starts controllers again. 0
+    """Each START that starts a controller again has the next number of the GPU worker's count. 0
     for the first START of a request."""
 
 
@@ -485,11 +487,12 @@ class Variable(Struct, array_like=True):
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only if this is the version of the variable; 0: it does not exist yet."""
+    """Write only if the variable has this version; 0: if the variable does not exist yet."""
 
 
 class VariableAnswer(Struct, array_like=True):
-    """``VARIABLE_ANSWER``: the variable after the operation; ``version`` 0: it does not exist.
+    """``VARIABLE_ANSWER``: the variable after the operation. ``version`` 0: the variable does not
+    exist.
 
     An applied write has ``written`` and no value. A write whose version did not match has the
     version and value of a ``get``.
@@ -503,7 +506,7 @@ class VariableAnswer(Struct, array_like=True):
     written: bool = False
     error: str | None = None
     repeated: bool = False
-    """The operation was done before; this is its first answer."""
+    """The operation was done before, and this message repeats its first answer."""
     again: bool = False
     """With ``error``: the operation was not done for a temporary reason, such as a full disk; it
     may succeed if it is sent again."""

@@ -17,7 +17,7 @@ class Carrier(Protocol):
 
     @property
     def address(self) -> str:
-        """The address of the broker to which it connects at the moment."""
+        """The address of the broker to which the carrier connects at the moment."""
 
     @property
     def started(self) -> bool:
@@ -25,7 +25,8 @@ class Carrier(Protocol):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a copy in a forked process, where no thread serves it."""
+        """Whether this object is a copy in a forked process, in which no thread serves the
+        connection."""
 
     def start(self) -> None:
         """Starts the thread. Raises RuntimeError if the system cannot start another thread."""

@@ -284,8 +284,8 @@ class Dealer:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
     ``address`` may be several addresses, separated by commas, if any of these brokers may be used.
-    The dealer connects to one of them, and to the next if that broker fails, is silent or refuses
-    the connection.
+    The dealer connects to one of the brokers. If that broker fails, is silent or refuses the
+    connection, the dealer connects to the next broker.
 
     ZeroMQ queues sent messages without a bound, so that a send does not block. The time after which
     the peer reports ``lost`` bounds the queue, because closing the socket discards it.
@@ -344,7 +344,8 @@ class Dealer:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a copy in a forked process, where no thread serves it."""
+        """Whether this object is a copy in a forked process, in which no thread serves the
+        connection."""
         return os.getpid() != self._process
 
     def start(self) -> None:

@@ -134,7 +134,8 @@ class MemoryCarrier:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a copy in a forked process, where no thread serves it."""
+        """Whether this object is a copy in a forked process, in which no thread serves the
+        connection."""
         return os.getpid() != self._process
 
     def start(self) -> None:

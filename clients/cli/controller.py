@@ -199,6 +199,7 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
             flush=True,
         )
     sys.stdout.flush()
-    # Gives sets of strings the same order in all workers, because a stream may move to another one.
+    # Gives sets of strings the same order in all workers, because a stream may move to another
+    # worker.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     os.execve(sys.executable, command, os.environ | same_order | environment(settings))

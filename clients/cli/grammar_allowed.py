@@ -204,8 +204,8 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """First each token whose first character no token before it has, then the other tokens, in the
-    order of their ids. In most tokenizers, low ids belong to frequent tokens."""
+    """First a token for each first character, then the other tokens. Each group keeps the order of
+    ``tokens``, which is the order of ids. In most tokenizers, low ids belong to frequent tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

@@ -56,8 +56,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FLAGS)) -> None:
-    """Adds the flags of a generation: those of ``FLAGS`` in ``names``, and ``--set`` for the
-    rest."""
+    """Adds the flags of a generation: the flags of ``FLAGS`` in ``names``, and ``--set`` for the
+    other options."""
     for name in names:
         parser.add_argument(
             "--" + name.replace("_", "-"),

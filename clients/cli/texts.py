@@ -33,8 +33,8 @@ class LiveText:
 
 
 class Texts:
-    """Prints the text of a single sequence as it arrives, or that of several sequences when all
-    have ended."""
+    """Prints the text of a single sequence as it arrives, or the texts of several sequences when
+    all of them have ended."""
 
     def __init__(self, stream: Stream, notices: Notices) -> None:
         self._stream = stream

@@ -88,8 +88,9 @@ def _pieces(spec: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _eos(folder: Path | None, spec: dict[str, Any]) -> list[int]:
-    """The end-of-sequence tokens of the generation configuration; if it has none, those of the
-    configuration; otherwise those of the tokenizer. The GPU worker uses the same order."""
+    """The end-of-sequence tokens, from the first of these files that has any: the generation
+    configuration, the model's configuration, the tokenizer's configuration. The GPU worker uses the
+    same order."""
     found = _configured(folder, "eos_token_id")
     if found is not None:
         return found if isinstance(found, list) else [found]

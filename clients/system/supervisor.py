@@ -131,8 +131,8 @@ def _announce(group: str, api: Any) -> bool:
 class Supervisor:
     """A supervisord that this process started, and its children.
 
-    supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process,
-    which then ends the other processes in the stop order.
+    supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process.
+    This process then ends the other processes in the stop order.
     """
 
     def __init__(self, settings: Settings) -> None:

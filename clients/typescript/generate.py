@@ -219,7 +219,8 @@ def _reader(struct: StructType) -> str:
 
 
 def _reading(kind: Type) -> str | None:
-    """The expression that reads the value ``{}`` of this type; None if it is used unchanged."""
+    """The expression that reads the value ``{}`` of this type; None if the value is used
+    unchanged."""
     match kind:
         case StructType():
             return f"read{_name(kind)}({{}})"

@@ -1,9 +1,9 @@
 """Sets of places: the states of several parts in which a text may be at the same time.
 
 A place is a number for a state of one copy of one part: the copy's number times ``stride``, plus
-the state. A state of the combination is the set of places in which a text may be. If the set has a
-place in which its part accepts, the set also contains the starts of the copies that may follow, and
-``END`` if the text may end after this copy.
+the state. A state of the combination is the set of places in which a text may be. A set may have a
+place in which its part accepts. The set then also contains the starts of the copies that may follow
+this copy, and ``END`` if the text may end after this copy.
 """
 
 from __future__ import annotations

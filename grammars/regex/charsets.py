@@ -1,8 +1,8 @@
 """Sets of characters: categories, complement, and the other cases of a letter.
 
 A set is a sorted tuple of inclusive ranges that neither touch nor overlap. A set does not contain
-surrogates, because UTF-8 cannot encode them. Categories and cases are those of ``re`` in the
-running Python, whose version of Unicode they follow.
+surrogates, because UTF-8 cannot encode them. Categories and cases are the same as in ``re`` of the
+running Python, and follow its version of Unicode.
 """
 
 from __future__ import annotations

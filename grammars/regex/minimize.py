@@ -50,8 +50,8 @@ class _Partition:
         self.marked[block] += 1
 
     def split(self) -> None:
-        """Splits the marked elements from the others in each touched block; the smaller part is
-        the new block."""
+        """In each touched block, splits the marked elements from the unmarked elements; the smaller
+        part becomes a new block."""
         for block in self.touched:
             first, end = self.first[block], self.end[block]
             middle = first + self.marked[block]

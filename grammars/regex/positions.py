@@ -1,4 +1,5 @@
-"""Glushkov's automaton: the positions of a pattern, and which may follow which.
+"""Glushkov's automaton: the positions of a pattern, and for each position the positions that may
+follow it.
 
 A position is one place of the pattern that matches a character; a repetition with counts is
 expanded to its copies. A state of the automaton is the set of positions that may match the next

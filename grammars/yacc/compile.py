@@ -76,8 +76,9 @@ def compile_grammar(
 
 
 def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
-    """The lexemes in order of preference, which decides if several lexemes match the same text:
-    keywords, then ``%reserved`` regular expressions, then the others by the grammar's lexer rules.
+    """The lexemes in order of preference: keywords, then ``%reserved`` regular expressions, then
+    the other lexemes by the grammar's lexer rules. If several lexemes match the same text, the
+    first of them wins.
 
     Under AICI's rules, a regular expression that is written with more bytes is preferred; if two
     have the same number of bytes, the regular expression that is used first is preferred.

@@ -24,9 +24,9 @@ class Conflict:
     """Two actions of the parser in one state at one terminal.
 
     ``kind``: shift/reduce or reduce/reduce. ``terminal``: the next lexeme, at which the parser must
-    decide. ``kept``: the action that the parser takes, as text; ``dropped``: the action that it
-    does not take. ``example``: a shortest beginning of a text that leads to the conflict, as
-    lexemes, or "" if the search did not find one in time.
+    decide. ``kept``: the action that the parser takes, in words; ``dropped``: the action that the
+    parser does not take. ``example``: the lexemes of a shortest beginning of a text that leads to
+    the conflict, or "" if the search did not find a beginning in time.
     """
 
     kind: str

@@ -50,8 +50,8 @@ class Production:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar by numbers. ``precedence[t]`` and ``associativity[t]`` are those of terminal t;
-    precedence 0 means none.
+    """A grammar by numbers. ``precedence[t]`` and ``associativity[t]`` belong to terminal t; a
+    terminal without precedence has precedence 0.
 
     ``lexemes`` are in the order in which they are first used.
     """

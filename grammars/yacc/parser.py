@@ -37,8 +37,8 @@ class Parser:
             stack = self._reduce(stack, action >> 2)
 
     def viable(self, stack: Stack) -> int:
-        """The set of terminals that can follow: exactly those that are shifted or accepted after
-        the reductions that they cause. SKIP is not among them."""
+        """The set of terminals that can follow: exactly the terminals that are shifted or accepted
+        after the reductions that each of them causes. SKIP is not among them."""
         known = self._viable.get(stack)
         if known is not None:
             return known

@@ -284,7 +284,7 @@ def _tenant_of(message: FromBus) -> Tenant | None:
 
 
 def _limits() -> StorageLimits:
-    """The usual limits, or lower ones if this machine has less memory."""
+    """The usual limits, or lower limits if this machine has less memory."""
     usual = StorageLimits()
     try:
         memory = machine_memory()

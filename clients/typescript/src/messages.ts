@@ -147,11 +147,11 @@ export interface Hello {
   /**
    * Optional features of the client.
    *
-   * - `ping`: the client sends PING, and its session may expire - `ack`: its PINGs have `ack` -
-   * `bodies`: it accepts several bodies in one TOKEN - `columns`: it accepts TOKEN in columns,
-   * which are only sent in msgpack - `text_columns`: with `columns`, it accepts rows with text -
-   * `recover`: it handles `Welcome.recovering` - `gateway`: it carries messages of other users, so
-   * it never has the operator's rights
+   * - `ping`: the client sends PING, and its session may expire - `ack`: the client's PINGs have
+   * `ack` - `bodies`: the client accepts several bodies in one TOKEN - `columns`: the client
+   * accepts TOKEN in columns, which are only sent in msgpack - `text_columns`: with `columns`, the
+   * client accepts rows with text - `recover`: the client handles `Welcome.recovering` - `gateway`:
+   * the client carries messages of other users, so it never has the operator's rights
    */
   readonly capabilities?: readonly string[] | undefined;
 }

@@ -57,8 +57,8 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """Counts the places of a run that are followed by the same token as the place before them, and
-    the places for which this is known."""
+    """Returns two numbers. The first is the number of places of a run that are followed by the same
+    token as the place before. The second is the number of places for which this is known."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):
@@ -69,7 +69,8 @@ def followed_alike(places: Places) -> tuple[int, int]:
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:
-    """Number of tokens before ``size`` that equal those of ``text`` before ``end``."""
+    """Number of equal tokens directly before ``size`` in ``tokens`` and before ``end`` in ``text``;
+    at most ``LONGEST``."""
     most = min(size, end, LONGEST)
     if tokens[size - most : size] == text[end - most : end]:
         return most

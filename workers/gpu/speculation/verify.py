@@ -115,7 +115,7 @@ class Verifier:
                 return
 
     def _settle(self, sequence: Sequence, accepted: Tokens[int], unusable: bool) -> None:
-        """Counts the accepted tokens as computed, and frees the blocks of the rejected ones.
+        """Counts the accepted tokens as computed, and frees the blocks of the rejected tokens.
         ``unusable``: the keys and values of the rejected tokens may contain NaN."""
         blocks, table = self._blocks, sequence.block_table
         if unusable:
