@@ -367,7 +367,7 @@ def test_an_error_in_a_grammar_is_reported_with_its_place_and_its_line(
         (["check", "json", "."], "cannot read .: Is a directory"),
         (["check", "json", "IN", "--tokenizer", "none"], "cannot read the tokenizer none: No such"),
         (["check", "json", "IN", "--tokenizer", "."], ". has no tokenizer: expected a tokenizer."),
-        (["check", "json", "IN", "--tokenizer", "IN"], "IN is not a tokenizer, as it is"),
+        (["check", "json", "IN", "--tokenizer", "IN"], "IN is not a tokenizer, because it is not"),
         (["check", "json", "IN", "--tokenizer", "EMPTY"], "EMPTY is not a tokenizer ("),
         (["check", "json", "IN", "--tokenizer", "ODD"], "ODD: "),
         (["check", "json", "IN", "--tokenizer", "SMALL"], "SMALL cannot encode IN: "),
