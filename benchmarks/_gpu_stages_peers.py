@@ -18,8 +18,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 PROMPT, NEW = 128, 128
 BATCHES = (1, 64, 256)
 TARGET = 3.0
-"""Target ratio of the engine's tokens per second to those of ``generate_batch``, at the largest
-batch."""
+"""Target ratio of the engine's tokens per second to the tokens per second of ``generate_batch``, at
+the largest batch."""
 KNOWN = ("vllm", "sglang", "lmdeploy", "tensorrt_llm")
 Prompts = list[list[int]]
 

@@ -23,7 +23,8 @@ ROWS = 25
 """Number of kernels in the table."""
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 TARGET = 0.98
-"""Target ratio of tokens per second with a constraint to those without, through the bus."""
+"""Target ratio of the tokens per second with a constraint to the tokens per second without it,
+through the bus."""
 ROUNDS = 3
 LOG_CHARACTERS = 4000
 """Number of characters at the end of the system's log that are recorded if the system fails."""

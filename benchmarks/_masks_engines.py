@@ -173,7 +173,7 @@ class LLGuidance(_Walking):
 
 
 class XGrammar(_Walking):
-    """xgrammar on one thread. It computes most of its masks when it compiles a grammar."""
+    """xgrammar on one thread. xgrammar computes most masks when it compiles a grammar."""
 
     name = "xgrammar"
 

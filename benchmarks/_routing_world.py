@@ -171,8 +171,8 @@ class RoutingWorld:
             what()
 
     def submit(self, stream: Stream, ended: Callable[[Stream, list[int]], None]) -> None:
-        """Sends a request from a client. At its end, ``ended`` is called with the stream and all of
-        its tokens."""
+        """Sends a request from a client. When the stream ends, ``ended`` is called with the stream
+        and all of its tokens."""
         number = len(self._streams) + 1
         stream.arrived, stream.number = self.now, number
         self._streams[number], self._ended[number] = stream, ended

@@ -173,8 +173,8 @@ def _body(entries: list[Token], flags: int) -> bytes:
 def cpu_us(
     worker: Worker, pipe: Pipe, way: str, steps: int, per_s: float | None = None
 ) -> tuple[float, float]:
-    """The client's CPU time per token, in microseconds, and its CPU time as a part of the elapsed
-    time."""
+    """The client's CPU time per token, in microseconds, and the ratio of its CPU time to the
+    elapsed time."""
     pipe.send(way)
     messages = worker.messages(steps)
     pipe.send("begin")

@@ -333,7 +333,8 @@ def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
-    """Ratio of tokens per second of a batch of 32 with masks to that without masks."""
+    """Ratio of the tokens per second of a batch of 32 with masks to the tokens per second without
+    masks."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
         running.client.upload_controller(compiled("all_allowed", folder), tag="all")
         free, steered = [], []
@@ -399,18 +400,18 @@ def variable_us(sandbox: Sandbox, model: Path) -> float:
 
 NOTES = {
     "host_us_per_call": "us of a call to an empty guest, native ABI (at most 6)",
-    "host_call_vs_bare_call": "ratio of a call's time to that of a bare wasmtime call",
+    "host_call_vs_bare_call": "ratio of a call's time to the time of a bare wasmtime call",
     "aici_us_per_round": "us of an AICI round, three calls and a mask (at most 150)",
-    "aici_round_vs_bare_calls": "ratio of an AICI round's time to that of three bare calls",
+    "aici_round_vs_bare_calls": "ratio of an AICI round's time to the time of three bare calls",
     "clone_us": "us of a fork with 1 MiB of memory, eight at a time (at most 150)",
-    "clone_vs_instantiate": "ratio of a fork's time to that of a bare instantiation",
+    "clone_vs_instantiate": "ratio of a fork's time to the time of a bare instantiation",
     "clone_us_first": "us of a fork that cannot reuse the memory of an ended fork",
     "clone_first_vs_instantiate": "ratio of clone_us_first to the time of a bare instantiation",
     "start_us": "us to start a sequence of a loaded module, with its first round (at most 500)",
-    "start_vs_instantiate": "ratio of a start's time to that of a bare instantiation",
+    "start_vs_instantiate": "ratio of a start's time to the time of a bare instantiation",
     "round_trip_us_p50": "us of a bare round trip through two ROUTERs, median",
     "var_op_us_p50": "us from guest to state worker and back, median (at most 600)",
-    "var_op_vs_round_trip": "ratio of a variable operation's time to that of a bare round trip",
+    "var_op_vs_round_trip": "ratio of a variable operation's time to the time of a bare round trip",
     "wait_us_p50_10": "us that a batch of 10 waits for masks, forward of 25 ms (at most 300)",
     "wait_10_vs_round_trip": "ratio of wait_us_p50_10 to a bare round trip",
     "wait_us_p50_40": "us that a batch of 40 waits for masks, forward of 25 ms (at most 700)",

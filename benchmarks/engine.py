@@ -153,7 +153,7 @@ def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of a single stream's throughput to that of ``generate``."""
+    """Ratio of a single stream's throughput to the throughput of ``generate``."""
     rng = random.Random(7)
     prompts = iter([[random_tokens(rng, 32)] for _ in range(2 * runs + 2)])
     ours.run(next(prompts), [64])
@@ -167,7 +167,8 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of the time to the first token with 1,500 cached prompt tokens to that without."""
+    """Ratio of the time to the first token with 1,500 cached prompt tokens to the time without
+    cached tokens."""
     rng = random.Random(2)
     ratios = []
     for _ in range(runs):

@@ -14,8 +14,9 @@ message are the minimum of several runs, because other work on the machine evict
 
 ``_scale_workers.py`` runs systems with 1, 2, 4 and 8 GPU workers on one broker, with two controller
 workers. The forward is a sleep of 25 ms, and half of the streams have a constraint.
-``worker_scaling_8`` is the ratio of the throughput with 8 workers to eight times that with one. All
-processes share the machine's processors. If the machine has only two, they limit the figure.
+``worker_scaling_8`` is the throughput with 8 workers divided by eight times the throughput with one
+worker. All processes share the machine's processors. If the machine has only two processors, the
+processors limit the figure.
 """
 
 from __future__ import annotations

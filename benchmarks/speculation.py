@@ -174,8 +174,8 @@ def main() -> None:
                 seconds[name].append(tuple(sums))
 
     def speedup(*names: str) -> float:
-        """The median over the rounds of the ratio of the time without drafts to that with
-        drafts."""
+        """The ratio of the time without drafts to the time with drafts; the median of the
+        rounds."""
         each = zip(*(seconds[name] for name in names), strict=True)
         sums = [[sum(side) for side in zip(*times, strict=True)] for times in each]
         return statistics.median(off / on for off, on in sums)

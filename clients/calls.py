@@ -110,8 +110,8 @@ class Call:
     received_at: float = 0.0
     sent: bool = False
     attaching: bool = False
-    """Whether an ATTACH is unanswered. Until its answer, entries are discarded, because the broker
-    sends them again."""
+    """Whether an ATTACH is unanswered. Until the ATTACH is answered, entries are discarded, because
+    the broker sends them again."""
     ended: bool = False
     failed_at: float | None = None
     tries: int = 0

@@ -52,7 +52,7 @@ class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Recording(Struct, kw_only=True, omit_defaults=True):
-    """A stream: everything on which it depends, and its outcome."""
+    """The recording of a stream: everything on which the stream depends, and its outcome."""
 
     format: int
     tokenbus: str

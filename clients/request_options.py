@@ -270,8 +270,8 @@ def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
 
 
 def _checked(text: str, path: str) -> str:
-    """Returns ``text``. Raises RequestError if it cannot be encoded, such as text that was decoded
-    with ``surrogateescape``."""
+    """Returns ``text``. Raises RequestError if UTF-8 cannot encode the text, for example after
+    decoding with ``surrogateescape``."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -33,7 +33,7 @@ class GeneratedSequence:
     logs: str = ""
     """The output of the controller."""
     storage: list[Any] = field(default_factory=list)
-    """The variables that the controller wrote, in order, as AICI's storage commands."""
+    """The controller's writes to variables, in order, in the form of AICI's storage commands."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token, the most likely tokens and the token itself, with their log-probabilities."""
     finish_reason: str | None = None

@@ -92,7 +92,8 @@ class ClientSession:
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """The lanes of the last TOKEN message in columns; None after a change of their calls."""
+        """The lanes of the last TOKEN message in columns; None after the calls of these lanes have
+        changed."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""

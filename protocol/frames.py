@@ -28,7 +28,8 @@ def encode_frames(message: Message, encoding: Encoding, header: Header | None = 
 
 
 def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Message:
-    """The message in a client's or the broker's frames; raises RequestError if invalid."""
+    """The message in a client's or the broker's frames; raises RequestError if the message is
+    invalid."""
     if len(frames) < 2:
         raise RequestError(
             Code.BAD_MESSAGE,

@@ -96,7 +96,7 @@ class Tally:
         counts[value] = counts.get(value, 0) + count
 
     def series(self, **labels: str) -> list[Series]:
-        """The counts, with further labels; safe on another thread."""
+        """The counts, with further labels. May be called on another thread."""
         return [
             Series(self._name, {self._label: value, **labels}, count)
             for value, count in list(self._counts.items())

@@ -29,7 +29,8 @@ CONFIG = "TOKENBUS_CONFIG"
 
 
 class SettingError(Exception):
-    """A setting is unknown or its value is invalid; the message names it and its source."""
+    """A setting is unknown or its value is invalid; the message names the setting and its
+    source."""
 
 
 class Settings(Struct, kw_only=True, frozen=True):
@@ -138,9 +139,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """How long more workers must have been needed before workers are added."""
+    """Workers are added after more workers were needed for this time."""
     scale_down_s: Positive = 120.0
-    """How long fewer workers must have been enough before a worker is removed."""
+    """A worker is removed after fewer workers were enough for this time."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
     gateways: AtLeastOne = 1

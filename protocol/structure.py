@@ -2,8 +2,8 @@
 texts.
 
 A ``Structure`` says which parts an answer may have, and a ``Reader`` follows an answer byte by byte
-through them. The controller worker has a reader for the masks of the constraint ``structural``, and
-programs that show the answer have one for its parts. The two readers use the same code, so that the
+through them. The controller worker uses a reader for the masks of the constraint ``structural``,
+and programs that show the answer use a reader for its parts. Because the code is the same, the
 parts agree with the constraint.
 
 An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its

@@ -1,7 +1,8 @@
 """The messages between the broker and its workers, except the forwarded messages of clients.
 
-Each has a header (``header.py``) between type and body; bodies are msgpack. Sources: the worker
-side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of AICI.
+Each message has a header (``header.py``) between its type and its body. Bodies are msgpack.
+Sources: the worker side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of
+AICI.
 """
 
 from __future__ import annotations
@@ -314,8 +315,8 @@ class StepSequence(Struct, array_like=True):
     request: Id
     seq: int
     tokens: list[TokenId]
-    """The sampled tokens: the argument of ``post_process``. There are several only if each but the
-    last was sampled under a mask along a draft."""
+    """The sampled tokens: the argument of ``post_process``. There are several tokens only if each
+    token but the last was sampled under a mask along a draft."""
     ended: FinishReason | None = None
     """The sequence has finished: its instance is dropped after a last post_process."""
     stop: str = ""
@@ -414,7 +415,7 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """``RESULT``: the answer to ``START`` or ``STEP``; deferred sequences follow in a later
     message.
 
-    When a suspended sequence resumes, its result is sent without a request.
+    When a suspended sequence resumes, its result is sent although no message asks for it.
     """
 
     sequences: list[StepResult]

@@ -66,8 +66,8 @@ class Language(Protocol):
         """Conflicts and warnings, such as lexemes that never match."""
 
     def wrong_at(self, text: bytes) -> int | None:
-        """The index of the first byte that cannot follow; the text's length if it ends too early;
-        None if it is accepted."""
+        """The index of the first byte that cannot follow; the text's length if the text ends too
+        early; None if the text is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
         """The names of the lexemes that may follow a beginning."""

@@ -1,4 +1,4 @@
-"""Replaces every process of a running system, one after another, while it serves."""
+"""Replaces every process of a running system, one after another, while the system serves."""
 
 from __future__ import annotations
 

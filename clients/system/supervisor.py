@@ -87,7 +87,7 @@ class Control:
         self._address = f"unix://{run_dir.supervisor_socket}"
 
     def pid(self) -> int | None:
-        """The process id of supervisord; None if it does not answer."""
+        """The process id of supervisord; None if supervisord does not answer."""
         return self._ask(lambda api: int(api.getPID()))
 
     def processes(self) -> list[ProcessState] | None:

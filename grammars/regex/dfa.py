@@ -100,9 +100,9 @@ class Dfa:
 class LexerDfa(Dfa):
     """One automaton for all lexemes of a lexer.
 
-    ``accepted[s]`` is the preferred lexeme of those that match in state s, or -1 if no lexeme
-    matches. A literal is preferred to a regular expression, and an earlier lexeme to a later one.
-    In the bit sets, bit i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that
+    ``accepted[s]`` is the preferred lexeme among the lexemes that match in state s, or -1 if no
+    lexeme matches. A literal is preferred to a regular expression, and an earlier lexeme to a later
+    one. In the bit sets, bit i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that
     matches in s; ``reachable[s]`` contains every lexeme that is ``accepted`` in s or in a state
     that can follow s.
     """

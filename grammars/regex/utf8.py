@@ -1,9 +1,9 @@
 """Converts an automaton over characters to an automaton over the bytes of valid UTF-8.
 
-The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node has the
-bytes that may follow some first bytes of a character; a leaf is a class of characters. Equal nodes
-are merged. For each state, the leaves of this graph are replaced by the next states, and classes
-that lead to the same state are merged.
+The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node stands
+for the first bytes of a character and has the bytes that may follow them; a leaf is a class of
+characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
+next states, and classes that lead to the same state are merged.
 
 If the automaton over characters is minimal, the automaton over bytes is minimal too. Different
 nodes inside a character lead to different states, and a state inside a character never equals a

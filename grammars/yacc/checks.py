@@ -25,8 +25,8 @@ def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
 
 
 def _fixpoint(grammar: Grammar, may_stand: Callable[[int], bool]) -> set[int]:
-    """The smallest set of nonterminals that contains each nonterminal with a suitable alternative:
-    one that has only members of the set and terminals for which ``may_stand`` is true.
+    """The smallest set that contains each nonterminal with a suitable alternative. An alternative
+    is suitable if it has only members of the set and terminals for which ``may_stand`` is true.
     ``may_stand`` must be true for every nonterminal."""
     terminals = len(grammar.terminals)
     found: set[int] = set()
@@ -139,7 +139,8 @@ def _check_cycles(grammar: Grammar) -> None:
                 ready.append(nonterminal)
     if not left:
         return
-    # Each remaining rule derives another remaining rule: follow them until a rule is met twice.
+    # Each remaining rule derives another remaining rule: follow these derivations until a rule
+    # occurs twice.
     nonterminal = next(iter(left))
     seen: set[int] = set()
     while nonterminal not in seen:

@@ -200,8 +200,8 @@ def _choose(
 
 
 def _compatible(known: list[int], new: list[int]) -> bool:
-    """Pager's weak compatibility: the merge does not give two items a common lookahead, unless they
-    already have one in one of the two states."""
+    """Pager's weak compatibility: the merge does not give two items a common lookahead, unless the
+    items already have a common lookahead in one of the two states."""
     for i in range(len(known)):
         for j in range(i):
             if (known[i] & new[j] or known[j] & new[i]) and not (

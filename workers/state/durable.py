@@ -38,7 +38,7 @@ from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""A log of at most this many bytes is not rewritten."""
+"""A log of at most this many bytes is rewritten only after a fault of the disk."""
 COMPACT_FACTOR = 2
 """The log is rewritten if it exceeds the floor and this many times the size of the state."""
 SYNC_S = 1.0

@@ -1,8 +1,8 @@
 """The variables of requests: the effect of each operation, without files, sockets or clocks.
 
 Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
-ends, so that a replayed controller receives the same answers again. Requests are independent of
-each other, except for the worker's own bound, whose refusals are not stored.
+ends, so that a replayed controller receives the same answers again. Requests depend on each other
+only by the bound of the whole worker. A refusal at this bound is not stored.
 
 Appends extend a value in place, and a stored answer refers to a prefix of it: if a controller
 appends and reads at each token, its reads need no further memory.

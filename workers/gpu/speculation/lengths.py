@@ -90,8 +90,8 @@ class Acceptance:
 
 def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> list[int]:
     """The number of draft tokens for each sequence. ``probabilities``: for each sequence, the
-    acceptance probability of its draft tokens in order. At most ``MAX_DRAFT_TOKENS`` values are
-    read, and none after a token that cannot pay off.
+    acceptance probability of its draft tokens in order. At most ``MAX_DRAFT_TOKENS`` values of a
+    sequence are read. Reading stops at a token that cannot save more than it costs.
 
     ``rows``: number of rows of the step without drafts, one for each sequence; at least 1.
     """
