@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import compress, count
+from operator import contains
+
 import msgspec
 import numpy as np
 
@@ -23,6 +26,7 @@ class SampledBatch:
         self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
         """The rows whose tokens are decoded to text."""
         self._inspected = [i for i, s in enumerate(sequences) if s.inspect]
+        self._stop_ids = [s.stop_ids for s in sequences]
         self._limits = ints(s.max_length - s.num_prompt for s in sequences)
 
     def rows(self, positions: np.ndarray | None) -> Rows:
@@ -61,8 +65,8 @@ class SampledBatch:
         sequence, and all tokens of a sequence that reports more than columns contain."""
         positions = rows.positions
         others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
-        ends = enumerate(zip(self.sequences, tokens, strict=True))
-        return [*self._others, *others, *(i for i, (s, token) in ends if token in s.stop_ids)]
+        stops = compress(count(), map(contains, self._stop_ids, tokens))
+        return [*self._others, *others, *stops]
 
 
 def _with_override(
