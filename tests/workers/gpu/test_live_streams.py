@@ -19,7 +19,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import Journal
 from tokenbus.workers.gpu.engine import sequence
 from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
-from tokenbus.workers.gpu.serving import kept_streams
+from tokenbus.workers.gpu.serving import kept_streams, recipients
 from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
 from tokenbus.workers.gpu.serving.live_streams import LiveStreams
 from tokenbus.workers.gpu.serving.streams import ROW, Form, Frames, Stream
@@ -153,6 +153,12 @@ WITH_TEXT = st.sets(st.integers(1, 4))
 """Which requests have text."""
 
 
+@pytest.fixture
+def stored_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are stored for their streams every other step."""
+    monkeypatch.setattr(recipients, "MAX_STEPS", 2)
+
+
 def play(
     sent: Sent, steps: list[tuple[set[tuple[int, int]], int]], with_text: Set[int] = frozenset()
 ) -> None:
@@ -180,6 +186,7 @@ FORMS = st.sampled_from(["json", "msgpack", "columns"])
 
 
 @given(STEPS, st.lists(FORMS, min_size=4, max_size=4), WITH_TEXT, st.booleans())
+@pytest.mark.usefixtures("stored_early")
 def test_every_form_gives_a_client_the_same_entries(
     steps: list[tuple[set[tuple[int, int]], int]],
     forms: list[Form],
@@ -198,6 +205,8 @@ def test_every_form_gives_a_client_the_same_entries(
     assert mixed.entries() == plain.entries()
     assert takes_texts or not any(body.texts for body in mixed.columns())
     assert mixed.released == plain.released
+    for sent in (plain, mixed):
+        sent.streams._dissolve()
     counts = [[s.num_tokens for s in sent.streams] for sent in (plain, mixed)]
     assert counts[0] == counts[1]
     for stream in mixed.streams:
@@ -207,6 +216,7 @@ def test_every_form_gives_a_client_the_same_entries(
 
 
 @given(steps=STEPS, received=st.integers(0, 9), with_text=WITH_TEXT)
+@pytest.mark.usefixtures("stored_early")
 def test_a_client_that_attaches_gets_what_it_has_missed(
     steps: list[tuple[set[tuple[int, int]], int]], received: int, with_text: set[int]
 ) -> None:
@@ -225,6 +235,7 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
 
 
 @given(steps=STEPS, with_text=WITH_TEXT)
+@pytest.mark.usefixtures("stored_early")
 def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_ended(
     steps: list[tuple[set[tuple[int, int]], int]], with_text: set[int]
 ) -> None:
@@ -376,7 +387,7 @@ def test_text_goes_in_rows_to_clients_that_take_it_there() -> None:
     assert (last.texts, last.entries) == (["2 é2 é", None], [])
     for stream in sent.streams:
         stream.texts = False
-    sent.streams._recipients.clear()
+    sent.streams._dissolve()
     sent.frames.clear()
     sent.streams.send(batch.step((1, 0), (2, 0)))
     [body] = sent.columns()

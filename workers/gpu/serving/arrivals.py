@@ -327,7 +327,7 @@ class Arrivals:
         engine = self._models.engines[stream.model]
         self._steering.forget(stream.request)
         engine.abort(stream.request)
-        sent = stream.sent()
+        sent = self._streams.sent(stream)
         stream.move = stream.move or Move(left, why, time.monotonic())
         resumption = _resumption(message, sent)
         self._generate(stream, message, engine, resumption, next(self._attempts))

@@ -99,10 +99,10 @@ class LiveStreams:
         recipients = None
         if outputs.columns is not None:
             recipients = self._recipients_of(outputs.columns.sequences)
-            if recipients is not None:
-                recipients.take(outputs.columns)
         if new or recipients is not None:
             self.metrics.count(new, recipients)
+            if outputs.columns is not None and recipients is not None:
+                recipients.take(outputs.columns)
             self._deliver(new, recipients)
 
     def _add(self, output: TokenOutput, new: dict[Stream, list[Token]]) -> None:
@@ -123,6 +123,7 @@ class LiveStreams:
                 output.prompt_tokens = stream.usage.tokens
                 output.cached_tokens = stream.usage.cached or 0
         output.stream_id, output.request, output.shortened = stream.stream_id, 0, False
+        self._settle(stream)
         stream.add(output)
         new.setdefault(stream, []).append(output)
 
@@ -132,10 +133,15 @@ class LiveStreams:
             if known.sequences == sequences:
                 return known
         found = Recipients(sequences, [self._streams.get(one.request) for one in sequences])
+        if not found.streams:
+            return None
         for stream in found.streams:
             self._announce(stream)
-            self._recipients[stream.model] = found
-        return found if found.streams else None
+        before = self._recipients.pop(stream.model, None)
+        if before is not None:
+            before.settle()
+        self._recipients[stream.model] = found
+        return found
 
     def _announce(self, stream: Stream) -> None:
         """Notifies the client of a moved stream before its first new entry."""
@@ -195,16 +201,33 @@ class LiveStreams:
             recipients.add_to(by_link)
         return messages + [(message.frames(), link) for link, message in by_link.items()]
 
+    def sent(self, stream: Stream) -> list[Token]:
+        """All entries of a live stream that were sent, in order."""
+        self._settle(stream)
+        return stream.sent()
+
+    def _settle(self, stream: Stream) -> None:
+        """Stores the rows that were sent to a stream."""
+        for recipients in self._recipients.values():
+            if stream in recipients.streams:
+                recipients.settle()
+
+    def _dissolve(self) -> None:
+        """Discards the recipients of all batches, because their streams change."""
+        for recipients in self._recipients.values():
+            recipients.settle()
+        self._recipients.clear()
+
     def take_form(self, stream: Stream, flags: int) -> None:
         """Sets the form of a stream's tokens when a client attaches. ``flags``: the flags of its
         header. The form can differ between connections."""
-        self._recipients.clear()
+        self._dissolve()
         stream.take_form(flags)
 
     def attach(self, stream: Stream, received: int) -> int:
         """Sends the entries that an attaching client has not received. Returns the number of
         entries of the stream."""
-        entries = stream.sent()
+        entries = self.sent(stream)
         for frames in attached_frames(stream, entries[received:], received):
             self._post(frames, stream.link)
         return len(entries)
@@ -212,7 +235,7 @@ class LiveStreams:
     def send_journal(self, stream: Stream) -> None:
         """Sends the request and all entries of a stream to the broker of the stream's link, which
         takes the stream over."""
-        self._recipients.clear()
+        self._dissolve()
         self._post(journal_frames(stream), stream.link)
         if stream.save and not stream.live:
             self._post(saved_buffer_frames(stream), stream.link)
@@ -240,7 +263,7 @@ class LiveStreams:
     def _end(self, stream: Stream, reason: str, error: str | None) -> None:
         """Counts an ended stream and frees its state."""
         if any(stream in recipients.streams for recipients in self._recipients.values()):
-            self._recipients.clear()
+            self._dissolve()
         self.metrics.ended(stream, reason)
         if stream.trace:
             record_span(stream, reason, error)

@@ -57,9 +57,8 @@ class WorkerMetrics:
             if model is not None and recipients.sent_at == model.sent_at:
                 model.regular += len(recipients.streams)
                 models.append(model)
-                for stream in recipients.streams:
-                    stream.sent_at = now
             else:
+                recipients.settle()
                 with_tokens += recipients.streams
             recipients.sent_at = now
         last: ModelMetrics | None = None

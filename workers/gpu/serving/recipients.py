@@ -20,6 +20,8 @@ from .streams import ROW, Form, Stream, TokenMessage
 
 _ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
 """``ROW`` as a dtype."""
+MAX_STEPS = 16
+"""Maximum number of steps whose rows are stored in one pass over the streams."""
 
 
 class _Part(NamedTuple):
@@ -61,10 +63,15 @@ class Recipients:
         """The streams that have rows, each once."""
         self._ids = [stream.stream_id for stream in self._streams]
         self._seqs = [sequences[row].seq for row in order]
-        self._rows = np.zeros(len(order), _ROWS)
-        """The rows of the current step, ordered by session."""
-        self._rows["seq"] = self._seqs
-        self._as_bytes = self._rows.view((np.void, ROW.size))
+        # The rows of a stream with several rows are stored in each step, to keep their order.
+        max_steps = MAX_STEPS if len(self.streams) == len(order) else 1
+        self._block = np.zeros((max_steps, len(order)), _ROWS).T
+        """``[rows, steps]``, ordered by session: the rows that have not been stored."""
+        self._block["seq"].T[:] = self._seqs
+        self._steps = 0
+        """Number of steps in ``_block``."""
+        self._rows = self._block[:, 0]
+        """The rows of the current step."""
         self._sent = [stream.rows for stream in self._streams]
         self._texts: list[str | None] = [None] * len(order)
         self._with_text = [sequences[row].with_text for row in order]
@@ -79,21 +86,34 @@ class Recipients:
             first = end
 
     def take(self, columns: TokenColumns) -> None:
-        """Takes the rows of the next step, and stores them for their streams."""
-        rows, order, texts = self._rows, self._order, columns.texts
+        """Takes the rows of the next step, whose time is ``sent_at``."""
+        if self._steps == self._block.shape[1]:
+            self.settle()
+        rows = self._rows = self._block[:, self._steps]
+        self._steps += 1
+        order, texts = self._order, columns.texts
         if order is None:
             rows["token"], rows["logprob"] = columns.tokens, columns.logprobs
             rows["pos"] = columns.positions
         else:
             rows["token"], rows["logprob"] = columns.tokens[order], columns.logprobs[order]
             rows["pos"] = columns.positions[order]
-        # ``deque`` runs the loop over the rows in C.
-        deque(map(iadd, self._sent, self._as_bytes.tolist()), maxlen=0)
         if self._sent_texts:
             assert texts is not None
             self._texts = texts if order is None else [texts[row] for row in order.tolist()]
             own = compress(self._texts, self._with_text)
             deque(map(list.append, self._sent_texts, own), maxlen=0)
+
+    def settle(self) -> None:
+        """Stores the rows of the last steps, and their time, for the streams. Must be called before
+        these are read, and before other entries of the streams are stored."""
+        steps, self._steps = self._steps, 0
+        if steps:
+            rows = np.ascontiguousarray(self._block[:, :steps]).view((np.void, steps * ROW.size))
+            # ``deque`` runs the loop over the rows in C.
+            deque(map(iadd, self._sent, rows[:, 0].tolist()), maxlen=0)
+            for stream in self.streams:
+                stream.sent_at = self.sent_at
 
     def add_to(self, messages: Mapping[int, TokenMessage]) -> None:
         """Adds the rows of the current step to the messages for the links of their brokers."""
