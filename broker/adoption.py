@@ -133,7 +133,6 @@ class Adoption:
     ) -> None:
         """Adopts the request of a JOURNAL, or orders the worker to drop the request if no client
         needs it."""
-        now = self._state.now
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -145,22 +144,24 @@ class Adoption:
         count = _num_entries(sent)
         if self._has(worker, header, fields.stream_id):
             return
-        session = self._session(header, fields.stream_id, (body.moves, count), now)
+        session = self._session(header, fields.stream_id, (body.moves, count))
         if session is None:
             self._claims.discard(header.address, worker.id, fields.stream_id)
             worker.withdraw(header.address, fields.stream_id)
             self._drop(worker, header.request)
             return
+        # The workers of a broker that started long ago have registered.
+        adopted_at = None if header.address in self._claims else self._state.now
+        arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
             id=header.request,
             session=session,
             type=body.type.encode(),
             fields=fields,
             frames=frames,
-            arrived=now - body.age_s,
-            deadline=None if fields.timeout_s is None else now - body.age_s + fields.timeout_s,
-            # The workers of a broker that started long ago have registered.
-            steering=_steering(fields, body.type, None if header.address in self._claims else now),
+            arrived=arrived,
+            deadline=None if fields.timeout_s is None else arrived + fields.timeout_s,
+            steering=Steering(name, adopted_at=adopted_at) if name else None,
             attachment=Attachment.UNCLAIMED,
             entries=count,
             moves=body.moves,
@@ -172,10 +173,9 @@ class Adoption:
         self._dispatcher.adopt(request, worker, sent)
         self._unclaimed[request.id] = request
         if session.id in self._claims:
-            due = max(now + self._settings.session_grace_s, self._recovery.until)
+            due = max(self._state.now + self._settings.session_grace_s, self._recovery.until)
             self._due.append((due, request.id))
-        flags = header.flags & FORM
-        self._attaches.on_adopted(request, sent, flags)
+        self._attaches.on_adopted(request, sent, header.flags & FORM)
 
     def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
         """Whether a worker has sent the journal of a request before."""
@@ -189,9 +189,7 @@ class Adoption:
         request = self._unclaimed.get(number)
         return request is not None and _is_unclaimed(request)
 
-    def _session(
-        self, header: Header, stream_id: int, reached: tuple[int, int], now: float
-    ) -> Session | None:
+    def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session of a request that is to be adopted; None if the request is not adopted.
 
         Two workers may have the request if one was cut off before it moved to the other. The worker
@@ -220,6 +218,11 @@ class Adoption:
             return session if begun_before and not known else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
+        return self._session_of(header)
+
+    def _session_of(self, header: Header) -> Session:
+        """A session for the streams of a client that has not connected yet."""
+        now = self._state.now
         session = Session(
             id=header.address,
             token="",
@@ -465,14 +468,6 @@ class Adoption:
 
 def _is_unclaimed(request: Request) -> bool:
     return request.attachment is Attachment.UNCLAIMED
-
-
-def _steering(
-    fields: RoutingFields, message_type: str, adopted_at: float | None
-) -> Steering | None:
-    """The controller of an adopted request, if the request has one."""
-    name = fields.steered_by(message_type.encode())
-    return Steering(name, adopted_at=adopted_at) if name else None
 
 
 def _num_entries(sent: bytes) -> int:

@@ -4,7 +4,7 @@ its handler."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest
@@ -106,17 +106,13 @@ class Back:
                     Code.BAD_MESSAGE,
                     f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
                 )
+            if worker.withdrawn:
+                frames = without_withdrawn(frames, sessions, worker.withdrawn)
+                received = pack(frames)
         except (TokenbusError, IndexError) as error:
             self._counters.bad_worker_messages += 1
             self._leases.lose_unread(worker, error)
             return
-        if worker.withdrawn:
-            try:
-                frames = without_withdrawn(frames, sessions, worker.withdrawn)
-                received = pack(frames)
-            except RequestError as error:
-                self._leases.lose_unread(worker, error)
-                return
         known = self._sessions.by_id
         out = self._out
         for i, session in enumerate(found, 2):
@@ -131,6 +127,11 @@ class Back:
             else:
                 self._state.recent.keep(sessions, frames[2:])
         self._counters.token_bodies += len(sessions)
+        if finished:
+            self._on_finished(worker, finished, frames)
+
+    def _on_finished(self, worker: Worker, finished: Iterable[int], frames: list[bytes]) -> None:
+        """Ends the requests that a TOKEN has ended."""
         for number in finished:
             try:
                 request = self._requests.get(number)
@@ -139,7 +140,7 @@ class Back:
                 if not worker.is_revoked(number):
                     self._dispatcher.on_finished(request)
             except Exception as error:
-                self._on_failure(worker, peer, frames, error)
+                self._on_failure(worker, worker.peer, frames, error)
 
     def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
         """Handles a message whose frames cannot be separated, or that is in another version's

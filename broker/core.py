@@ -78,14 +78,7 @@ class Broker:
         self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
         drains = Drains(state, placement, controllers)
         statuses, relay = Statuses(state), Relay(state, controllers, quotas)
-        from_clients: Mapping[bytes, ClientHandler] = dict.fromkeys(ROLES, admission.submit) | {
-            b"MODEL_INFO": admission.on_model_info,
-            b"CANCEL": adoption.on_cancel,
-            b"ATTACH": adoption.on_attach,
-            b"BUFFER": buffers.on_buffer,
-            b"DRAIN": drains.ask,
-            b"STATUS": statuses.on_status,
-        }
+        from_clients = _client_handlers(admission, adoption, buffers, drains, statuses)
         self._front = Front(state, sessions, dispatcher, ends, from_clients)
         self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas)
         from_workers: Mapping[bytes, WorkerHandler] = dict.fromkeys(RELAYED, relay.on_message) | {
@@ -320,6 +313,21 @@ class Broker:
         if self.state.recent.pending:
             self._guarded(self._moves.settle)
         return self.state.out.take() if self.state.out else []
+
+
+def _client_handlers(
+    admission: Admission, adoption: Adoption, buffers: Buffers, drains: Drains, statuses: Statuses
+) -> Mapping[bytes, ClientHandler]:
+    """The handlers of the messages of clients, by type."""
+    requests: dict[bytes, ClientHandler] = dict.fromkeys(ROLES, admission.submit)
+    return requests | {
+        b"MODEL_INFO": admission.on_model_info,
+        b"CANCEL": adoption.on_cancel,
+        b"ATTACH": adoption.on_attach,
+        b"BUFFER": buffers.on_buffer,
+        b"DRAIN": drains.ask,
+        b"STATUS": statuses.on_status,
+    }
 
 
 def _outlives(request: Request) -> bool:

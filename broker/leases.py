@@ -196,6 +196,7 @@ class Leases:
         self.lose(worker, Loss(gone.reason or "it unregistered", died=False))
 
     def on_register(self, peer: bytes, frames: list[bytes], now: float) -> None:
+        """Handles a worker's REGISTER: a lease begins, or the worker changes what it serves."""
         message: Register = decode_as(Register, frames[2], "msgpack")
         if message.version != PROTOCOL_VERSION:
             self._state.counters.bad_worker_messages += 1
@@ -224,6 +225,10 @@ class Leases:
             if other is not None and self.by_peer.get(other.peer) is other:
                 why = "it registered again on a new connection"
                 self.lose(other, Loss(why, died=False, replaced=True))
+        self._begin(peer, message)
+
+    def _begin(self, peer: bytes, message: Register) -> None:
+        """Begins the lease of a worker."""
         worker = Worker(
             id=next(self._state.ids),
             peer=peer,
@@ -235,7 +240,7 @@ class Leases:
             models={m.name: m for m in message.models},
             patterns=message.patterns,
             default=message.default,
-            last_seen=now,
+            last_seen=self._state.now,
             step_age_s=message.step_age_s,
             process=process_of(message),
             registration=message.registration,

@@ -21,7 +21,7 @@ import zmq
 
 from ..protocol.health_file import READY, HealthFile
 from ..protocol.ids import new_boot
-from ..protocol.keys import KeyFolder
+from ..protocol.keys import KeyFolder, OwnKey
 from .connections import Connections
 from .core import Broker
 from .key_watch import KeyWatch
@@ -102,15 +102,7 @@ class BrokerServer:
             self.core.on_keys(*self._keys.read(), time.monotonic())
         self._zap = Zap(self._context, self.core.state.keyring if keys is not None else None)
         try:
-            self._clients = bind_router(
-                self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
-            )
-            try:
-                self._workers = bind_router(self._context, back, key=key, role="worker")
-            except Exception:
-                self._clients.close()
-                self._clients.socket.close(0)
-                raise
+            self._clients, self._workers = self._bind(front, back, key)
         except Exception:
             self._zap.close()
             raise
@@ -120,14 +112,7 @@ class BrokerServer:
         self._unfinished = Unfinished(
             self._clients, keys is not None, partial(readable, self._front)
         )
-        core = self.core
-        clients, workers = self._clients, self._workers
-        self._take_front: Take = partial(self._take, clients, receive, core.on_clients)
-        self._take_back: Take = partial(self._take, workers, receive, core.on_workers)
-        if keys is not None:
-            to_clients, to_workers = core.on_keyed_clients, core.on_keyed_workers
-            self._take_front = partial(self._take, clients, receive_keyed, to_clients)
-            self._take_back = partial(self._take, workers, receive_keyed, to_workers)
+        self._take_front, self._take_back = self._takers(keys is not None)
         limit = self.settings.max_pending_bytes
         self._to_front = Outbox(sender(self._front), limit, MUST_FACTOR * limit)
         self._to_back = Outbox(packing_sender(self._back), limit)
@@ -145,6 +130,31 @@ class BrokerServer:
         """When deadlines are checked next, in addition to the ticks."""
         self._remade = 0
         """Number of attempts to create a socket's file again."""
+
+    def _bind(self, front: str, back: str, key: OwnKey | None) -> tuple[Connections, Connections]:
+        """Binds both sockets, or none; raises BindError."""
+        clients = bind_router(
+            self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
+        )
+        try:
+            return clients, bind_router(self._context, back, key=key, role="worker")
+        except Exception:
+            clients.close()
+            clients.socket.close(0)
+            raise
+
+    def _takers(self, has_keys: bool) -> tuple[Take, Take]:
+        """The functions that take messages from both sockets."""
+        core, clients, workers = self.core, self._clients, self._workers
+        if has_keys:
+            return (
+                partial(self._take, clients, receive_keyed, core.on_keyed_clients),
+                partial(self._take, workers, receive_keyed, core.on_keyed_workers),
+            )
+        return (
+            partial(self._take, clients, receive, core.on_clients),
+            partial(self._take, workers, receive, core.on_workers),
+        )
 
     def reserve(self) -> None:
         """Allocates the memory for recent messages now."""

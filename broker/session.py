@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..protocol.bodies import Encoding
 from ..protocol.header import Flag
+from ..protocol.messages import CARRIES_USERS, Hello
 from ..protocol.pace import Pace
 from .journal import Journal
 from .kept_ends import KeptEnds
@@ -97,6 +98,33 @@ class Session:
     """Whether its client acknowledges the ends that it has received."""
     ends: KeptEnds = field(default_factory=KeptEnds)
     """The ends that its client may not have received."""
+
+    def greet(self, hello: Hello, encoding: Encoding, now: float) -> None:
+        """Records the capabilities of the client's HELLO."""
+        capabilities = hello.capabilities
+        self.greeted = True
+        self.displaced = False
+        self.encoding = encoding
+        self.recovers = "recover" in capabilities
+        self.acks = "ack" in capabilities
+        self.pings = "ping" in capabilities
+        self.carries_users = CARRIES_USERS in capabilities
+        self.columns = encoding == "msgpack" and "columns" in capabilities
+        self.texts = self.columns and "text_columns" in capabilities
+        self.bodies = encoding == "msgpack" and "bodies" in capabilities
+        self.client = hello.client
+        self.last_seen = now
+
+    @property
+    def granted(self) -> list[str]:
+        """The optional capabilities that the broker grants to the client."""
+        optional = {
+            "columns": self.columns,
+            "text_columns": self.texts,
+            "bodies": self.bodies,
+            "ack": self.acks,
+        }
+        return [name for name, given in optional.items() if given]
 
     @property
     def tenant(self) -> bytes:

@@ -9,7 +9,6 @@ from ..protocol.bodies import Encoding, decode_as, encoding_of, error_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.ids import is_session_token, new_session_token, session_id
 from ..protocol.messages import (
-    CARRIES_USERS,
     ENCODINGS,
     PROTOCOL_VERSION,
     Bye,
@@ -95,46 +94,14 @@ class Sessions:
     ) -> None:
         """Opens a session or takes one over, and answers with WELCOME."""
         hello: Hello = decode_as(Hello, frames[1])
-        if PROTOCOL_VERSION not in hello.versions:
-            raise RequestError(
-                Code.UNSUPPORTED_VERSION,
-                f"none of the versions {list(hello.versions)} is supported; this broker speaks "
-                f"version {PROTOCOL_VERSION}",
-                path="$.versions",
-            )
-        encoding = next((e for e in hello.encodings if e in ENCODINGS), None)
-        if encoding is None:
-            raise RequestError(
-                Code.UNSUPPORTED,
-                f"none of the encodings {list(hello.encodings)} is supported; this broker speaks "
-                f"{' and '.join(ENCODINGS)}",
-                path="$.encodings",
-            )
+        encoding = _encoding_of(hello)
         known = self._known(hello, key, peer, now)
         if known is not None:
             self._take_over(known, peer, session)
             session = known
         if session is None:
             session = self.open(peer, key, "json", now, hello.session if hello.begin else None)
-        session.greeted = True
-        session.displaced = False
-        session.encoding = "msgpack" if encoding == "msgpack" else "json"
-        session.recovers = "recover" in hello.capabilities
-        session.acks = "ack" in hello.capabilities
-        session.pings = "ping" in hello.capabilities
-        session.carries_users = CARRIES_USERS in hello.capabilities
-        session.columns = encoding == "msgpack" and "columns" in hello.capabilities
-        session.texts = session.columns and "text_columns" in hello.capabilities
-        session.bodies = encoding == "msgpack" and "bodies" in hello.capabilities
-        session.client = hello.client
-        session.last_seen = now
-        optional = {
-            "columns": session.columns,
-            "text_columns": session.texts,
-            "bodies": session.bodies,
-            "ack": session.acks,
-        }
-        granted = [name for name, given in optional.items() if given]
+        session.greet(hello, encoding, now)
         recovering = self._adoption.waits_for(session)
         welcome = Welcome(
             version=PROTOCOL_VERSION,
@@ -145,7 +112,7 @@ class Sessions:
             streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
             recovering=recovering,
             server="tokenbus",
-            capabilities=["buffers", "attach", "text", *granted],
+            capabilities=["buffers", "attach", "text", *session.granted],
             ping_s=self._settings.ping_s,
             expiry_s=self._settings.session_expiry_s,
         )
@@ -319,3 +286,24 @@ class Sessions:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)
         for session in sorted(idle, key=lambda s: s.last_seen)[: max(1, len(idle) // 10)]:
             self.end(session)
+
+
+def _encoding_of(hello: Hello) -> Encoding:
+    """The encoding of a client's session; raises RequestError if the broker does not speak the
+    versions or the encodings of the client."""
+    if PROTOCOL_VERSION not in hello.versions:
+        raise RequestError(
+            Code.UNSUPPORTED_VERSION,
+            f"none of the versions {list(hello.versions)} is supported; this broker speaks "
+            f"version {PROTOCOL_VERSION}",
+            path="$.versions",
+        )
+    for encoding in hello.encodings:
+        if encoding in ENCODINGS:
+            return "msgpack" if encoding == "msgpack" else "json"
+    raise RequestError(
+        Code.UNSUPPORTED,
+        f"none of the encodings {list(hello.encodings)} is supported; this broker speaks "
+        f"{' and '.join(ENCODINGS)}",
+        path="$.encodings",
+    )
