@@ -255,6 +255,20 @@ def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_en
         assert len(request_frames) == (0 if request in live else 1)
 
 
+def test_the_journal_of_a_request_that_timed_out_while_it_waited_has_its_end() -> None:
+    sent = Sent()
+    stream = Stream(1, 101, 1, "msgpack", "m", 1)
+    end = Token(token=None, stream_id=1, logprob=None, finish_reason="timeout")
+    sent.streams.send_end(stream, [end])
+    assert sent.entries() == {1: [end]}
+    assert list(sent.streams.reported()) == [stream]
+    sent.frames.clear()
+    sent.streams.send_journal(stream)
+    [[_, _, body, entries, *_]] = sent.frames
+    assert msgspec.msgpack.decode(body, type=Journal).ended
+    assert entries_of(entries) == [end]
+
+
 def test_streams_that_have_ended_are_kept_for_a_while_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

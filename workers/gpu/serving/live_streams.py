@@ -153,6 +153,8 @@ class LiveStreams:
     def send_end(self, stream: Stream, ends: list[Token]) -> None:
         """Sends the last entries of a stream that has not been passed to an engine."""
         stream.live = 0
+        for end in ends:
+            stream.add(end)
         self._deliver({stream: ends})
 
     def finish(self, stream: Stream) -> None:
