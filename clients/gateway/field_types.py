@@ -6,10 +6,21 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ...protocol.sampling import MAX_N, MAX_STOP, MAX_TOP_LOGPROBS, StopString, TokenId
+from ...protocol.sampling import (
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    MAX_TOP_LOGPROBS,
+    StopString,
+    TokenId,
+)
+from .. import GenerateOptions
+from .errors import invalid_field
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
+TopPOrZero = Annotated[float, Meta(ge=0, le=1)]
+"""0 keeps only the most probable token, as ``top_k`` 1 does."""
 TopK = Annotated[int, Meta(ge=-1, le=0xFFFF_FFFF)]
 """0 and -1 keep all tokens."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -18,11 +29,41 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+MaxThinkingTokens = Annotated[int, Meta(ge=0)]
+RestOfContext = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
+"""A maximum of tokens, or -1 for the rest of the context."""
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
+MaybeStop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+"""A stop string; an empty one has no effect."""
+MaybeStops = Annotated[list[MaybeStop], Meta(max_length=MAX_STOP)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+def kept_tokens(top_p: float | None, top_k: int | None) -> GenerateOptions:
+    """The options that bound the tokens from which the next token is sampled."""
+    if top_p == 0:
+        return {"top_k": 1}
+    options: GenerateOptions = {}
+    if top_p is not None:
+        options["top_p"] = top_p
+    if top_k is not None:
+        options["top_k"] = max(0, top_k)
+    return options
+
+
+def check_max_tokens(name: str, value: int | None) -> None:
+    """Raises ApiError 400 if the maximum of tokens in the field ``name`` is 0."""
+    if value == 0:
+        raise invalid_field(name, f"{name}: Expected int >= 1, or -1 for the rest of the context")
+
+
+def stops_of(given: str | list[str] | None) -> list[str]:
+    """The stop strings of a field, without empty ones."""
+    strings = [given] if isinstance(given, str) else given or []
+    return [string for string in strings if string]
 
 
 def seed_of(seed: int) -> int:

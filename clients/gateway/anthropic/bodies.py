@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from ..bodies import Body
-from ..field_types import MaxTokens, Stops, Temperature, TopK, TopP
+from ..field_types import MaxTokens, MaybeStops, Temperature, TopK, TopPOrZero
 
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 Schema = dict[str, Any]
@@ -136,10 +136,10 @@ class CreateMessage(Messages, kw_only=True):
 
     max_tokens: MaxTokens
     stream: bool | None = None
-    stop_sequences: Stops | None = None
+    stop_sequences: MaybeStops | None = None
     temperature: Temperature | None = None
     """Default: 1."""
-    top_p: TopP | None = None
+    top_p: TopPOrZero | None = None
     top_k: TopK | None = None
 
 

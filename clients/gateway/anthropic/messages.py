@@ -19,6 +19,7 @@ from ..conversation.parts import Call, Thinking
 from ..conversation.planning import Prepared, prepare
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
+from ..field_types import kept_tokens, stops_of
 from ..first_entries import first_entries
 from ..json import json_response
 from ..leniency import Ignored
@@ -73,12 +74,9 @@ def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:
         "text": True,
         "max_tokens": body.max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "stop": body.stop_sequences or [],
+        "stop": stops_of(body.stop_sequences),
+        **kept_tokens(body.top_p, body.top_k),
     }
-    if body.top_p is not None:
-        options["top_p"] = body.top_p
-    if body.top_k is not None:
-        options["top_k"] = max(0, body.top_k)
     if prepared.constraint is not None:
         options["controller"] = prepared.constraint.controller
         options["controller_arg"] = prepared.constraint.arg or ""

@@ -12,7 +12,13 @@ from ..conversation.constraints import Constraint, Receipt, Schema
 from ..conversation.parts import Conversation, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import FunctionName, MaxTokens, TopLogprobs
+from ..field_types import (
+    FunctionName,
+    MaxThinkingTokens,
+    RestOfContext,
+    TopLogprobs,
+    check_max_tokens,
+)
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns
@@ -78,9 +84,9 @@ class ChatRequest(SampledRequest, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: MaxTokens | None = None
+    max_tokens: RestOfContext | None = None
     """The older name of ``max_completion_tokens``."""
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: RestOfContext | None = None
     """Default: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -108,7 +114,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     ``add_generation_prompt: false``."""
 
     # Fields that only Tokenbus has.
-    max_thinking_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_thinking_tokens: MaxThinkingTokens | None = None
     """Maximum number of thinking tokens, after which thinking is closed. Requires a model whose
     template supports thinking."""
     separate_reasoning: bool | None = None
@@ -120,6 +126,8 @@ class ChatRequest(SampledRequest, kw_only=True):
             raise invalid_field(
                 "top_logprobs", "top_logprobs is given without logprobs; set it to true"
             )
+        check_max_tokens("max_tokens", self.max_tokens)
+        check_max_tokens("max_completion_tokens", self.max_completion_tokens)
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise invalid_field(
@@ -146,7 +154,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         options = super().options(constraint)
         options["n"] = self.n or 1
         limit = self.max_completion_tokens or self.max_tokens
-        if limit is not None:
+        if limit is not None and limit > 0:
             options["max_tokens"] = limit
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs

@@ -10,7 +10,7 @@ from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
-from ..field_types import TopLogprobs
+from ..field_types import RestOfContext, TopLogprobs
 from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
@@ -29,7 +29,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
     prompt: str | PromptList
     """A text, token ids, or a list of texts or of lists of token ids."""
-    max_tokens: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] | None = None
+    max_tokens: RestOfContext | None = None
     """Default: 16. 0 is valid only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     """Number of generated choices. The answer has the ``n`` with the highest log-probability."""
@@ -83,7 +83,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""
         options = super().options(constraint)
-        options["max_tokens"] = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        options["max_tokens"] = 0x7FFF_FFFF if limit < 0 else limit
         options["n"] = self.best_of or self.n or 1
         if self.logprobs:
             options["top_logprobs"] = self.logprobs

@@ -58,6 +58,15 @@ class TextFormat(Body, tag="text", tag_field="type"):
 class JsonObjectFormat(Body, tag="json_object", tag_field="type"):
     """``{"type": "json_object"}``: any JSON object."""
 
+    schema: Schema | None = None
+    """llama.cpp's field for a schema of the object."""
+
+    def constraint(self, name: str) -> Constraint:
+        """The constraint that the field ``name`` requests."""
+        if self.schema is None:
+            return json_object(name)
+        return json_schema(self.schema, f"{name}.schema")
+
 
 class JsonSchema(Body):
     """The schema of ``response_format``."""
@@ -83,7 +92,7 @@ def format_constraint(given: ResponseFormat | None, name: str) -> Constraint | N
     """The constraint of a ``response_format``. ``name`` is the name of the field."""
     match given:
         case JsonObjectFormat():
-            return json_object(name)
+            return given.constraint(name)
         case JsonSchemaFormat(json_schema=asked):
             return json_schema(asked.schema, f"{name}.json_schema.schema")
     return None

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ....protocol.messages import Name
-from ....protocol.sampling import Probability, StopString, TokenId
+from ....protocol.sampling import Probability, TokenId
 from ... import GenerateOptions
 from ..bodies import Body
-from ..conversation.constraints import Constraint
+from ..conversation.constraints import Constraint, Schema
 from ..conversation.parts import AnswerRules
 from ..errors import invalid_field
 from ..field_types import (
     Bias,
     Choices,
+    MaybeStop,
+    MaybeStops,
     Penalty,
     Priority,
     RepetitionPenalty,
     Seed,
     StopIds,
-    Stops,
     Temperature,
     TopK,
-    TopP,
+    TopPOrZero,
+    kept_tokens,
     seed_of,
+    stops_of,
 )
 from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint
 
@@ -47,7 +52,7 @@ class TextRequest(Body):
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""
-    top_p: TopP | None = None
+    top_p: TopPOrZero | None = None
 
     # Fields that vLLM adds.
     top_k: TopK | None = None
@@ -59,6 +64,11 @@ class TextRequest(Body):
     priority: Priority | None = None
     """The priority. Lower values are served first, as in vLLM, unlike on the bus."""
     structured_outputs: StructuredOutputs | None = None
+    guided_json: str | Schema | None = None
+    """vLLM's older names of the fields of ``structured_outputs``."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
     # Fields that only Tokenbus has.
     controller: Name | None = None
@@ -71,18 +81,32 @@ class TextRequest(Body):
         raise NotImplementedError
 
     @property
+    def structured(self) -> StructuredOutputs | None:
+        """``structured_outputs``, or the fields with its older names."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        older = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        return None if older == StructuredOutputs() else older
+
+    @property
     def own_constraint(self) -> Constraint | None:
         """The constraint of the answer's text outside thinking and calls. Raises ApiError 400 if
         the request has several constraints."""
         return only_constraint(
-            self.structured_outputs, self.controller, self.controller_arg, self.format_constraint
+            self.structured, self.controller, self.controller_arg, self.format_constraint
         )
 
     def answer_rules(self, choice: str | None, parallel: bool | None, calls: bool) -> AnswerRules:
         """The requested form of the answer. ``choice`` is as in ``AnswerRules``; None means
         ``auto``. ``calls``: whether the request has tools. Raises ApiError 400."""
-        for name in ("structured_outputs", "controller"):
-            if calls and choice != "none" and getattr(self, name) is not None:
+        given = {"structured_outputs": self.structured, "controller": self.controller}
+        for name, value in given.items():
+            if calls and choice != "none" and value is not None:
                 raise invalid_field(
                     name, f"{name} cannot be combined with tools, unless tool_choice is 'none'"
                 )
@@ -94,11 +118,8 @@ class TextRequest(Body):
             "model": self.model,
             "text": True,
             "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
+            **kept_tokens(self.top_p, self.top_k),
         }
-        if self.top_p is not None:
-            options["top_p"] = self.top_p
-        if self.top_k is not None:
-            options["top_k"] = max(0, self.top_k)
         if self.min_p is not None:
             options["min_p"] = self.min_p
         if self.repetition_penalty is not None:
@@ -120,7 +141,7 @@ class SampledRequest(TextRequest):
     """Fields of completions and chat."""
 
     n: Choices | None = None
-    stop: StopString | Stops | None = None
+    stop: MaybeStop | MaybeStops | None = None
     seed: Seed | None = None
     logit_bias: dict[TokenId, Bias] | None = None
     presence_penalty: Penalty | None = None
@@ -141,8 +162,7 @@ class SampledRequest(TextRequest):
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""
         options = super().options(constraint)
-        if self.stop is not None:
-            strings = [self.stop] if isinstance(self.stop, str) else self.stop
+        if strings := stops_of(self.stop):
             options["stop"] = [*options.get("stop", ()), *strings]
         if self.logit_bias:
             options["logit_bias"] = self.logit_bias

@@ -8,11 +8,17 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
-from ..conversation.constraints import Constraint, Receipt, Schema, json_object, json_schema
+from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
 from ..conversation.parts import Conversation, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import FunctionName, MaxTokens, TopLogprobs
+from ..field_types import (
+    FunctionName,
+    MaxThinkingTokens,
+    RestOfContext,
+    TopLogprobs,
+    check_max_tokens,
+)
 from ..leniency import Ignored
 from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest
@@ -71,7 +77,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """A text, or items: messages, function calls and their outputs."""
     instructions: str | None = None
     """A system message before the input."""
-    max_output_tokens: MaxTokens | None = None
+    max_output_tokens: RestOfContext | None = None
     """Default: the rest of the context."""
     text: TextSettings | None = None
     tools: list[ResponseTool] | None = None
@@ -83,6 +89,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     include: list[str] | None = None
     """Further parts of the answer: ``message.output_text.logprobs``. Others have no effect."""
     reasoning: ReasoningSettings | None = None
+    max_thinking_tokens: MaxThinkingTokens | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: str | None = None
@@ -92,6 +99,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
+        check_max_tokens("max_output_tokens", self.max_output_tokens)
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise invalid_field(
@@ -122,9 +130,10 @@ class ResponsesRequest(TextRequest, kw_only=True):
     @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of ``text.format``."""
-        match self.text.format if self.text is not None else None:
+        given = self.text.format if self.text is not None else None
+        match given:
             case JsonObjectFormat():
-                return json_object("text.format")
+                return given.constraint("text.format")
             case SchemaFormat(schema=schema):
                 return json_schema(schema, "text.format.schema")
         return None
@@ -135,6 +144,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
         tools = [Tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
+        rules.max_thinking_tokens = self.max_thinking_tokens
         rendering = Rendering(effort_field="reasoning.effort")
         rendering.effort = self.reasoning.effort if self.reasoning is not None else None
         return Conversation(to_turns(items.input, self.instructions), tools, rules, rendering)
@@ -143,7 +153,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
         given."""
         options = super().options(constraint)
-        if self.max_output_tokens is not None:
+        if self.max_output_tokens is not None and self.max_output_tokens > 0:
             options["max_tokens"] = self.max_output_tokens
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
@@ -254,6 +264,7 @@ class ResponseAnswer(Struct, kw_only=True):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
+    max_thinking_tokens: MaxThinkingTokens | None = None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     metadata: dict[str, Any] = {}

@@ -1,0 +1,85 @@
+"""Values of fields that other servers accept, at the interfaces that have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from ...processes import Gateway
+from .openai_requests import HELLO, MODEL, WEATHER
+
+pytestmark = pytest.mark.process
+
+
+def chat(gateway: Gateway, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "temperature": 0, **more}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    assert "x-tokenbus-ignored" not in answer.headers
+    found: dict[str, Any] = answer.json()["choices"][0]
+    return found
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    text = choice["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_an_empty_stop_string_and_a_top_p_of_zero_are_accepted(gateway: Gateway) -> None:
+    greedy = text_of(chat(gateway))
+    assert text_of(chat(gateway, stop="")) == greedy
+    assert text_of(chat(gateway, stop=["", greedy[2:4]])) == greedy[: greedy.index(greedy[2:4])]
+    assert text_of(chat(gateway, top_p=0, temperature=1)) == greedy
+    body = {
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 8,
+        "temperature": 1,
+        "top_p": 0,
+        "stop_sequences": [""],
+    }
+    message = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=300).json()
+    assert message["content"][0]["text"] == greedy
+
+
+def test_minus_one_is_the_rest_of_the_context(gateway: Gateway) -> None:
+    long = [{"role": "user", "content": "word " * 1000}]
+    assert chat(gateway, messages=long, max_tokens=-1)["finish_reason"] == "length"
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    given = {**body, "prompt": "word " * 1000, "max_tokens": -1}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=given, timeout=300).json()
+    assert answer["usage"]["total_tokens"] == 1024
+    given = {**body, "input": "word " * 1000, "max_output_tokens": -1.0}
+    answer = httpx.post(f"{gateway.url}/v1/responses", json=given, timeout=300).json()
+    assert answer["usage"]["total_tokens"] == 1024
+    for path, text, limit in (
+        ("chat/completions", {"messages": HELLO}, "max_tokens"),
+        ("responses", {"input": "x"}, "max_output_tokens"),
+    ):
+        refused = httpx.post(f"{gateway.url}/v1/{path}", json={**text, limit: 0}, timeout=300)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, limit)
+
+
+def test_older_names_of_constraints_hold(gateway: Gateway) -> None:
+    assert text_of(chat(gateway, guided_regex="[0-9]{3}")).isdecimal()
+    assert text_of(chat(gateway, guided_choice=["yes", "no"])) in ("yes", "no")
+    found = chat(gateway, guided_json=WEATHER, max_tokens=60)
+    assert json.loads(text_of(found))["place"] in ("Bern", "Rome")
+    assert found["tokenbus"]["constraint"] == "json_schema"
+
+
+def test_a_json_object_may_have_a_schema(gateway: Gateway) -> None:
+    format = {"type": "json_object", "schema": WEATHER}
+    found = chat(gateway, response_format=format, max_tokens=60)
+    assert set(json.loads(text_of(found))) == {"place", "days"}
+
+
+def test_an_effort_reaches_templates_that_have_it(gateway: Gateway) -> None:
+    template = "{{ reasoning_effort }} {{ messages[0].content }}"
+    high = chat(gateway, chat_template=template, reasoning_effort="high")
+    same = chat(gateway, chat_template="high {{ messages[0].content }}")
+    assert text_of(high) == text_of(same)
