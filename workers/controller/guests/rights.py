@@ -1,0 +1,109 @@
+"""The rights that a guest process gives up before it runs code of clients.
+
+Each layer is independent of the others. A layer that the system does not have is reported, and the
+others hold. System calls are refused by ``system_calls.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import struct
+from collections.abc import Callable
+
+from .system_calls import ARCHITECTURE, program
+
+MAX_FILES = 1024
+"""Maximum descriptors of a guest process. Each channel has two."""
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Maximum bytes of a file. wasmtime keeps the initial memory of a module in a file in memory."""
+
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_MODE_FILTER = 2
+_CLONE_NEWUSER = 0x1000_0000
+_CLONE_NEWNET = 0x4000_0000
+_CLONE_NEWIPC = 0x0800_0000
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_RESTRICT_SELF = 446
+_LANDLOCK_VERSION = 1
+_LANDLOCK_FILES = (0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
+"""By version of landlock, from 1 on: all rights to files, as bits."""
+_LANDLOCK_NET, _LANDLOCK_SCOPES = 3, 3
+"""From version 4: TCP connections. From version 6: abstract Unix sockets and signals."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def isolate_network() -> list[str]:
+    """Moves this process, and later forks of it, to an empty network. Called by its only thread.
+    Returns the layers that are missing."""
+    if not _libc.unshare(_CLONE_NEWNET | _CLONE_NEWIPC):
+        return []
+    if not _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC):
+        return []
+    return [_missing("a network namespace")]
+
+
+def drop_rights() -> list[str]:
+    """Gives up the rights of this process. Called by its only thread. Returns the layers that are
+    missing."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    layers: list[Callable[[], str]] = [_not_dumpable, _no_new_privileges, _landlock, _seccomp]
+    return [missing for layer in layers if (missing := layer())]
+
+
+def _not_dumpable() -> str:
+    """Other processes of the same user cannot read the memory of this one."""
+    failed = _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    return _missing("PR_SET_DUMPABLE") if failed else ""
+
+
+def _no_new_privileges() -> str:
+    failed = _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return _missing("PR_SET_NO_NEW_PRIVS") if failed else ""
+
+
+def _landlock() -> str:
+    """No file can be opened or changed, and no connection made."""
+    call = _libc.syscall
+    version = call(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
+    if version < 1:
+        return _missing("landlock")
+    files = _LANDLOCK_FILES[min(version, len(_LANDLOCK_FILES)) - 1]
+    handled = [files]
+    if version >= 4:
+        handled.append(_LANDLOCK_NET)
+    if version >= 6:
+        handled.append(_LANDLOCK_SCOPES)
+    attributes = struct.pack(f"={len(handled)}Q", *handled)
+    size = ctypes.c_size_t(len(attributes))
+    rules = call(_LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    if rules < 0:
+        return _missing("landlock")
+    try:
+        return _missing("landlock") if call(_LANDLOCK_RESTRICT_SELF, rules, 0) else ""
+    finally:
+        os.close(rules)
+
+
+def _seccomp() -> str:
+    """System calls other than those in ``system_calls.py`` fail with EPERM."""
+    if not ARCHITECTURE:
+        return "seccomp (no list of system calls for this architecture)"
+    code = program(os.getpid())
+    instructions = ctypes.create_string_buffer(code, len(code))
+    address = ctypes.addressof(instructions)
+    described = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, address))
+    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0):
+        return _missing("seccomp")
+    return ""
+
+
+def _missing(layer: str) -> str:
+    return f"{layer} ({errno.errorcode.get(ctypes.get_errno(), 'unknown error')})"

@@ -1,0 +1,125 @@
+"""The system calls of a guest process, and the seccomp program that refuses all others.
+
+The list is the whole interface between a guest process and the kernel. A process that was taken
+over cannot open files or sockets, start programs, send signals to others or read their memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import platform
+import struct
+
+ALLOWED = {
+    # Waiting for and answering the worker.
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "read": (0, 63),
+    "write": (1, 64),
+    "futex": (202, 98),
+    "clock_gettime": (228, 113),
+    "rt_sigtimedwait": (128, 137),
+    # Receiving the descriptors of channels.
+    "recvmsg": (47, 212),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "newfstatat": (262, 79),
+    # Memory of the process and of its guests.
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "mprotect": (10, 226),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "brk": (12, 214),
+    "membarrier": (324, 283),
+    # The file in memory in which wasmtime keeps the initial memory of a module.
+    "memfd_create": (319, 279),
+    "ftruncate": (77, 46),
+    "pwrite64": (18, 68),
+    "lseek": (8, 62),
+    # Threads.
+    "set_robust_list": (273, 99),
+    "rseq": (334, 293),
+    "gettid": (186, 178),
+    "getpid": (39, 172),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+    # Signals of the process itself: traps of guests, and the tick.
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "setitimer": (38, 103),
+    "restart_syscall": (219, 128),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "getrandom": (318, 278),
+}
+"""System calls with any arguments: their numbers on x86-64 and on arm64. None: the architecture
+does not have the call. The most frequent ones come first."""
+
+CLONE = (56, 220)
+"""Only new threads, not processes. The bits of its first argument say which."""
+CLONE_THREAD = 0x0001_0000
+CLONE3 = (435, 435)
+"""Refused with ENOSYS, because seccomp cannot read its arguments: libc then uses ``clone``."""
+TGKILL = (234, 131)
+"""Only to the process itself, as abort() sends it."""
+FCNTL = (72, 25)
+"""Only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's descriptor."""
+FCNTL_COMMANDS = (
+    fcntl.F_GETFD,
+    fcntl.F_SETFD,
+    fcntl.F_GETFL,
+    fcntl.F_DUPFD_CLOEXEC,
+    fcntl.F_ADD_SEALS,
+    fcntl.F_GET_SEALS,
+)
+
+_MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
+"""The column of the numbers, and the kernel's name of the architecture."""
+_COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
+"""``ARCHITECTURE`` is 0 if the architecture is unknown."""
+
+_ALLOW = 0x7FFF_0000
+_ERRNO = 0x0005_0000
+_KILL = 0x8000_0000
+_LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
+
+_Instruction = tuple[int, int, int, int]
+"""The operation, the distances of its two jumps, and its constant."""
+
+
+def program(pid: int) -> bytes:
+    """The BPF program for the process ``pid``, as an array of ``struct sock_filter``."""
+    made: list[_Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, ARCHITECTURE),
+        # Calls of the 32-bit interface have other numbers.
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
+    for numbers in ALLOWED.values():
+        number = numbers[_COLUMN]
+        if number is not None:
+            made += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    made += _conditional(CLONE[_COLUMN], _FIRST_AT, [(_BITS, 0, 1, CLONE_THREAD)])
+    made += _conditional(TGKILL[_COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
+    commands = [(_EQUAL, 0, 1, command) for command in FCNTL_COMMANDS]
+    made += _conditional(FCNTL[_COLUMN], _SECOND_AT, commands)
+    made += [(_EQUAL, 0, 1, CLONE3[_COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    made.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+    return b"".join(struct.pack("=HBBI", *one) for one in made)
+
+
+def _conditional(number: int, argument_at: int, tests: list[_Instruction]) -> list[_Instruction]:
+    """Allows a call if one of the tests holds for the low half of an argument."""
+    body: list[_Instruction] = [(_LOAD, 0, 0, argument_at)]
+    for test in tests:
+        body += [test, (_RETURN, 0, 0, _ALLOW)]
+    body.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+    return [(_EQUAL, 0, len(body), number), *body]
