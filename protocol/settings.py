@@ -116,6 +116,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     wakes in a row, they end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Threads that run controllers; 0: twice the number of CPUs, at least four."""
+    guest_processes: AtLeastZero = 0
+    """Maximum number of processes of one controller worker in which uploaded modules run, one for
+    each key; 0: modules run on the worker's threads."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
     takes up to a quarter longer, because the compiler searches for the slow part."""

@@ -98,6 +98,7 @@ FAMILIES = {
     ),
     "grammar_cache_hits": Family("counter", "Requests whose grammar was already compiled."),
     "num_controllers": Family("gauge", "Requests whose controller runs at a worker."),
+    "num_guest_processes": Family("gauge", "Processes in which uploaded modules run."),
     "num_controllers_waiting": Family("gauge", "Rounds that wait for a variable."),
     # Metrics of the bus.
     "up": Family("gauge", "1 if the broker has answered, otherwise 0."),

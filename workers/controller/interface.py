@@ -165,6 +165,19 @@ class Batched(Controller, Protocol):
         """Called when the round after this token has been run in a batch."""
 
 
+@runtime_checkable
+class DecidesAhead(Controller, Protocol):
+    """A controller that makes pre_process and mid_process together with post_process, because each
+    message to its guest has a cost."""
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the answer of the next call is present."""
+
+    def ends(self) -> None:
+        """Called before the last post_process, which other calls do not follow."""
+
+
 class Program(Protocol):
     """A factory of controllers: a module for one vocabulary, a built-in, a Python class."""
 

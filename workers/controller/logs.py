@@ -26,14 +26,24 @@ class Log:
         self._dropped += size - kept
         return kept
 
-    def take(self) -> str:
-        """The output since the last call, as text."""
+    def drop(self, size: int) -> None:
+        """Counts bytes that were dropped before they reached this log."""
+        self._dropped += size
+
+    def take_bytes(self) -> tuple[bytes, int]:
+        """The output since the last call, and the number of dropped bytes."""
         if not self._data and not self._dropped:
-            return ""
-        text = self._data.decode("utf-8", "replace")
-        if self._dropped:
-            text += f"\n[{self._dropped} more bytes of log were dropped]\n"
+            return b"", 0
+        taken = bytes(self._data), self._dropped
         self._left -= len(self._data)
         self._data.clear()
         self._dropped = 0
+        return taken
+
+    def take(self) -> str:
+        """The output since the last call, as text."""
+        data, dropped = self.take_bytes()
+        text = data.decode("utf-8", "replace")
+        if dropped:
+            text += f"\n[{dropped} more bytes of log were dropped]\n"
         return text

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from ...protocol.metrics import OTHER, Series, Tally
+from .guest_clock import thread_cpu_s
 
 MAX_CONTROLLERS = 64
 """Maximum controllers that are counted separately; further controllers are counted together."""
@@ -34,11 +35,11 @@ class Meter:
     def begin(self) -> float | None:
         """Called before a round, on its thread: returns the value for ``end``; None if the round is
         not measured."""
-        return time.thread_time() if self.rounds % EVERY == 0 else None
+        return thread_cpu_s() if self.rounds % EVERY == 0 else None
 
     def end(self, began: float | None, duration_s: float) -> None:
         """Called after a round, on its thread."""
-        cpu_s = None if began is None else time.thread_time() - began
+        cpu_s = None if began is None else thread_cpu_s() - began
         with self._lock:
             self.rounds += 1
             if cpu_s is None:
@@ -56,7 +57,7 @@ class Meter:
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Wraps a round that is always measured."""
-        began, cpu_began = time.perf_counter(), time.thread_time()
+        began, cpu_began = time.perf_counter(), thread_cpu_s()
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from ...protocol.worker_messages import (
 )
 from ...transport.waiting import get_within
 from ..bus import FromBus
-from .pool import waiting
+from .pool import freeing_slot
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class ModuleCalls:
         with self._lock:
             self._tables[number] = answers
         try:
-            with _waiting():
+            with freeing_slot():
                 for turn in range(max(1, round(patience_s / AGAIN_S))):
                     frames = [b"MODULE_TABLE", encode_header(), body]
                     if content is None:
@@ -125,7 +125,7 @@ class ModuleCalls:
         with self._lock:
             self._fetches.setdefault(module, []).append(answers)
         try:
-            with _waiting():
+            with freeing_slot():
                 return self._fetch(module, answers)
         finally:
             with self._lock:
@@ -191,13 +191,3 @@ class ModuleCalls:
             "uploaded, or upload it again",
             retry_after_s=RETRY_AFTER_S,
         )
-
-
-@contextlib.contextmanager
-def _waiting() -> Iterator[None]:
-    """Wraps a wait in ``waiting``. If too many jobs wait already, this job keeps its slot, so that
-    other jobs stay queued."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(UnavailableError):
-            stack.enter_context(waiting())
-        yield

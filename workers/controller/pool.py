@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from ...protocol.errors import Code, UnavailableError
 from ...protocol.shares import fits_share
 from .fair_jobs import FairJobs, Job, Taken
+from .guest_clock import thread_cpu_s
 from .wasm.sandbox import HOST_STACK_BYTES
 
 log = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ class _JobClock:
 
     def __init__(self) -> None:
         self._ended_s = time.perf_counter()
-        self._cpu_s = time.thread_time()
+        self._cpu_s = thread_cpu_s()
 
     def lap(self) -> float:
         """The seconds of CPU time since the last call, for a job that has ended."""
@@ -254,7 +255,7 @@ class _JobClock:
         duration_s, self._ended_s = now_s - self._ended_s, now_s
         if duration_s < QUICK_S:
             return duration_s
-        cpu_s = time.thread_time()
+        cpu_s = thread_cpu_s()
         used_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         return min(duration_s, used_s)
 
@@ -277,6 +278,16 @@ def waiting() -> Iterator[None]:
     else:
         with pool.waiting():
             yield
+
+
+@contextlib.contextmanager
+def freeing_slot() -> Iterator[None]:
+    """Wraps a wait in ``waiting``. If too many jobs wait already, this job keeps its slot, so that
+    other jobs stay queued."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(UnavailableError):
+            stack.enter_context(waiting())
+        yield
 
 
 def tenant_of_thread() -> str:

@@ -54,7 +54,7 @@ class Programs:
         return [*compiling, *self._runtime.series()]
 
     def tick(self) -> None:
-        """Enforces the time limits of uploaded modules; called every millisecond while they run."""
+        """Calls ``GuestRuntime.tick``."""
         self._runtime.tick()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.worker_messages import StepResult, StepSequence
 from .fair_jobs import Job
 from .first_rounds import note_time
+from .guest_clock import thread_cpu_s
 from .interface import Batch
 from .meters import Meter
 from .pending_result import Part, PendingResult
@@ -107,7 +108,9 @@ def _run(
 
 
 def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> None:
-    cpu_began = time.thread_time()
+    cpu_began = thread_cpu_s()
+    for turn in turns:
+        turn.group.see_changes(turn.sequence)
     try:
         done = batch.rounds(
             [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
@@ -128,7 +131,7 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
         else:
             alone.append(turn.alone)
     if parts:
-        share = (time.thread_time() - cpu_began) / len(parts)
+        share = (thread_cpu_s() - cpu_began) / len(parts)
         for meter, rounds in meters.items():
             meter.add(rounds, rounds * share)
         pending.add_all(parts)

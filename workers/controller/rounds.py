@@ -20,7 +20,7 @@ from ...protocol.worker_messages import StepResult
 from .along import Place, allow_all, decide_along, goes_on, runs_ahead, takes_drafts
 from .biases import Bias
 from .host import Host
-from .interface import Action, Answer, Batched, Constraint, Controller
+from .interface import Action, Answer, Batched, Constraint, Controller, DecidesAhead
 from .variable_calls import SequenceVariables
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,6 @@ class Rounds:
         sequence.variables.repeated = sequence.woken = False
         sequence.wakes = 0
         sequence.length += 1
-        sequence.seen_changes = self._changes(sequence)
         assert sequence.batched is not None
         sequence.batched.batched(token)
         return [_result(sequence, "sample", masked=True)]
@@ -160,6 +159,13 @@ class Rounds:
         sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
+    def see_changes(self, sequence: ControlledSequence) -> None:
+        """Called before pre_process, or before a call that includes it: the sequence is woken by
+        later changes only."""
+        controller = sequence.controller
+        if not (isinstance(controller, DecidesAhead) and controller.has_decided):
+            sequence.seen_changes = self._changes(sequence)
+
     # --- inside ---------------------------------------------------------------------------------
 
     def _begin(
@@ -181,6 +187,7 @@ class Rounds:
     ) -> list[StepResult]:
         sequence.length += len(tokens)
         tokens = self._caught_up(sequence, tokens)
+        self.see_changes(sequence)
         if sequence.controller.post_process(tokens, 0).action is Action.STOP:
             results = [_stopped(sequence)]
         else:
@@ -197,6 +204,8 @@ class Rounds:
     ) -> list[StepResult]:
         if tokens:
             tokens = self._caught_up(sequence, tokens)
+            if isinstance(sequence.controller, DecidesAhead):
+                sequence.controller.ends()
             sequence.controller.post_process(tokens, 0)
         return [_stopped(sequence, stop=stop)]
 
@@ -230,7 +239,7 @@ class Rounds:
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):
             if group is None:
-                sequence.seen_changes = self._changes(sequence)
+                self.see_changes(sequence)
                 answer = controller.pre_process()
                 appends = answer.action is Action.SPLICE or answer.tokens
                 if appends and self._append(sequence, change, answer):
@@ -296,6 +305,7 @@ class Rounds:
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
         sequence.host.distributions = ()
+        self.see_changes(sequence)
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
 
     def _forked(

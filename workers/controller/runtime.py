@@ -31,7 +31,8 @@ class GuestRuntime(Protocol):
         ``load`` reads its compiled form."""
 
     def tick(self) -> None:
-        """Enforces time limits. Called every millisecond while rounds or starts run."""
+        """Enforces time limits. Called every millisecond while rounds or starts run, and every 0.25
+        s otherwise."""
 
     def series(self) -> list[Series]:
         """The metrics of the runtime."""
@@ -65,8 +66,8 @@ class ThreadRuntime:
         """Does nothing: the worker increments the epoch of its engine."""
 
     def series(self) -> list[Series]:
-        """Nothing: the worker counts rounds and their CPU time."""
-        return []
+        """The worker counts rounds and their CPU time."""
+        return [Series("num_guest_processes", {}, 0)]
 
     def close(self) -> None:
         """Does nothing: guests end with their sequences."""

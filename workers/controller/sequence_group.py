@@ -208,6 +208,10 @@ class SequenceGroup:
             return sequence, end
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
+    def see_changes(self, sequence: ControlledSequence) -> None:
+        """Called before a round that ``step`` began runs in a batch."""
+        self._rounds.see_changes(sequence)
+
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
         """The result of a round that ``step`` began and that ran in a batch."""
         return self._rounds.batched(sequence, token)
@@ -433,7 +437,7 @@ class SequenceGroup:
 
     def _variables(self, lineage: int) -> SequenceVariables:
         return SequenceVariables(
-            self.request, lineage, self._perform_within_quota, self._count_write
+            self.request, lineage, self._perform_within_quota, self._count_write, self._perform
         )
 
     def _perform_within_quota(self, operation: Variable) -> VariableAnswer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ...protocol.bodies import decode_as, encode_body
@@ -121,6 +122,15 @@ class _Call:
             self.answered.release()
 
 
+@dataclass(frozen=True, slots=True)
+class VariablesMark:
+    """A state of ``SequenceVariables`` within a round."""
+
+    count: int
+    writes: int
+    written_bytes: int
+
+
 class SequenceVariables:
     """The variables of a request, for one of its sequences (``host.Variables``)."""
 
@@ -130,12 +140,15 @@ class SequenceVariables:
         lineage: int,
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
+        repeat: Callable[[Variable], VariableAnswer] | None = None,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
-        ``written`` is called after each successful write."""
+        ``written`` is called after each successful write. ``repeat`` performs an operation that has
+        been performed before."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
+        self._repeat = repeat or perform
         self._written = written
         self._count = 0
         self._writes: list[Any] = []
@@ -157,6 +170,23 @@ class SequenceVariables:
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """As ``host.Variables`` says."""
         return self._write("append", name, value, when_version_is)
+
+    def mark(self) -> VariablesMark:
+        """The present state, for ``rewind``."""
+        return VariablesMark(self._count, len(self._writes), self._written_bytes)
+
+    def rewind(self, mark: VariablesMark) -> None:
+        """Returns to an earlier state of the same round. Operations since then have been executed;
+        if they are repeated, they receive their recorded answers."""
+        self._count = mark.count
+        del self._writes[mark.writes :]
+        self._written_bytes = mark.written_bytes
+
+    def again(self) -> SequenceVariables:
+        """The variables of a controller that repeats all operations of this sequence."""
+        return SequenceVariables(
+            self._request, self.lineage, self._repeat, lambda: None, self._repeat
+        )
 
     def take_writes(self) -> list[Any]:
         """The writes since the last call, as AICI's storage commands."""

@@ -57,6 +57,7 @@ from .backends.compiling.bounds import Bounds
 from .backends.constraints import Constraints
 from .first_rounds import FirstRounds
 from .guest_memory import GuestMemory
+from .guests.runtime import ProcessRuntime
 from .idle_groups import IdleGroups
 from .interface import Program
 from .limits import Limits
@@ -186,9 +187,10 @@ class ControllerWorker:
         """The links of the brokers at which other workers take over this worker's controllers."""
 
     def _make_programs(self, given: Mapping[str, Program]) -> Programs:
-        runtime = ThreadRuntime(self._engine)
         if self._store is None:
-            return Programs(given, runtime)
+            return Programs(given, ThreadRuntime(self._engine))
+        most = self._settings.guest_processes
+        runtime = ProcessRuntime(self._limits, most) if most else ThreadRuntime(self._engine)
         kept = self._settings.run_folder / "grammars"
         bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
         constraints = Constraints(self._engine, kept, bounds)
@@ -216,6 +218,7 @@ class ControllerWorker:
                         self._refuse_start(message, error)
             try:
                 self._vocabularies.retry()
+                self._programs.tick()
                 if self._busy:
                     self._tick()
             except Exception:
@@ -254,9 +257,7 @@ class ControllerWorker:
 
     def _tick(self) -> None:
         """Called while rounds run: enforces time limits, and sends the results that are ready."""
-        # Built-in constraints run on the worker's own engine.
         self._engine.increment_epoch()
-        self._programs.tick()
         self._pool.help()
         self._starts.help()
         now = time.monotonic()

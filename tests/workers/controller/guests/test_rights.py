@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from tokenbus.workers.controller.guests.system_calls import (
     FCNTL,
     TGKILL,
 )
+
+from .remote_guests import running
+from .test_processes import CALM, Sequence
 
 pytestmark = pytest.mark.process
 
@@ -128,3 +133,14 @@ libc.prctl(38, 1, 0, 0, 0)
 assert not rights._landlock()
 print(json.dumps([tried(lambda: open("/etc/passwd")), tried(lambda: open("/tmp/guest", "w"))]))
 """) == ["EACCES", "EACCES"]
+
+
+def test_a_guest_process_has_an_empty_network_and_no_memory_that_others_can_read() -> None:
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        assert runtime.table._launcher.missing_layers == ""
+        pid = sequence.controller._process.pid  # type: ignore[attr-defined]
+        assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines)
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")

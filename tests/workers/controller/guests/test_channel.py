@@ -1,0 +1,77 @@
+"""A channel carries messages of any size, and its worker's side survives any content."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from tokenbus.workers.controller.guests.channel import (
+    AREA_BYTES,
+    HEAD_BYTES,
+    Channel,
+    ChannelClosed,
+    ChannelFiles,
+)
+
+
+def both_sides() -> tuple[Channel, Channel]:
+    files = ChannelFiles.make()
+    copied = ChannelFiles(*map(os.dup, files))
+    return Channel(files, guest=False), Channel(copied, guest=True)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, AREA_BYTES - 1, AREA_BYTES, AREA_BYTES + 1, 3 * AREA_BYTES, 10_000_000]
+)
+def test_a_message_arrives_and_is_answered(size: int) -> None:
+    worker, guest = both_sides()
+    thread = threading.Thread(target=lambda: guest.send(guest.receive()[::-1]))
+    thread.start()
+    message = os.urandom(size)
+    worker.send(message)
+    assert worker.receive() == message[::-1]
+    thread.join()
+
+
+def test_masks_are_shared() -> None:
+    worker, guest = both_sides()
+    guest.masks[100:104] = b"mask"
+    guest.current = 7
+    assert bytes(worker.masks[100:104]) == b"mask"
+    assert worker.current == 7
+
+
+def test_a_size_beyond_the_area_closes_the_channel() -> None:
+    worker, guest = both_sides()
+    guest.send(b"x")
+    guest._head[:] = b"\xff" * HEAD_BYTES
+    with pytest.raises(ChannelClosed, match="4294967295 bytes"):
+        worker.receive()
+
+
+def test_the_other_side_cannot_shrink_the_memory_or_block_the_worker() -> None:
+    files = ChannelFiles.make()
+    with pytest.raises(PermissionError):
+        os.ftruncate(files.memory, 0)
+    worker = Channel(files, guest=False)
+    # The counter of the eventfd is full.
+    os.write(files.to_guest, (2**64 - 2).to_bytes(8, "little"))
+    worker.send(b"x")
+
+
+def test_a_reader_ends_when_the_channel_is_closed() -> None:
+    worker, _ = both_sides()
+    ended: list[str] = []
+
+    def read() -> None:
+        try:
+            worker.receive()
+        except ChannelClosed as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    worker.close()
+    thread.join()
+    assert ended == ["the process has ended"]

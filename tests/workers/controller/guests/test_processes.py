@@ -1,0 +1,403 @@
+"""Guests in processes decide as on threads, also if their processes end at any time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.protocol.errors import ControllerError
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller.guest_memory import GuestMemory
+from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests import table as table_module
+from tokenbus.workers.controller.guests.remote import RemoteController
+from tokenbus.workers.controller.guests.table import DEATHS_S, MAX_DEATHS, Deaths
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Action, Controller, Program
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.state.variables import VariableStorage
+
+from ....processes import until
+from ..played import EOS, WORDS, Run, Steered, program, vocabulary
+from ..wasm.guests import SDK
+from .remote_guests import LIMITS, Runtime, running
+
+pytestmark = pytest.mark.process
+
+VOCABULARY = vocabulary(WORDS)
+TALK = """
+#include "tokenbus.h"
+#pragma clang diagnostic ignored "-Wunused-parameter"
+static uint32_t *mask;
+static uint32_t rounds;
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    mask = tb_mask_new();
+}
+tb_answer tb_pre_process(void) {
+    static bool forked;
+    tb_var_append("rounds", "x", 1);
+    if (++rounds == 2 && !forked) return forked = true, tb_fork(3);
+    if (rounds == 5 && tb_seq_id() == 0) {
+        tb_bytes value = {0};
+        if (!tb_var_get("said", &value, 0)) return rounds--, tb_suspend();
+        tb_tokens said = tb_tokenize((const char *)value.data, value.len);
+        tb_log("said %d", (int)said.n);
+        return tb_append(said.ids, said.n);
+    }
+    if (rounds == 6 && tb_seq_id() == 2) tb_var_set("said", "the cat", 7);
+    return rounds == 9 ? tb_stop() : tb_go_on();
+}
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    tb_mask_clear_all(mask);
+    for (uint32_t token = 1; token < tb_vocab_size(); token++)
+        if ((token + rounds + tb_seq_id()) % 3 == 0) tb_mask_set(mask, token);
+    return tb_sample(mask);
+}
+"""
+"""Three sequences with masks that depend on their rounds. One of them waits for a variable, and
+appends its value."""
+CALM = """
+#include "tokenbus.h"
+#pragma clang diagnostic ignored "-Wunused-parameter"
+static uint32_t *mask;
+static uint32_t rounds;
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    mask = tb_mask_new();
+}
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    tb_mask_clear_all(mask);
+    tb_mask_set(mask, 1 + rounds++);
+    return tb_sample(mask);
+}
+"""
+"""Allows one token, which is another one in each round."""
+READS = """
+#include "tokenbus.h"
+tb_answer tb_pre_process(void) {
+    tb_var_append("rounds", "x", 1);
+    return tb_go_on();
+}
+"""
+BIAS = """
+#include "tokenbus.h"
+#pragma clang diagnostic ignored "-Wunused-parameter"
+static uint32_t rounds;
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    tb_bias *bias = tb_bias_new();
+    if (++rounds % 2) tb_bias_values(bias);
+    tb_bias_set(bias, 7, 1.5f * rounds);
+    tb_bias_set(bias, 3, -1.0f);
+    return tb_sample_bias(0, bias);
+}
+"""
+"""Biases that are dense and sparse in turn."""
+LOOPS = """
+#include "tokenbus.h"
+static volatile uint32_t rounds;
+tb_answer tb_pre_process(void) {
+    if (++rounds == 3) for (;;) rounds = 3;
+    return tb_go_on();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with running() as made:
+        yield made
+
+
+def smallest(_seq: int, _tokens: list[int], may: set[int]) -> int:
+    return min(may - {EOS})
+
+
+def seen(run: Run) -> tuple[object, ...]:
+    return run.tokens, run.logs, run.ended, run.sampled, run.dropped
+
+
+SOURCES: dict[str, str | Path] = {
+    "talk": TALK,
+    "calm": CALM,
+    "reads": READS,
+    "backtrack": SDK / "examples/backtrack.c",
+    "upper4": SDK / "examples/upper4.c",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_request_has_the_tokens_that_it_has_on_a_thread(runtime: Runtime, name: str) -> None:
+    source = SOURCES[name]
+    made = Run(runtime.program(source, module=name), WORDS, smallest, "x", max_tokens=30)
+    assert seen(made) == seen(Run(program(source), WORDS, smallest, "x", max_tokens=30))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_request_is_the_same_after_each_of_its_processes_was_killed(
+    runtime: Runtime, name: str
+) -> None:
+    source, calls = SOURCES[name], 0
+
+    def killing(seq: int, tokens: list[int], may: set[int]) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            runtime.kill()
+        return smallest(seq, tokens, may)
+
+    made = Run(runtime.program(source, "killed", name), WORDS, killing, "x", max_tokens=30)
+    assert seen(made) == seen(Run(program(source), WORDS, smallest, "x", max_tokens=30))
+
+
+def test_the_parent_of_all_processes_is_started_again(runtime: Runtime) -> None:
+    def killing(seq: int, tokens: list[int], may: set[int]) -> int:
+        if len(tokens) == 4:
+            os.kill(runtime.table._launcher.pid, signal.SIGKILL)
+        return smallest(seq, tokens, may)
+
+    made = Run(runtime.program(CALM), WORDS, killing, max_tokens=9)
+    assert made.tokens == {0: list(range(1, 10))}
+
+
+def test_biases_arrive_as_on_a_thread(runtime: Runtime) -> None:
+    many = [*WORDS, *(f"word {n}".encode() for n in range(3_000))]
+    for tokens in (WORDS, many):
+        made = (runtime.program(BIAS, "bias", "bias"), program(BIAS))
+        results = []
+        for each in made:
+            steered = Steered(each, tokens)
+            steered.begin([1])
+            mask, found = memoryview(bytearray(4 * -(-len(tokens) // 32))), []
+            for _ in range(4):
+                assert steered.controller.pre_process().action is Action.CONTINUE
+                bias = steered.controller.mid_process((0,), mask).bias
+                assert bias is not None
+                found.append(bias.encoded())
+                assert steered.controller.post_process([5], 0).action is Action.CONTINUE
+            results.append(found)
+        assert results[0] == results[1]
+
+
+# --- calls one by one -----------------------------------------------------------------------------
+
+
+class Sequence:
+    """A sequence whose calls the test makes. ``perform`` answers operations on variables."""
+
+    def __init__(
+        self,
+        made: Program,
+        perform: Callable[[Variable], VariableAnswer] | None = None,
+        memory: GuestMemory | None = None,
+    ) -> None:
+        self.variables = SequenceVariables(1, 0, perform or VariableStorage().apply, lambda: None)
+        share = None if memory is None else memory.of("tenant")
+        host = Host(1, 0, b"", VOCABULARY, self.variables, Log(1024), LIMITS, 99, memory=share)
+        self.controller: Controller = made.start(host)
+        self.mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
+        self.controller.init_prompt([1, 2])
+        self.decide()
+
+    def decide(self) -> None:
+        assert self.controller.pre_process().action is Action.CONTINUE
+        assert self.controller.mid_process((0,), self.mask).action is Action.CONTINUE
+
+    def round(self, token: int = 5) -> None:
+        assert self.controller.post_process([token], 0).action is Action.CONTINUE
+        self.decide()
+
+    def allowed(self) -> list[int]:
+        bits = int.from_bytes(self.mask, "little")
+        return [token for token in range(VOCABULARY.size) if bits >> token & 1]
+
+
+def stop(sequence: Sequence) -> int:
+    """Stops the process of a sequence; returns its id."""
+    pid: int = sequence.controller._process.pid  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    status = Path(f"/proc/{pid}/status")
+    until(lambda: "State:\tT" in status.read_text(), 60, "the process is stopped")
+    return pid
+
+
+def batched(*sequences: Sequence) -> list[bool]:
+    assert isinstance(sequences[0].controller, RemoteController)
+    first = sequences[0].controller.batch(5)
+    assert first is not None
+    turns = []
+    for each in sequences:
+        assert isinstance(each.controller, RemoteController)
+        found = each.controller.batch(5)
+        assert found is not None
+        assert found[0] is first[0]
+        turns.append((found[1], 5))
+    return first[0].rounds(turns, [each.mask for each in sequences])
+
+
+def test_a_batch_writes_the_masks_of_its_rounds(runtime: Runtime) -> None:
+    made = runtime.program(CALM)
+    one, two = Sequence(made), Sequence(made)
+    two.round()
+    until(lambda: all(batched(one, two)), 60, "a batch whose rounds are all quick")
+    assert two.allowed()[0] == one.allowed()[0] + 1
+    rounds = one.allowed()[0]
+    one.round()
+    assert one.allowed() == [rounds + 1]
+
+
+def test_the_rounds_of_a_batch_whose_process_ends_run_again(runtime: Runtime) -> None:
+    made = runtime.program(CALM, "batch")
+    one, two = Sequence(made), Sequence(made)
+    pid = stop(one)
+    thread = threading.Thread(target=lambda: done.extend(batched(one, two)))
+    done: list[bool] = []
+    thread.start()
+    os.kill(pid, signal.SIGKILL)
+    thread.join()
+    assert done == [False, False]
+    one.round()
+    two.round()
+    assert one.allowed() == two.allowed() == [2]
+
+
+def test_a_loop_is_ended_at_its_limit_and_its_process_lives(runtime: Runtime) -> None:
+    made = runtime.program(LOOPS, "loops", "loops")
+    calm = Sequence(runtime.program(CALM, "loops"))
+    sequence = Sequence(made)
+    pids = runtime.table.pids()
+    sequence.round()
+    with pytest.raises(ControllerError) as caught:
+        sequence.round()
+    assert (caught.value.code, caught.value.message) == (
+        "controller_timeout",
+        "pre_process ran for longer than its 100 ms",
+    )
+    calm.round()
+    assert runtime.table.pids() == pids
+
+
+def test_a_process_that_hangs_is_killed_and_only_its_call_fails(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, hung = Sequence(runtime.program(CALM, "hung")), Sequence(runtime.program(CALM, "hung"))
+    other = Sequence(runtime.program(CALM, "other"))
+    before = other.controller._process  # type: ignore[attr-defined]
+    stop(hung)
+    monkeypatch.setattr(process_module, "MAX_WALL_S", 0.5)
+    with pytest.raises(ControllerError) as caught:
+        hung.round()
+    assert caught.value.message == (
+        "the process of the controller was ended during its call: it did not answer within 0.5 s"
+    )
+    monkeypatch.undo()
+    calm.round()
+    other.round()
+    assert calm.allowed() == other.allowed() == [2]
+    assert other.controller._process is before  # type: ignore[attr-defined]
+
+
+def test_a_call_whose_process_dies_once_is_made_again_and_writes_once(runtime: Runtime) -> None:
+    storage, deaths = VariableStorage(), 0
+
+    def perform(operation: Variable) -> VariableAnswer:
+        nonlocal deaths
+        answer = storage.apply(operation)
+        if operation.count == 2 and deaths < 1:
+            deaths += 1
+            runtime.kill()
+        return answer
+
+    sequence = Sequence(runtime.program(READS, "once", "once"), perform)
+    sequence.round()
+    sequence.round()
+    assert deaths == 1
+    assert storage.apply(Variable(1, 9, 1, "get", "rounds")).value == b"xxx"
+    assert len(sequence.variables.take_writes()) == 3
+
+
+def test_a_call_whose_processes_die_twice_ends_with_an_error(runtime: Runtime) -> None:
+    storage = VariableStorage()
+
+    def perform(operation: Variable) -> VariableAnswer:
+        answer = storage.apply(operation)
+        if operation.count == 2:
+            runtime.kill()
+        return answer
+
+    sequence = Sequence(runtime.program(READS, "twice", "twice"), perform)
+    with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
+        sequence.round()
+    assert len(runtime.table.deaths._times["twice"]) == 1
+    with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
+        sequence.controller.pre_process()
+
+
+def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
+    memory = GuestMemory(64 * 1024 * 1024)
+    sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
+    assert memory.used > 0
+    with pytest.raises(ControllerError, match="a client may have as much as it leaves free"):
+        _sequences(runtime, memory, 200)
+    os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def _sequences(runtime: Runtime, memory: GuestMemory, count: int) -> list[Sequence]:
+    return [Sequence(runtime.program(CALM, "memory"), memory=memory) for _ in range(count)]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_tenants_take_turns_if_there_are_fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "KEEP_S", 0.0)
+    with running(most=1) as runtime:
+        sequences = [Sequence(runtime.program(CALM, f"tenant {n}")) for n in range(3)]
+        for round_ in range(2, 5):
+            for each in sequences:
+                each.round()
+                assert each.allowed() == [round_]
+                assert len(runtime.table.pids()) == 1
+
+
+def test_a_tenant_waits_while_all_processes_run() -> None:
+    with running(most=1) as runtime:
+        Sequence(runtime.program(CALM, "first"))
+        with pytest.raises(Exception, match="the controllers of 1 tenants run on this worker"):
+            Sequence(runtime.program(CALM, "second"))
+
+
+def test_a_process_without_controllers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "IDLE_S", 0.0)
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        assert runtime.table.pids()
+        sequence.controller.close()
+        until(lambda: not runtime.table.pids(), 60, "the process has ended")
+
+
+def test_a_module_is_refused_after_three_deaths_in_a_minute(runtime: Runtime) -> None:
+    now = 100.0
+    deaths = Deaths(lambda: now)
+    for _ in range(MAX_DEATHS):
+        deaths.check("module")
+        deaths.add("module")
+        now += 10
+    with pytest.raises(ControllerError, match="it is refused for 30 s") as caught:
+        deaths.check("module")
+    assert caught.value.code == "quarantined"
+    deaths.check("another")
+    now = 100 + DEATHS_S + 1
+    deaths.check("module")
+
+
+def test_each_tenant_and_vocabulary_has_a_process(runtime: Runtime) -> None:
+    made = [runtime.program(CALM, "many"), runtime.program(CALM, "more")]
+    pids = {Sequence(each).controller._process.pid for each in (*made, *made)}  # type: ignore[attr-defined]
+    assert len(pids) == 2
+    steered = Steered(made[0], [*WORDS, b"another"])
+    assert steered.controller._process.pid not in pids  # type: ignore[attr-defined]

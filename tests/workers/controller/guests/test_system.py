@@ -1,0 +1,71 @@
+"""A whole system whose modules run in guest processes: the deaths of these change no token."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ....processes import Bus, until
+from ....worlds.killed_workers import BOUND_S, System
+
+
+@pytest.fixture(scope="module")
+def system(processes: None) -> Iterator[System]:
+    with Bus(heartbeat_s=0.2, session_grace_s=0.5, expiry_s=5, guest_processes=4) as bus:
+        bus.start_worker()
+        bus.wait_for_models("embedded")
+        with bus.client() as client:
+            yield System(bus, client)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
+
+
+def guests(system: System) -> list[int]:
+    """The ids of the guest processes of the controller worker."""
+    [worker] = system.controllers
+    return [guest for zygote in children(worker.pid) for guest in children(zygote)]
+
+
+@pytest.mark.parametrize("controller", ["calm", "counts"])
+def test_streams_continue_when_their_process_is_killed(system: System, controller: str) -> None:
+    readers = system.streams(6, controller, retry_s=0)
+    for tokens in (20, 60, 100):
+        until(lambda n=tokens: len(readers[0].tokens) >= n, BOUND_S, "tokens")  # type: ignore[misc]
+        [pid] = guests(system)
+        os.kill(pid, signal.SIGKILL)
+    for reader in readers:
+        assert reader.end() is None
+        assert reader.tokens == system.reference.tokens
+    system.wait_until_free()
+
+
+def test_streams_continue_when_the_parent_of_all_processes_is_killed(system: System) -> None:
+    readers = system.streams(6, retry_s=0)
+    [zygote] = children(system.controllers[0].pid)
+    os.kill(zygote, signal.SIGKILL)
+    for reader in readers:
+        assert reader.end() is None
+        assert reader.tokens == system.reference.tokens
+    system.wait_until_free()
+
+
+def test_guest_processes_end_with_their_worker(system: System) -> None:
+    [reader] = system.streams(1, retry_s=0)
+    [pid] = guests(system)
+    system.controllers[0].kill()
+    until(lambda: not Path(f"/proc/{pid}").exists(), BOUND_S, "the process has ended")
+    system.with_controllers(1)
+    assert reader.end() is None
+    assert reader.tokens == system.reference.tokens

@@ -1,0 +1,51 @@
+"""The answers of a guest process as a worker uses them, after their values were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from .. import biases
+from ..biases import Bias
+from ..interface import CONTINUE, STOP, Action, Answer
+from ..queries import checked_override, checked_query
+from .messages import Fault, Outcome
+
+
+def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
+    """The answers of an outcome. Raises ValueError or TokenbusError for one that is not valid."""
+    if outcome.post is not None:
+        yield CONTINUE if outcome.post == Action.CONTINUE else STOP
+    if outcome.pre is not None:
+        pre = outcome.pre
+        yield Answer(Action(pre.action), pre.count, tokens=pre.tokens)
+    if outcome.mid is not None:
+        mid = outcome.mid
+        yield Answer(
+            Action(mid.action),
+            1,
+            mid.backtrack,
+            mid.tokens,
+            mid.masked,
+            None if mid.pairs is None else _bias(mid.pairs, mid.bias, size),
+            None if mid.query is None else checked_query(mid.query, size),
+            None if mid.override is None else checked_override(mid.override),
+            mid.complete,
+        )
+    if outcome.fault is not None:
+        yield error_of(outcome.fault)
+
+
+def _bias(pairs: int, data: bytes, size: int) -> Bias | None:
+    if not pairs:
+        return biases.dense(np.frombuffer(data, "<f4"), size)
+    found = np.frombuffer(data, "<u4", 2 * pairs)
+    return biases.sparse(found[::2], found[1::2].view("<f4"), size)
+
+
+def error_of(fault: Fault) -> TokenbusError:
+    """The exception of a fault."""
+    known = fault.code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
+    return (ControllerError if known else TokenbusError)(fault.code, fault.message)

@@ -1,0 +1,59 @@
+"""The rounds of several sequences of one guest process, in one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .channel import MASK_BYTES
+from .messages import Advance, Item
+from .process import Cause, GuestDied, GuestProcess
+from .remote import RemoteController, round_s
+
+
+class ProcessBatch:
+    """The rounds of several sequences of one process (``interface.Batch``)."""
+
+    def __init__(self, process: GuestProcess) -> None:
+        self._process = process
+
+    def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
+        """As ``interface.Batch`` says. Rounds that are not usual have been run, and their
+        controllers have the answers."""
+        row = len(masks[0])
+        most = max(1, MASK_BYTES // row)
+        done: list[bool] = []
+        for at in range(0, len(turns), most):
+            done += self._some(turns[at : at + most], masks[at : at + most], row)
+        return done
+
+    def _some(
+        self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview], row: int
+    ) -> list[bool]:
+        process = self._process
+        found = [process.controllers.get(handle) for handle, _ in turns]
+        controllers = [each for each in found if isinstance(each, RemoteController)]
+        if len(controllers) < len(turns):
+            return [False] * len(turns)
+        limit_s = max(round_s(each.limits) for each in controllers)
+        marks = [each.mark() for each in controllers]
+        if None in marks:
+            return [False] * len(turns)
+        request = Advance([Item(handle, [token]) for handle, token in turns])
+        try:
+            with process.channel() as channel:
+                answer = process.request(channel, request, limit_s, len(turns))
+                if len(answer.items) != len(turns):
+                    process.kill("it sent another number of answers")
+                    raise GuestDied(process.dead, Cause.KILLED)
+                done = []
+                for place, outcome in enumerate(answer.items):
+                    mask = channel.masks[place * row : (place + 1) * row]
+                    usual = controllers[place].take_batched(turns[place][1], outcome, mask)
+                    if usual:
+                        masks[place][:] = mask
+                    done.append(usual)
+                return done
+        except GuestDied as died:
+            for place, (controller, mark) in enumerate(zip(controllers, marks, strict=True)):
+                controller.lost(died, mark, place == died.item)
+            return [False] * len(turns)

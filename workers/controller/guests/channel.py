@@ -1,0 +1,165 @@
+"""A channel between the worker and a thread of a guest process: shared memory and two eventfds.
+
+Each direction has an area for one part of a message. A message that is larger than the area is sent
+in parts, and the receiver acknowledges each part but the last. Masks have an area of their own,
+which only the guest process writes. The worker copies everything before it reads it, because the
+process may change the memory at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import struct
+from typing import NamedTuple
+
+HEAD_BYTES = 4096
+AREA_BYTES = 1024 * 1024
+"""Bytes of the area of each direction."""
+MASK_BYTES = 2 * 1024 * 1024
+"""Bytes of the area of masks, or of one mask and a bias. Pages that are not used do not exist."""
+SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
+MAX_MESSAGE_BYTES = 512 * 1024 * 1024
+"""Maximum bytes of a message. A compiled module has up to 256 MiB."""
+QUICK_MS = 1
+"""Time that the worker waits for an answer before it frees the slot of its thread."""
+
+_ONE = (1).to_bytes(8, "little")
+_PART = struct.Struct("<II")
+"""Size of the part, and whether further parts follow."""
+_CURRENT_AT = 64
+"""Place of the number of the item that the process runs now."""
+
+
+class ChannelFiles(NamedTuple):
+    """The descriptors of a channel, which are sent to the process."""
+
+    memory: int
+    to_guest: int
+    to_worker: int
+
+    @classmethod
+    def make(cls) -> ChannelFiles:
+        """New files. Raises OSError."""
+        memory = os.memfd_create("channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(memory, SHARED_BYTES)
+        _seal(memory)
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return cls(memory, os.eventfd(0, flags), os.eventfd(0, flags))
+
+
+class ChannelClosed(Exception):
+    """The other side has ended, or has sent a part that is not valid."""
+
+
+class Channel:
+    """One side of a channel. For one thread at a time, except ``close``."""
+
+    def __init__(self, files: ChannelFiles, *, guest: bool) -> None:
+        """``guest``: whether this is the side of the guest process. The channel owns ``files``."""
+        self._map = mmap.mmap(files.memory, SHARED_BYTES)
+        os.close(files.memory)
+        view = memoryview(self._map)
+        first = view[HEAD_BYTES : HEAD_BYTES + AREA_BYTES]
+        second = view[HEAD_BYTES + AREA_BYTES : HEAD_BYTES + 2 * AREA_BYTES]
+        self._head = view[:HEAD_BYTES]
+        self._out, self._in = (second, first) if guest else (first, second)
+        self._out_at, self._in_at = (32, 0) if guest else (0, 32)
+        self.masks = view[HEAD_BYTES + 2 * AREA_BYTES :]
+        self._theirs = files.to_worker if guest else files.to_guest
+        self._mine = files.to_guest if guest else files.to_worker
+        self._poll = select.poll()
+        self._poll.register(self._mine, select.POLLIN)
+        self._closed = False
+
+    def send(self, message: bytes) -> None:
+        """Sends a message. Raises ChannelClosed."""
+        size = len(message)
+        if size <= AREA_BYTES:
+            self._put(message, 0)
+            return
+        for at in range(0, size, AREA_BYTES):
+            more = at + AREA_BYTES < size
+            self._put(message[at : at + AREA_BYTES], more)
+            if more:
+                self._wait()
+
+    def quick(self) -> bool:
+        """Whether a message arrives within ``QUICK_MS``."""
+        return bool(self._poll.poll(QUICK_MS))
+
+    def receive(self) -> bytes:
+        """Waits for a message. Raises ChannelClosed."""
+        parts: list[bytes] = []
+        total = 0
+        while True:
+            self._wait()
+            size, more = _PART.unpack_from(self._head, self._in_at)
+            total += size
+            if size > AREA_BYTES or total > MAX_MESSAGE_BYTES:
+                raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
+            part = bytes(self._in[:size])
+            if not more and not parts:
+                return part
+            parts.append(part)
+            if not more:
+                return b"".join(parts)
+            self._notify(self._theirs)
+
+    @property
+    def current(self) -> int:
+        """The number of the item of a request that the process runs; the process may set any
+        number."""
+        return int.from_bytes(self._head[_CURRENT_AT : _CURRENT_AT + 4], "little")
+
+    @current.setter
+    def current(self, number: int) -> None:
+        self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
+
+    def close(self) -> None:
+        """Ends the channel: a thread that waits, or waits later, receives ChannelClosed. Callable
+        from any thread."""
+        self._closed = True
+        self._notify(self._mine)
+
+    def free(self) -> None:
+        """Closes the descriptors, when no thread uses the channel any more."""
+        self._closed = True
+        if self._mine >= 0:
+            self._poll.unregister(self._mine)
+            os.close(self._mine)
+            os.close(self._theirs)
+            self._mine = self._theirs = -1
+
+    def _put(self, part: bytes, more: int) -> None:
+        self._out[: len(part)] = part
+        _PART.pack_into(self._head, self._out_at, len(part), more)
+        if self._closed:
+            raise ChannelClosed("the process has ended")
+        self._notify(self._theirs)
+
+    @staticmethod
+    def _notify(descriptor: int) -> None:
+        try:
+            os.write(descriptor, _ONE)
+        except BlockingIOError:
+            pass  # The counter is full, so that the reader has a notice already.
+
+    def _wait(self) -> None:
+        while True:
+            self._poll.poll()
+            if self._closed:
+                raise ChannelClosed("the process has ended")
+            try:
+                os.read(self._mine, 8)
+            except BlockingIOError:
+                continue
+            return
+
+
+def _seal(memory: int) -> None:
+    """Fixes the size of the memory: a process that shrinks it would end its reader by SIGBUS."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

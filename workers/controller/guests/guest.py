@@ -1,0 +1,379 @@
+"""The guest process of a tenant: runs the calls that its worker sends over channels.
+
+Each channel has a thread. The main thread receives the descriptors of new channels, and ends the
+process when the worker closes the control socket.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..host import Host, Stored, Vocabulary, Written
+from ..interface import Action, Controller, Program
+from ..limits import Limits
+from ..logs import Log
+from ..wasm.aici import AiciProgram
+from ..wasm.native import NativeProgram
+from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
+from . import messages
+from .channel import Channel, ChannelClosed, ChannelFiles
+from .messages import (
+    Advance,
+    Asked,
+    Begin,
+    Close,
+    Done,
+    Fault,
+    Fork,
+    HostSpec,
+    Item,
+    Load,
+    Mid,
+    MidAnswer,
+    Outcome,
+    PreAnswer,
+    Prompt,
+    Told,
+)
+from .rights import drop_rights
+
+GRANT_BYTES = 4 * 1024 * 1024
+"""Bytes of memory that the process requests from its tenant's share at a time."""
+SHARED_BIAS_BYTES = 4096
+"""Bytes from which a bias is written to shared memory."""
+_NO_ROOM = memoryview(b"")
+SLOW_S = 0.0005
+"""Duration of a round from which the next round gets a thread of its own, in seconds."""
+
+
+class _ThisThread(threading.local):
+    channel: Channel
+    handle: int
+    """The controller whose call runs."""
+
+
+_this_thread = _ThisThread()
+
+
+def _ask(what: str, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
+    """Asks the worker in the middle of a call; raises TokenbusError if the worker refuses."""
+    channel = _this_thread.channel
+    channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
+    told = messages.decode_to_guest(channel.receive())
+    if not isinstance(told, Told):
+        raise ChannelClosed("the worker did not answer the question of a guest")
+    if told.error is not None:
+        kind = ControllerError if told.error.code in _CONTROLLER_CODES else TokenbusError
+        raise kind(told.error.code, told.error.message)
+    return told
+
+
+_CONTROLLER_CODES = (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
+
+
+class _Variables:
+    """The variables of a sequence, which the worker reads and writes."""
+
+    def get(self, name: str) -> Stored | None:
+        """As ``host.Variables`` says."""
+        told = _ask("get", name)
+        return Stored(told.version, told.value or b"") if told.version else None
+
+    def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        told = _ask("set", name, value, when_version_is)
+        return Written(told.ok, told.version, told.value or b"")
+
+    def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
+        """As ``host.Variables`` says."""
+        told = _ask("append", name, value, when_version_is)
+        return Written(told.ok, told.version, told.value or b"")
+
+
+class _Memory:
+    """The memory of all guests of this process. The tenant's share is requested in grants."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used = self._granted = 0
+
+    def take(self, size: int) -> None:
+        """Counts further memory; raises ControllerError above the tenant's share."""
+        with self._lock:
+            missing = self._used + size - self._granted
+            if missing > 0:
+                self._granted += _granted(missing)
+            self._used += size
+
+    def give_back(self, size: int) -> None:
+        """Returns memory."""
+        with self._lock:
+            self._used -= size
+
+    def return_surplus(self) -> None:
+        """Returns memory that no guest has had since the last grant."""
+        with self._lock:
+            surplus = self._granted - self._used
+            if surplus >= 4 * GRANT_BYTES:
+                _ask("memory", number=-surplus)
+                self._granted -= surplus
+
+
+def _granted(missing: int) -> int:
+    """Requests memory, and returns the granted bytes; raises ControllerError if ``missing`` bytes
+    are refused."""
+    if missing < GRANT_BYTES:
+        try:
+            _ask("memory", number=GRANT_BYTES)
+        except ControllerError:
+            pass
+        else:
+            return GRANT_BYTES
+    _ask("memory", number=missing)
+    return missing
+
+
+@dataclass(slots=True)
+class _Seated:
+    """A controller, its host, and its log."""
+
+    controller: Controller
+    host: Host
+    log: Log
+
+
+class GuestProcess:
+    """The controllers of this process."""
+
+    def __init__(self, engine: wasmtime.Engine, vocabulary: Vocabulary) -> None:
+        self._engine = engine
+        self._vocabulary = vocabulary
+        self._row = 4 * -(-vocabulary.size // 32)
+        self._memory = _Memory()
+        self._programs: dict[str, Program] = {}
+        self._seated: dict[int, _Seated] = {}
+
+    def serve(self, channel: Channel) -> None:
+        """Handles the requests of a channel until it is closed."""
+        _this_thread.channel = channel
+        while True:
+            request = messages.decode_to_guest(channel.receive())
+            began_s = time.thread_time()
+            items = self._handle(channel, request)
+            channel.send(messages.encode(Done(items, time.thread_time() - began_s)))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _handle(self, channel: Channel, request: messages.ToGuest) -> list[Outcome | None]:
+        match request:
+            case Advance(items):
+                alone = len(items) == 1
+                return [self._advance(channel, at, item, alone) for at, item in enumerate(items)]
+            case Mid(handle, group):
+                return [self._mid(channel, handle, group)]
+            case Prompt(handle, tokens):
+                return [self._prompt(handle, tokens)]
+            case Begin(handle, module, spec):
+                return [self._begin(handle, self._programs[module], spec)]
+            case Fork(handle, child, spec):
+                return [self._fork(self._seated[handle], child, spec)]
+            case Close(handle):
+                self._close(handle)
+            case Load(module, abi, why_no_fork, code):
+                make = AiciProgram if abi == "aici" else NativeProgram
+                loaded = wasmtime.Module.deserialize(self._engine, code)
+                self._programs[module] = make(self._engine, loaded, why_no_fork)
+        return []
+
+    def _begin(self, handle: int, program: Program, spec: HostSpec) -> Outcome:
+        _this_thread.handle = handle
+        host, log = self._host(spec)
+        outcome = Outcome()
+        try:
+            self._seated[handle] = _Seated(program.start(host), host, log)
+        except BaseException as error:
+            outcome.fault = _fault(error)
+        outcome.log, outcome.dropped = log.take_bytes()
+        return outcome
+
+    def _fork(self, parent: _Seated, child: int, spec: HostSpec) -> Outcome:
+        _this_thread.handle = child
+        host, log = self._host(spec)
+        host.distributions = parent.host.distributions
+        outcome = Outcome()
+        try:
+            self._seated[child] = _Seated(parent.controller.fork(host), host, log)
+        except BaseException as error:
+            outcome.fault = _fault(error)
+        return outcome
+
+    def _prompt(self, handle: int, tokens: list[int]) -> Outcome:
+        _this_thread.handle = handle
+        seated = self._seated[handle]
+        outcome = Outcome()
+        try:
+            seated.controller.init_prompt(tokens)
+        except BaseException as error:
+            outcome.fault = _fault(error)
+        outcome.takes_drafts = getattr(seated.controller, "takes_drafts", False)
+        outcome.log, outcome.dropped = seated.log.take_bytes()
+        return outcome
+
+    def _mid(self, channel: Channel, handle: int, group: list[int]) -> Outcome:
+        _this_thread.handle = handle
+        seated = self._seated[handle]
+        outcome = Outcome()
+        try:
+            outcome.mid = _mid_answer(
+                seated.controller, group, channel.masks[: self._row], channel.masks[self._row :]
+            )
+        except BaseException as error:
+            outcome.fault = _fault(error)
+        outcome.log, outcome.dropped = seated.log.take_bytes()
+        return outcome
+
+    def _advance(self, channel: Channel, place: int, item: Item, alone: bool) -> Outcome | None:
+        _this_thread.handle = item.handle
+        channel.current = place
+        seated = self._seated[item.handle]
+        if item.limits is not None:
+            seated.host.limits = item.limits
+        mask = channel.masks[place * self._row : (place + 1) * self._row]
+        outcome = Outcome()
+        after = channel.masks[self._row :] if alone else _NO_ROOM
+        began_s = time.perf_counter()
+        try:
+            _run(seated, item, (mask, after), outcome)
+        except BaseException as error:
+            outcome.fault = _fault(error)
+        outcome.log, outcome.dropped = seated.log.take_bytes()
+        outcome.slow = time.perf_counter() - began_s > SLOW_S
+        return None if outcome == _USUAL else outcome
+
+    def _close(self, handle: int) -> None:
+        _this_thread.handle = handle
+        seated = self._seated.pop(handle, None)
+        if seated is not None:
+            seated.controller.close()
+            self._memory.return_surplus()
+
+    def _host(self, spec: HostSpec) -> tuple[Host, Log]:
+        log = Log(spec.limits.log_bytes)
+        host = Host(
+            spec.request,
+            spec.seq,
+            spec.arg,
+            self._vocabulary,
+            _Variables(),
+            log,
+            spec.limits,
+            spec.max_tokens,
+            spec.ignore_eos,
+            self._memory if spec.counted else None,  # type: ignore[arg-type]
+        )
+        return host, log
+
+
+_USUAL = Outcome(
+    post=int(Action.CONTINUE),
+    pre=PreAnswer(int(Action.CONTINUE)),
+    mid=MidAnswer(int(Action.CONTINUE), masked=True),
+)
+
+
+def _run(
+    seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
+) -> None:
+    """The calls of an item, while their answers only continue. ``rooms``: for its mask and a large
+    bias."""
+    controller = seated.controller
+    if item.tokens is not None:
+        seated.host.distributions = item.distributions
+        after = controller.post_process(item.tokens, item.backtrack)
+        outcome.post = int(after.action)
+        if after.action is not Action.CONTINUE or item.last:
+            return
+    answer = controller.pre_process()
+    outcome.pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
+    alone = answer.action is Action.FORK and answer.count == 1
+    if (alone or answer.action is Action.CONTINUE) and not answer.tokens:
+        outcome.mid = _mid_answer(controller, [seated.host.seq], *rooms)
+
+
+def _mid_answer(
+    controller: Controller, group: list[int], mask: memoryview, after: memoryview
+) -> MidAnswer:
+    """The answer of mid_process. ``after``: shared memory for a large bias."""
+    answer = controller.mid_process(group, mask)
+    made = MidAnswer(
+        int(answer.action),
+        answer.backtrack,
+        list(answer.tokens),
+        answer.masked,
+        query=answer.query,
+        override=answer.override,
+        complete=answer.complete,
+    )
+    if answer.bias is not None:
+        made.pairs, data = answer.bias
+        if SHARED_BIAS_BYTES <= len(data) <= len(after):
+            after[: len(data)] = data
+            made.shared = len(data)
+        else:
+            made.bias = bytes(data)
+    return made
+
+
+def _fault(error: BaseException) -> Fault:
+    if isinstance(error, ChannelClosed):
+        raise error
+    if isinstance(error, TokenbusError):
+        return Fault(str(error.code), error.message)
+    return Fault(str(Code.INTERNAL), f"the guest process failed: {error!r}")
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def run(
+    control: socket.socket, engine: wasmtime.Engine, vocabulary: Vocabulary, limits: Limits
+) -> None:
+    """Serves until the worker closes ``control``. Called in a new process, by its only thread."""
+    # Blocked in all threads, so that only ``_tick`` receives the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    drop_rights()
+    threading.Thread(target=_tick, args=(engine,), daemon=True).start()
+    signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
+    threading.stack_size(HOST_STACK_BYTES)
+    process = GuestProcess(engine, vocabulary)
+    while True:
+        _, files, _, _ = socket.recv_fds(control, 1, 3)
+        if len(files) != 3:
+            os._exit(0)
+        channel = Channel(ChannelFiles(*files), guest=True)
+        threading.Thread(target=_serve, args=(process, channel), daemon=True).start()
+
+
+def _serve(process: GuestProcess, channel: Channel) -> None:
+    try:
+        process.serve(channel)
+    finally:
+        # A thread that fails leaves its worker without an answer.
+        os._exit(1)
+
+
+def _tick(engine: wasmtime.Engine) -> Any:
+    """Increments the epoch whenever the process has used another millisecond of CPU time, so that
+    running guests check their limits. Without work the thread sleeps."""
+    while True:
+        signal.sigwait({signal.SIGPROF})
+        engine.increment_epoch()

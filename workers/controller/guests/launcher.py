@@ -1,0 +1,172 @@
+"""Starts the zygote, and has it fork guest processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from ....protocol.errors import Code, UnavailableError
+from ..host import Vocabulary
+from ..limits import Limits
+
+log = logging.getLogger(__name__)
+
+SPAWN_S = 60.0
+"""Maximum wait for a new process, in seconds: the zygote may be starting on a loaded machine."""
+PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
+"""The environment variables that guest processes inherit. Others may name keys."""
+
+
+class Spawned(NamedTuple):
+    """A new guest process."""
+
+    pid: int
+    pidfd: int
+    control: socket.socket
+
+
+class _Spawning:
+    """A request to the zygote that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self.pid = self.pidfd = -1
+
+
+class Launcher:
+    """One zygote. Thread-safe.
+
+    ``died`` is called with the id of a process that has ended, and its exit code: the negative
+    number of a signal if one ended it. ``lost`` is called when the zygote has ended. All guest
+    processes end with the zygote.
+    """
+
+    def __init__(
+        self, limits: Limits, died: Callable[[int, int], None], lost: Callable[[], None]
+    ) -> None:
+        self._died = died
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._spawning: dict[int, _Spawning] = {}
+        self._number = 0
+        self.alive = True
+        self.missing_layers = ""
+        """The layers of isolation that this system does not have."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = {name: os.environ[name] for name in PASSED if name in os.environ}
+        # The zygote must have one thread, and these libraries would start more.
+        own |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        descriptor = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _ZYGOTE, descriptor, msgspec.json.encode(limits).decode()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=own,
+            )
+        threading.Thread(target=self._read, name="zygote", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The id of the zygote's process."""
+        return self._process.pid
+
+    def add_vocabulary(self, number: int, vocabulary: Vocabulary) -> None:
+        """Makes a vocabulary available to later processes."""
+        memory = os.memfd_create("vocabulary", os.MFD_CLOEXEC)
+        with os.fdopen(memory, "wb") as file:
+            pickle.dump(vocabulary, file, pickle.HIGHEST_PROTOCOL)
+            file.flush()
+            self._command(("vocabulary", number, 0), [file.fileno()])
+
+    def forget_vocabulary(self, number: int) -> None:
+        """Frees a vocabulary."""
+        self._command(("forget", number, 0))
+
+    def spawn(self, vocabulary: int) -> Spawned:
+        """Forks a process with a vocabulary. Raises UnavailableError if none can be forked."""
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spawning = _Spawning()
+        with self._lock:
+            self._number += 1
+            number = self._number
+            self._spawning[number] = spawning
+        with theirs:
+            self._command(("spawn", number, vocabulary), [theirs.fileno()])
+        arrived = spawning.ready.wait(SPAWN_S)
+        with self._lock:
+            self._spawning.pop(number, None)
+        if not arrived or spawning.pid < 0:
+            control.close()
+            raise UnavailableError(
+                Code.WORKER_LOST,
+                "no process for the controller could be started; try again",
+                retry_after_s=1.0,
+            )
+        return Spawned(spawning.pid, spawning.pidfd, control)
+
+    def close(self) -> None:
+        """Ends the zygote and all guest processes."""
+        self.alive = False
+        self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _command(self, command: tuple[str, int, int], files: list[int] | None = None) -> None:
+        body = msgspec.json.encode(command)
+        try:
+            socket.send_fds(self._control, [body], files or [])
+        except OSError as error:
+            log.warning("the parent of guest processes has ended: %s", error)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                body, files, _, _ = socket.recv_fds(self._control, 4096, 1)
+            except OSError:
+                break
+            if not body:
+                break
+            name, number, pid, text = msgspec.json.decode(body, type=tuple[str, int, int, str])
+            if name == "died":
+                self._died(pid, number)
+                continue
+            if name == "layers":
+                self.missing_layers = text
+                if text:
+                    log.warning("guest processes run without %s", text)
+                continue
+            with self._lock:
+                spawning = self._spawning.get(number)
+            if spawning is None:
+                # The caller has given up. The process ends, because its socket is closed.
+                os.close(files[0])
+                continue
+            spawning.pid, spawning.pidfd = pid, files[0]
+            spawning.ready.set()
+        was_alive, self.alive = self.alive, False
+        if was_alive:
+            self._process.wait()
+            log.error("the parent of guest processes has ended; it is started again")
+        with self._lock:
+            waiting = list(self._spawning.values())
+        for spawning in waiting:
+            spawning.ready.set()
+        self._lost()
+
+
+_ZYGOTE = f"{__package__}.zygote"

@@ -1,0 +1,184 @@
+"""The messages between a worker and its guest processes.
+
+The worker decodes every answer with these types: a process that was taken over can send anything.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ....protocol.sampling import Distribution, Override, Query, TokenId
+from ..limits import Limits
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class HostSpec(Struct, array_like=True, frozen=True):
+    """The fields of a ``Host`` that a guest process gets."""
+
+    request: int
+    seq: int
+    arg: bytes
+    limits: Limits
+    max_tokens: int
+    ignore_eos: bool
+    counted: bool
+    """Whether the guest's memory counts towards its tenant's share."""
+
+
+class Load(Struct, array_like=True, tag="load"):
+    """Loads a compiled module."""
+
+    module: str
+    abi: str
+    why_no_fork: str | None
+    code: bytes
+
+
+class Begin(Struct, array_like=True, tag="begin"):
+    """Creates the controller ``handle`` of a module."""
+
+    handle: int
+    module: str
+    host: HostSpec
+
+
+class Prompt(Struct, array_like=True, tag="prompt"):
+    """Calls init_prompt."""
+
+    handle: int
+    tokens: list[int]
+
+
+class Item(Struct, array_like=True):
+    """Calls post_process if there are ``tokens``, then pre_process and mid_process while their
+    answers only continue."""
+
+    handle: int
+    tokens: list[int] | None = None
+    backtrack: int = 0
+    last: bool = False
+    """Whether only post_process is called, because the sequence has ended."""
+    distributions: list[Distribution] = []
+    limits: Limits | None = None
+    """The limits from now on, if they have changed."""
+
+
+class Advance(Struct, array_like=True, tag="advance"):
+    """Runs the rounds of several controllers one after another."""
+
+    items: list[Item]
+
+
+class Mid(Struct, array_like=True, tag="mid"):
+    """Calls mid_process of a controller after a fork."""
+
+    handle: int
+    group: list[int]
+
+
+class Fork(Struct, array_like=True, tag="fork"):
+    """Copies a controller to ``child``."""
+
+    handle: int
+    child: int
+    host: HostSpec
+
+
+class Close(Struct, array_like=True, tag="close"):
+    """Frees a controller."""
+
+    handle: int
+
+
+class Told(Struct, array_like=True, tag="told"):
+    """The answer to ``Asked``."""
+
+    ok: bool = True
+    version: int = 0
+    value: bytes | None = None
+    error: Fault | None = None
+
+
+class Fault(Struct, array_like=True):
+    """A call that failed."""
+
+    code: str
+    message: str
+
+
+ToGuest = Load | Begin | Prompt | Advance | Mid | Fork | Close | Told
+
+
+class PreAnswer(Struct, array_like=True):
+    """The answer of pre_process."""
+
+    action: int
+    count: Count = 1
+    tokens: list[TokenId] = []
+
+
+class MidAnswer(Struct, array_like=True):
+    """The answer of mid_process. Its mask is in the place of the item."""
+
+    action: int
+    backtrack: Count = 0
+    tokens: list[TokenId] = []
+    masked: bool = False
+    pairs: Count | None = None
+    """Pairs of the bias; None without a bias."""
+    bias: bytes = b""
+    shared: Count = 0
+    """Bytes of a bias that follows the mask of the first item in shared memory; 0: ``bias`` has
+    it."""
+    query: Query | None = None
+    override: Override | None = None
+    complete: bool = False
+
+
+class Outcome(Struct, array_like=True, omit_defaults=True):
+    """The result of the calls of one controller. Calls that were not made have no answer.
+
+    ``fault`` is the error of the call after the last answer.
+    """
+
+    post: int | None = None
+    pre: PreAnswer | None = None
+    mid: MidAnswer | None = None
+    fault: Fault | None = None
+    log: bytes = b""
+    dropped: int = 0
+    """Bytes of the log that did not fit."""
+    takes_drafts: bool = False
+    slow: bool = False
+    """Whether the item took so long that it should run on a thread of its own."""
+
+
+class Done(Struct, array_like=True, tag="done"):
+    """The answer to a request. An item is None if it was usual: the controller accepted the tokens
+    and samples under the mask in the place of the item, without a log."""
+
+    items: list[Outcome | None]
+    cpu_s: float = 0.0
+    """CPU time that the request took."""
+
+
+class Asked(Struct, array_like=True, tag="asked"):
+    """A question of a guest to its worker during a call: ``get``, ``set`` or ``append`` of a
+    variable, or ``memory`` (``number`` bytes)."""
+
+    handle: int
+    what: str
+    name: str = ""
+    value: bytes = b""
+    number: int | None = None
+
+
+FromGuest = Done | Asked
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_guest = msgspec.msgpack.Decoder(ToGuest).decode
+decode_from_guest = msgspec.msgpack.Decoder(FromGuest).decode

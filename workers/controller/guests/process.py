@@ -1,0 +1,308 @@
+"""A guest process as its worker sees it: channels, requests, and the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import msgspec
+
+from ....protocol.errors import ControllerError, TokenbusError
+from ..guest_clock import add_guest_cpu
+from ..guest_memory import TenantMemory
+from ..pool import freeing_slot
+from . import messages
+from .channel import Channel, ChannelClosed, ChannelFiles
+from .launcher import Spawned
+from .messages import Asked, Done, Fault, ToGuest, Told
+
+log = logging.getLogger(__name__)
+
+MAX_CHANNELS = 300
+"""Maximum requests of a process at the same time. Those of a pool's waiting jobs fit."""
+GRACE_S = 1.0
+"""CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
+stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
+WATCHED_S = 0.05
+"""Duration of a call from which the watchdog reads the CPU time of its process, in seconds."""
+MAX_WALL_S = 60.0
+"""Wall-clock time of one call after which its process is killed, in seconds."""
+
+
+class Cause(Enum):
+    """The cause of the end of a process, for a request that it ran."""
+
+    KILLED = "killed"
+    """The watchdog killed the process because of this request."""
+    CRASHED = "crashed"
+    """The process ended by itself, or another party killed it."""
+    OTHER = "other"
+    """The worker ended the process for another reason, or it had ended before the request."""
+
+
+class GuestDied(Exception):
+    """The process of a request has ended."""
+
+    def __init__(self, why: str, cause: Cause = Cause.OTHER, item: int = 0) -> None:
+        """``item``: the number of the item that ran."""
+        super().__init__(why)
+        self.why = why
+        self.cause = cause
+        self.item = item
+
+
+class Asks(Protocol):
+    """The part of a controller that answers the questions of its guest."""
+
+    def answer(self, asked: Asked) -> Told:
+        """Answers; raises TokenbusError."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that the process runs."""
+
+    limit_s: float
+    """CPU time of one item, in seconds."""
+    items: int
+    item: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    cpu_s: float | None = None
+    """CPU time of the process when the item was first seen."""
+    first_cpu_s: float | None = None
+    """CPU time of the process when the request was first seen."""
+    paused: bool = False
+    """Whether the process waits for an answer of this worker."""
+    killed: str = ""
+
+
+class GuestProcess:
+    """A process of one tenant. Thread-safe."""
+
+    def __init__(self, spawned: Spawned, memory: TenantMemory | None = None) -> None:
+        self.pid = spawned.pid
+        self._pidfd = spawned.pidfd
+        self._control = spawned.control
+        self._clock = (~spawned.pid << 3) | 2
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._free: list[Channel] = []
+        self._channels: list[Channel] = []
+        self._running: dict[Channel, _Running] = {}
+        self._memory = memory
+        self._granted = 0
+        self.batch: Any = None
+        """The object that runs batches of this process, once there is one."""
+        self.modules: set[str] = set()
+        """The modules that the process has loaded."""
+        self.controllers: dict[int, Asks] = {}
+        """The live controllers by handle."""
+        self._handles = 0
+        self.dead = ""
+        """Why the process has ended; empty while it lives."""
+        self._killed = False
+        self.last_used_s = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs."""
+        return bool(self._running)
+
+    def new_handle(self) -> int:
+        """A number for a new controller."""
+        with self._lock:
+            self._handles += 1
+            return self._handles
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """A channel for one request; raises GuestDied."""
+        channel = self._take_channel()
+        try:
+            yield channel
+        finally:
+            with self._lock:
+                self._running.pop(channel, None)
+                self._free.append(channel)
+                self._changed.notify()
+            if self.dead:
+                self._free_channels()
+
+    def request(self, channel: Channel, request: ToGuest, limit_s: float, items: int = 1) -> Done:
+        """Sends a request, answers the questions of its guests, and returns its answer. Raises
+        GuestDied. ``limit_s``: CPU time of each of its ``items``."""
+        channel.current = 0
+        running = self._running[channel] = _Running(limit_s, items)
+        try:
+            channel.send(messages.encode(request))
+            while True:
+                answer = self._receive(channel)
+                if isinstance(answer, Done):
+                    add_guest_cpu(answer.cpu_s)
+                    return answer
+                running.paused = True
+                told = messages.encode(self._told(answer))
+                running.paused, running.item = False, -1
+                channel.send(told)
+        except (ChannelClosed, msgspec.MsgspecError) as error:
+            if not isinstance(error, ChannelClosed) or not self.dead:
+                running.killed = f"it sent a message that is not valid: {error}"
+                self.kill(running.killed)
+            item = max(0, min(channel.current, items - 1))
+            if running.killed:
+                raise GuestDied(running.killed, Cause.KILLED, item) from None
+            cause = Cause.OTHER if self._killed else Cause.CRASHED
+            raise GuestDied(self.dead, cause, item) from None
+        finally:
+            self.last_used_s = time.monotonic()
+
+    def watch(self, now_s: float) -> None:
+        """Kills the process if a request has used more than its time."""
+        for channel, running in list(self._running.items()):
+            if running.paused:
+                continue
+            current = channel.current
+            if current != running.item:
+                running.item, running.began_s, running.cpu_s = current, now_s, None
+            elif now_s - running.began_s > WATCHED_S:
+                self._check(running, now_s)
+
+    def kill(self, why: str) -> None:
+        """Ends the process."""
+        with self._lock:
+            if self.dead:
+                return
+            self.dead, self._killed = why, True
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._end()
+
+    def died(self, code: int) -> None:
+        """Called when the process has ended."""
+        with self._lock:
+            ended = bool(self.dead)
+            self.dead = self.dead or _why(code)
+        if not ended:
+            self._end()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _receive(self, channel: Channel) -> messages.FromGuest:
+        if channel.quick():
+            body = channel.receive()
+        else:
+            with freeing_slot():
+                body = channel.receive()
+        answer: messages.FromGuest = messages.decode_from_guest(body)
+        return answer
+
+    def _told(self, asked: Asked) -> Told:
+        try:
+            if asked.what == "memory":
+                self._take_memory(asked.number or 0)
+                return Told()
+            controller = self.controllers.get(asked.handle)
+            if controller is None:
+                return Told(error=Fault("internal", "the controller has ended"))
+            return controller.answer(asked)
+        except TokenbusError as error:
+            return Told(error=Fault(str(error.code), error.message))
+
+    def _take_memory(self, size: int) -> None:
+        if self._memory is None:
+            return
+        with self._lock:
+            # A process that was taken over may return more than it has.
+            size = max(size, -self._granted)
+            if self.dead:
+                raise ControllerError("controller_failed", "the process has ended")
+            if size >= 0:
+                self._memory.take(size)
+            else:
+                self._memory.give_back(-size)
+            self._granted += size
+
+    def _take_channel(self) -> Channel:
+        with self._lock:
+            while not self.dead:
+                if self._free:
+                    return self._free.pop()
+                if len(self._channels) < MAX_CHANNELS:
+                    return self._new_channel()
+                self._changed.wait(1.0)
+        raise GuestDied(self.dead)
+
+    def _new_channel(self) -> Channel:
+        """Called under the lock."""
+        files = ChannelFiles.make()
+        try:
+            socket.send_fds(self._control, [b"c"], files)
+        except OSError:
+            for descriptor in files:
+                os.close(descriptor)
+            raise GuestDied("its socket is closed") from None
+        channel = Channel(files, guest=False)
+        self._channels.append(channel)
+        return channel
+
+    def _check(self, running: _Running, now_s: float) -> None:
+        try:
+            cpu_s = time.clock_gettime(self._clock)
+        except OSError:
+            return  # The process has just ended.
+        if running.first_cpu_s is None:
+            running.first_cpu_s = cpu_s
+        if running.cpu_s is None:
+            running.cpu_s = cpu_s
+        # The requests of a process share its CPU time.
+        beside = max(1, len(self._running))
+        spent_s, total_s = cpu_s - running.cpu_s, cpu_s - running.first_cpu_s
+        over = spent_s > beside * running.limit_s + GRACE_S
+        over |= total_s > running.items * beside * running.limit_s + GRACE_S
+        if over:
+            running.killed = f"it used {spent_s:.1f} s of CPU time"
+        elif now_s - running.began_s > MAX_WALL_S:
+            running.killed = f"it did not answer within {MAX_WALL_S:g} s"
+        if running.killed:
+            log.warning("guest process %d is killed, because %s", self.pid, running.killed)
+            self.kill(f"another call in its process was ended, because {running.killed}")
+
+    def _end(self) -> None:
+        """Frees everything but the channels that threads still use."""
+        with self._lock:
+            channels = list(self._channels)
+            granted, self._granted = self._granted, 0
+            self._changed.notify_all()
+        self._control.close()
+        for channel in channels:
+            channel.close()
+        if self._memory is not None and granted:
+            self._memory.give_back(granted)
+        self._free_channels()
+
+    def _free_channels(self) -> None:
+        with self._lock:
+            free, self._free = self._free, []
+            self._channels = [each for each in self._channels if each not in free]
+            last, pidfd = not self._channels, self._pidfd
+            if last:
+                self._pidfd = -1
+        for channel in free:
+            channel.free()
+        if last and pidfd >= 0:
+            os.close(pidfd)
+
+
+def _why(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"

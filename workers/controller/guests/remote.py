@@ -1,0 +1,441 @@
+"""Controllers whose guests run in a guest process.
+
+A controller records its calls. If its process ends, the next call first repeats them in a new
+process, as a replay on another worker does. Guests decide by their inputs only, and operations on
+variables receive their recorded answers.
+"""
+
+from __future__ import annotations
+
+import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..host import Host
+from ..interface import Answer, Batch
+from ..limits import Limits
+from ..replays import replayed_limits
+from ..variable_calls import SequenceVariables, VariablesMark
+from ..wasm.compiled_modules import Loaded
+from .answers import answers_of, error_of
+from .channel import MASK_BYTES, Channel
+from .messages import (
+    Advance,
+    Asked,
+    Begin,
+    Close,
+    Fork,
+    HostSpec,
+    Item,
+    Load,
+    Mid,
+    MidAnswer,
+    Outcome,
+    PreAnswer,
+    Prompt,
+    ToGuest,
+    Told,
+)
+from .process import Cause, GuestDied, GuestProcess
+from .table import ProcessTable
+
+MAX_LOSSES = 2
+"""Number of processes that may crash during one call. The controller of that call is then ended."""
+MAX_TRIES = 10
+"""Number of processes in which one call is tried."""
+LOAD_S = 10.0
+"""CPU time in which a process may load a module, in seconds."""
+MAX_REPEATED = 64
+"""Rounds that a replay repeats in one request."""
+
+
+class Place(NamedTuple):
+    """The module of a controller, and the processes in which it runs."""
+
+    table: ProcessTable
+    tenant: str
+    module: str
+    load: Callable[[], Loaded]
+    """Reads the compiled module."""
+    make_batch: Callable[[GuestProcess], Batch]
+    """The batches of a process."""
+
+
+class _Begun(NamedTuple):
+    """The beginning of a sequence."""
+
+    host: Host
+
+
+_Event: TypeAlias = "_Begun | Prompt | Item | Mid | array.array[int]"
+"""A recorded call. An array has the tokens of rounds without other inputs."""
+
+
+class RemoteController:
+    """The controller of one sequence (``interface.Controller``)."""
+
+    def __init__(self, place: Place, host: Host, events: list[_Event] | None = None) -> None:
+        """``events``: the recorded calls of the sequence that is forked."""
+        self._place = place
+        self._host = host
+        copied = (event[:] if isinstance(event, array.array) else event for event in events or ())
+        self._events: list[_Event] = [*copied, _Begun(host)]
+        self._process: GuestProcess | None = None
+        self._handle = 0
+        self._variables = host.variables
+        """The variables for the questions of the guest: the host's, or in a replay a copy."""
+        self._limits = host.limits
+        """The limits that the guest has."""
+        self._ahead: deque[Answer | TokenbusError] = deque()
+        self._ahead_mask = b""
+        self._ending = self._asks = self._slow = self._waits = False
+        self._fault: ControllerError | None = None
+        """The reason why the sequence ends at its next call."""
+        self._losses = 0
+        self.takes_drafts = False
+
+    # --- interface.Controller -------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Creates the guest; raises TokenbusError."""
+        limit_s = 3 * self._host.limits.init_s
+        self._run(lambda: Begin(self._handle, self._place.module, spec(self._host)), limit_s, True)
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """As ``interface.Controller`` says."""
+        tokens = list(prompt)
+        outcome = self._run(lambda: Prompt(self._handle, tokens), self._host.limits.init_s)
+        self._events.append(Prompt(0, tokens))
+        self.takes_drafts = outcome.takes_drafts
+
+    def pre_process(self) -> Answer:
+        """As ``interface.Controller`` says."""
+        if not self._ahead:
+            self._advance(Item(0))
+        return self._next()
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """As ``interface.Controller`` says."""
+        if not self._ahead:
+            group = list(fork_group)
+            self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
+            self._events.append(Mid(0, group))
+        answer = self._next()
+        if answer.masked:
+            mask[:] = self._ahead_mask
+        self._asks = answer.query is not None or answer.bias is not None
+        return answer
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """As ``interface.Controller`` says. The calls that usually follow are made too."""
+        if not self._ahead:
+            distributions = list(self._host.distributions)
+            self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))
+        return self._next()
+
+    def ends(self) -> None:
+        """As ``interface.DecidesAhead`` says."""
+        self._ending = True
+
+    @property
+    def has_decided(self) -> bool:
+        """As ``interface.DecidesAhead`` says."""
+        return bool(self._ahead)
+
+    def fork(self, host: Host) -> RemoteController:
+        """As ``interface.Controller`` says."""
+        child = RemoteController(self._place, host, self._events)
+        child.takes_drafts = self.takes_drafts
+        child._asks, child._slow, child._waits = self._asks, self._slow, self._waits
+
+        def request() -> ToGuest:
+            assert self._process is not None
+            child._seat(self._process, self._process.new_handle())
+            return Fork(self._handle, child._handle, spec(host))
+
+        try:
+            self._run(request, 1.0)
+        except TokenbusError:
+            child.close()
+            raise
+        return child
+
+    def close(self) -> None:
+        """As ``interface.Controller`` says."""
+        process, self._process = self._process, None
+        if process is None or process.controllers.pop(self._handle, None) is None:
+            return
+        try:
+            with process.channel() as channel:
+                process.request(channel, Close(self._handle), 1.0)
+        except GuestDied:
+            pass
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the sequence."""
+        return self._host.limits
+
+    # --- interface.Batched ----------------------------------------------------------------------
+
+    def batch(self, token: int) -> tuple[Batch, int] | None:
+        """As ``interface.Batched`` says."""
+        process = self._process
+        alone = self._slow or self._asks or self._waits or self._fault is not None or self._losses
+        if process is None or process.dead or alone:
+            return None
+        if self._host.limits is not self._limits or token in self._host.vocabulary.eos_ids:
+            return None
+        return self._place.make_batch(process), self._handle
+
+    def batched(self, token: int) -> None:
+        """As ``interface.Batched`` says; ``ProcessBatch`` has recorded the call."""
+
+    # --- the guest's side -----------------------------------------------------------------------
+
+    def answer(self, asked: Asked) -> Told:
+        """The answer to a question of the guest; raises TokenbusError."""
+        variables = self._variables
+        # The other sequences of a batch would wait for the state worker too.
+        self._waits = True
+        if asked.what == "get":
+            stored = variables.get(asked.name)
+            if stored is None:
+                return Told()
+            return Told(version=stored.version, value=stored.value)
+        write = variables.append if asked.what == "append" else variables.set
+        written = write(asked.name, asked.value, asked.number)
+        return Told(written.ok, written.version, written.value)
+
+    def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
+        """Takes the outcome of a round in a batch; returns whether the round was usual."""
+        self._record(Item(0, [token]))
+        if outcome is None:
+            return True
+        self._take(outcome, mask)
+        return False
+
+    def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
+        """Handles the end of the process during a batch. ``suspect``: whether a call of this
+        controller ran. ``mark``: the variables before the batch."""
+        self._rewind(mark)
+        if suspect:
+            self._note(died)
+
+    def mark(self) -> VariablesMark | None:
+        """The variables before a call; None if the call cannot be repeated."""
+        variables = self._host.variables
+        return variables.mark() if isinstance(variables, SequenceVariables) else None
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _advance(self, item: Item) -> None:
+        limits = self._host.limits
+
+        def request() -> ToGuest:
+            changed = None if limits is self._limits else limits
+            self._limits = limits
+            return Advance([_addressed(item, self._handle, changed)])
+
+        outcome = self._run(request, round_s(limits))
+        self._record(item)
+        self._take(outcome)
+
+    def _record(self, item: Item) -> None:
+        """Records a round. Rounds of one sampled token take four bytes."""
+        if item != Item(0, item.tokens) or item.tokens is None or len(item.tokens) != 1:
+            self._events.append(item)
+            return
+        last = self._events[-1]
+        if isinstance(last, array.array):
+            last.append(item.tokens[0])
+        else:
+            self._events.append(array.array("I", item.tokens))
+
+    def _run(self, request: Callable[[], ToGuest], limit_s: float, first: bool = False) -> Outcome:
+        """Makes a call, in a new process if the old one has ended. Raises TokenbusError for the
+        fault of a call that has no answers."""
+        mark = self.mark()
+        for _ in range(MAX_TRIES):
+            if self._fault is not None:
+                raise self._fault
+            try:
+                process = self._home(first)
+                with process.channel() as channel:
+                    done = process.request(channel, request(), limit_s)
+                    return self._outcome(done.items, channel)
+            except GuestDied as died:
+                self._note(died)
+                if mark is None and self._fault is None:
+                    self._fault = ControllerError(Code.CONTROLLER_FAILED, died.why)
+                self._rewind(mark)
+        raise ControllerError(
+            Code.CONTROLLER_FAILED, f"{MAX_TRIES} processes ended before this call was made"
+        )
+
+    def _note(self, died: GuestDied) -> None:
+        """Counts the end of a process during a call of this controller."""
+        if died.cause is Cause.OTHER:
+            return
+        self._losses += 1
+        if died.cause is Cause.KILLED or self._losses >= MAX_LOSSES:
+            self._place.table.deaths.add(self._place.module)
+            self._fault = ControllerError(
+                Code.CONTROLLER_TIMEOUT if died.cause is Cause.KILLED else Code.CONTROLLER_FAILED,
+                f"the process of the controller was ended during its call: {died.why}",
+            )
+
+    def _rewind(self, mark: VariablesMark | None) -> None:
+        variables = self._host.variables
+        if mark is not None and isinstance(variables, SequenceVariables):
+            variables.rewind(mark)
+
+    def _outcome(self, items: list[Outcome | None], channel: Channel) -> Outcome:
+        self._losses = 0
+        outcome = items[0] if items else Outcome()
+        if outcome is None:
+            outcome = Outcome(1, PreAnswer(1), MidAnswer(1, masked=True))
+        mid = outcome.mid
+        if mid is not None and mid.masked:
+            self._ahead_mask = bytes(channel.masks[: self._row])
+        if mid is not None and mid.shared:
+            mid.bias = bytes(channel.masks[self._row : self._row + mid.shared])
+        self._log(outcome)
+        unanswered = (outcome.post, outcome.pre, outcome.mid) == (None, None, None)
+        if outcome.fault is not None and unanswered:
+            raise error_of(outcome.fault)
+        return outcome
+
+    @property
+    def _row(self) -> int:
+        return 4 * -(-self._host.vocabulary.size // 32)
+
+    def _take(self, outcome: Outcome, mask: memoryview | None = None) -> None:
+        """Stores the answers of an outcome for the calls that ask for them."""
+        if mask is not None:
+            self._log(outcome)
+            if outcome.mid is not None and outcome.mid.masked:
+                self._ahead_mask = bytes(mask)
+        self._slow = outcome.slow
+        try:
+            self._ahead += answers_of(outcome, self._host.vocabulary.size)
+        except (ValueError, TokenbusError) as error:
+            # The guest's runtime checks all this, so that only a process that was taken over
+            # sends such answers.
+            text = f"its process sent an answer that is not valid: {error}"
+            self._ahead.append(ControllerError(Code.CONTROLLER_FAILED, text))
+
+    def _next(self) -> Answer:
+        answer = self._ahead.popleft()
+        if isinstance(answer, TokenbusError):
+            raise answer
+        return answer
+
+    def _log(self, outcome: Outcome) -> None:
+        if outcome.log:
+            self._host.log.write(outcome.log)
+        if outcome.dropped:
+            self._host.log.drop(outcome.dropped)
+
+    # --- replay ---------------------------------------------------------------------------------
+
+    def _home(self, first: bool) -> GuestProcess:
+        """The process of the guest. After its end, a new one in which all calls were repeated."""
+        process = self._process
+        if process is not None and not process.dead:
+            return process
+        place = self._place
+        process = place.table.take(place.tenant, self._host)
+        self._load(process)
+        if first:
+            self._seat(process, process.new_handle())
+        else:
+            self._repeat(process)
+        return process
+
+    def _load(self, process: GuestProcess) -> None:
+        """Loads the module into a process that does not have it."""
+        module = self._place.module
+        if module in process.modules:
+            return
+        loaded = self._place.load()
+        code = bytes(loaded.module.serialize())
+        request = Load(module, loaded.abi, loaded.why_no_fork, code)
+        with process.channel() as channel:
+            process.request(channel, request, LOAD_S)
+        process.modules.add(module)
+
+    def _seat(self, process: GuestProcess, handle: int) -> None:
+        self._process, self._handle = process, handle
+        process.controllers[handle] = self
+
+    def _repeat(self, process: GuestProcess) -> None:
+        """Repeats the recorded calls in a process."""
+        try:
+            for event in self._events:
+                for request, limit_s in self._requests(process, event):
+                    with process.channel() as channel:
+                        done = process.request(channel, request, limit_s)
+                    if isinstance(self._variables, SequenceVariables):
+                        self._variables.take_writes()
+                    for item in done.items:
+                        if item is not None and item.fault is not None:
+                            raise error_of(item.fault)
+        finally:
+            self._variables = self._host.variables
+        # The guest has the limits of a replay.
+        self._limits = replayed_limits(self._host.limits)
+
+    def _requests(self, process: GuestProcess, event: _Event) -> list[tuple[ToGuest, float]]:
+        limits = replayed_limits(self._host.limits)
+        if isinstance(event, _Begun):
+            before, handle = self._handle, process.new_handle()
+            is_fork = self._process is process
+            self._seat(process, handle)
+            variables = event.host.variables
+            if isinstance(variables, SequenceVariables):
+                self._variables = variables.again()
+            if not is_fork:
+                begin = Begin(handle, self._place.module, spec(event.host, limits))
+                return [(begin, 3 * limits.init_s)]
+            process.controllers.pop(before, None)
+            fork = Fork(before, handle, spec(event.host, limits))
+            return [(fork, 1.0), (Close(before), 1.0)]
+        if isinstance(event, Prompt):
+            return [(Prompt(self._handle, event.tokens), limits.init_s)]
+        if isinstance(event, Mid):
+            return [(Mid(self._handle, event.group), limits.mid_s)]
+        if isinstance(event, Item):
+            return [(Advance([_addressed(event, self._handle, None)]), round_s(limits))]
+        most = min(MAX_REPEATED, MASK_BYTES // self._row)
+        items = [Item(self._handle, [token]) for token in event]
+        return [
+            (Advance(items[at : at + most]), most * round_s(limits))
+            for at in range(0, len(items), most)
+        ]
+
+
+def spec(host: Host, limits: Limits | None = None) -> HostSpec:
+    """The fields of a host that its guest process gets."""
+    return HostSpec(
+        host.request,
+        host.seq,
+        host.arg,
+        limits or host.limits,
+        host.max_tokens,
+        host.ignore_eos,
+        host.memory is not None,
+    )
+
+
+def round_s(limits: Limits) -> float:
+    """The CPU time of a round of three calls, in seconds."""
+    return limits.post_s + limits.pre_s + limits.mid_s
+
+
+def _addressed(item: Item, handle: int, limits: Limits | None) -> Item:
+    return Item(
+        handle, item.tokens, item.backtrack, item.last, item.distributions, limits or item.limits
+    )

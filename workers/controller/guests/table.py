@@ -1,0 +1,214 @@
+"""The guest processes of a worker: one for each tenant and vocabulary, up to a bound."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+from ....protocol.errors import Code, ControllerError, UnavailableError
+from ....protocol.metrics import Series
+from ..host import Host, Vocabulary
+from ..limits import Limits
+from ..pool import freeing_slot
+from .launcher import Launcher
+from .process import GuestProcess
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 30.0
+"""Time without controllers after which a process ends, in seconds."""
+KEEP_S = 1.0
+"""Time since its last call for which a process with controllers is not ended to make room."""
+MAX_DEATHS = 3
+"""Sequences of a module that ended with their processes within ``DEATHS_S``, after which the module
+is refused."""
+DEATHS_S = 60.0
+
+_Key = tuple[str, int]
+"""The tenant, and the number of the vocabulary."""
+
+
+class Deaths:
+    """The sequences that were ended because of the death of their process, by module.
+    Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._times: dict[str, deque[float]] = {}
+
+    def add(self, module: str) -> None:
+        """Counts a death."""
+        with self._lock:
+            self._forget()
+            times = self._times.setdefault(module, deque(maxlen=MAX_DEATHS))
+            times.append(self._clock())
+
+    def check(self, module: str) -> None:
+        """Raises ControllerError if a module is refused at present."""
+        with self._lock:
+            self._forget()
+            times = self._times.get(module, deque())
+            if len(times) < MAX_DEATHS:
+                return
+            left_s = times[0] + DEATHS_S - self._clock()
+        raise ControllerError(
+            Code.QUARANTINED,
+            f"calls of this module ended their process {MAX_DEATHS} times within {DEATHS_S:g} s, "
+            f"so it is refused for {left_s:.0f} s; look at the errors of its last requests",
+            retry_after_s=left_s,
+        )
+
+    def _forget(self) -> None:
+        """Removes old deaths. Called under the lock."""
+        oldest = self._clock() - DEATHS_S
+        for module, times in list(self._times.items()):
+            while times and times[0] < oldest:
+                times.popleft()
+            if not times:
+                del self._times[module]
+
+
+class _Known(NamedTuple):
+    """A vocabulary that the launcher has."""
+
+    number: int
+    vocabulary: ReferenceType[Vocabulary]
+
+
+class ProcessTable:
+    """The processes. Thread-safe.
+
+    At most ``max_processes`` live. If another one is needed, the process whose last call is longest
+    ago ends. Its controllers are repeated in a new process at their next calls.
+    """
+
+    def __init__(self, limits: Limits, max_processes: int) -> None:
+        self._limits = limits
+        self._max = max_processes
+        self.deaths = Deaths()
+        self._lock = threading.Lock()
+        self._spawning = threading.Lock()
+        """Held while a process is started."""
+        self._processes: dict[_Key, GuestProcess] = {}
+        self._known: dict[int, _Known] = {}
+        """By id of a vocabulary."""
+        self._numbers = 0
+        self._launcher = self._launch()
+
+    def take(self, tenant: str, host: Host) -> GuestProcess:
+        """The process of a tenant, which is started if necessary. Raises UnavailableError if it
+        cannot be started now."""
+        with freeing_slot():
+            self._spawning.acquire()
+        try:
+            launcher = self._living()
+            key = (tenant, self._number(launcher, host.vocabulary))
+            with self._lock:
+                process = self._processes.get(key)
+            if process is not None and not process.dead:
+                return process
+            self._make_room()
+            spawned = launcher.spawn(key[1])
+            process = GuestProcess(spawned, host.memory)
+            with self._lock:
+                self._processes[key] = process
+            return process
+        finally:
+            self._spawning.release()
+
+    def tick(self) -> None:
+        """Ends requests that use too much time, and idle processes."""
+        now_s = time.monotonic()
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            if process.busy:
+                process.watch(now_s)
+            elif not process.controllers and now_s - process.last_used_s > IDLE_S:
+                self._retire(process, "it was idle")
+
+    def series(self) -> list[Series]:
+        """The metrics."""
+        return [Series("num_guest_processes", {}, len(self._processes))]
+
+    def pids(self) -> list[int]:
+        """The ids of the processes."""
+        with self._lock:
+            return [process.pid for process in self._processes.values()]
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._launcher.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _launch(self) -> Launcher:
+        return Launcher(self._limits, self._on_death, self._on_loss)
+
+    def _living(self) -> Launcher:
+        if not self._launcher.alive:
+            self._known.clear()
+            self._launcher = self._launch()
+        return self._launcher
+
+    def _number(self, launcher: Launcher, vocabulary: Vocabulary) -> int:
+        known = self._known.get(id(vocabulary))
+        if known is not None and known.vocabulary() is vocabulary:
+            return known.number
+        for key, other in list(self._known.items()):
+            if other.vocabulary() is None:
+                launcher.forget_vocabulary(other.number)
+                del self._known[key]
+        self._numbers += 1
+        launcher.add_vocabulary(self._numbers, vocabulary)
+        self._known[id(vocabulary)] = _Known(self._numbers, ref(vocabulary))
+        return self._numbers
+
+    def _make_room(self) -> None:
+        """Ends a process if there are too many. Raises UnavailableError if all of them run."""
+        with self._lock:
+            if len(self._processes) < self._max:
+                return
+            # A process without controllers goes first.
+            unused = [each for each in self._processes.values() if not each.busy]
+            unused.sort(key=lambda each: (bool(each.controllers), each.last_used_s))
+        recent_s = time.monotonic() - KEEP_S
+        if not unused or (unused[0].controllers and unused[0].last_used_s > recent_s):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"the controllers of {self._max} tenants run on this worker, which is the maximum; "
+                "try again, or start more controller workers",
+                retry_after_s=KEEP_S,
+            )
+        self._retire(unused[0], "another tenant needed its place")
+
+    def _retire(self, process: GuestProcess, why: str) -> None:
+        self._remove(process)
+        process.kill(why)
+
+    def _remove(self, process: GuestProcess) -> None:
+        with self._lock:
+            for key, other in list(self._processes.items()):
+                if other is process:
+                    del self._processes[key]
+
+    def _on_death(self, pid: int, code: int) -> None:
+        with self._lock:
+            found = [each for each in self._processes.values() if each.pid == pid]
+        for process in found:
+            self._remove(process)
+            process.died(code)
+            log.info("guest process %d has ended: %s", pid, process.dead)
+
+    def _on_loss(self) -> None:
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            self._remove(process)
+            process.died(1)

@@ -1,0 +1,153 @@
+"""The zygote: the warm parent from which guest processes are forked.
+
+``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR LIMITS`` reads commands from the
+socket DESCRIPTOR. The process has one thread, because a fork copies no others. Its vocabularies,
+its engine and the libraries are shared with the guest processes until one of them writes a page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+import msgspec
+
+from ..host import Vocabulary
+from ..limits import Limits
+from ..wasm import aici, native
+from ..wasm.sandbox import make_engine
+from . import guest
+from .rights import drop_rights, isolate_network
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+class Zygote:
+    """The commands of the worker."""
+
+    def __init__(self, control: socket.socket, limits: Limits) -> None:
+        self._control = control
+        self._limits = limits
+        self._engine = make_engine(limits)
+        # The host functions of both ABIs are linked once, before the first fork.
+        native._linker(self._engine)
+        aici._linker(self._engine)
+        self._vocabularies: dict[int, Vocabulary] = {}
+
+    def report_layers(self) -> None:
+        """Reports to the worker which layers of isolation are missing."""
+        missing = isolate_network()
+        read, write = os.pipe()
+        if not os.fork():
+            try:
+                os.write(write, "\n".join(drop_rights()).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as file:
+            missing += file.read().split("\n")
+        os.wait()
+        text = ", ".join(filter(None, missing))
+        self._control.send(msgspec.json.encode(("layers", 0, 0, text)))
+
+    def run(self) -> None:
+        """Serves until the worker closes the socket."""
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if wake in ready:
+                os.read(wake, 4096)
+                self._reap()
+            if self._control.fileno() in ready and not self._command():
+                return
+
+    def _command(self) -> bool:
+        """Handles a command; returns whether the worker lives."""
+        try:
+            body, files, _, _ = socket.recv_fds(self._control, 4096, 1)
+        except ConnectionResetError:
+            return False
+        if not body:
+            return False
+        name, number, vocabulary = msgspec.json.decode(body, type=tuple[str, int, int])
+        if name == "vocabulary":
+            with open(files[0], "rb") as file:
+                file.seek(0)
+                # Only the worker, whose user runs this process, can write to the socket.
+                self._vocabularies[number] = pickle.load(file)
+            gc.collect()
+            gc.freeze()
+        elif name == "forget":
+            self._vocabularies.pop(number, None)
+        elif name == "spawn":
+            self._spawn(number, socket.socket(fileno=files[0]), vocabulary)
+        return True
+
+    def _spawn(self, number: int, control: socket.socket, vocabulary: int) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            self._guest(parent, control, vocabulary)
+        control.close()
+        pidfd = os.pidfd_open(pid)
+        try:
+            body = msgspec.json.encode(("spawned", number, pid, ""))
+            socket.send_fds(self._control, [body], [pidfd])
+        finally:
+            os.close(pidfd)
+
+    def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
+        """Runs the new process."""
+        try:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.closerange(3, control.fileno())
+            os.closerange(control.fileno() + 1, 1 << 16)
+            guest.run(control, self._engine, self._vocabularies[vocabulary], self._limits)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            self._control.send(msgspec.json.encode(("died", code, pid, "")))
+
+
+def _main() -> Any:
+    # These signals end the worker, which then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    zygote = Zygote(control, msgspec.json.decode(sys.argv[2], type=Limits))
+    zygote.report_layers()
+    gc.collect()
+    gc.freeze()
+    zygote.run()
+
+
+if __name__ == "__main__":
+    _main()
