@@ -235,13 +235,12 @@ def _send_us(columns: bool, steps: int) -> float:
         streams.add(stream)
         sequences.append(Sequence(request, 0, [1], 1, Sampling(), steps + 2))
     tokens, logprobs = np.arange(STREAMS) + 1000, np.full(STREAMS, -1.25)
-    outputs = []
-    for pos in range(steps):
-        of_step = TokenColumns(sequences, tokens, logprobs, np.full(STREAMS, pos))
-        outputs.append(StepOutputs([], of_step) if columns else StepOutputs(list(of_step)))
+    outputs = [
+        TokenColumns(sequences, tokens, logprobs, np.full(STREAMS, pos)) for pos in range(steps)
+    ]
     began = time.process_time()
-    for output in outputs:
-        streams.send(output)
+    for of_step in outputs:
+        streams.send(StepOutputs([], of_step) if columns else StepOutputs(list(of_step)))
     return 1e6 * (time.process_time() - began) / steps
 
 
