@@ -42,7 +42,7 @@ def called(*arguments):
 
 
 def in_a_process(code: str) -> Any:
-    """What a Python program prints as JSON after it has given up its rights."""
+    """The JSON output of a Python program that has given up its rights."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, check=False
     )
