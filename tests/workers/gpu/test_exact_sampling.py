@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_the_batch(
     if equal:
         # Many tokens have equal weights, so that top_p removes some of them.
         logits = logits.round()
-    query = TokenOptions(query=Query(top=3, tokens=(1, 7)))
+    query = TokenOptions(query=Query(top=3, tokens=[1, 7]))
     rows = [
         Row(sampling, seed, i, 5, generated=[3, 3, 8], options=query if i % 2 else None)
         for i, sampling in enumerate(of)
