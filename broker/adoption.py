@@ -107,7 +107,7 @@ class Adoption:
             return [], []
         wanted = returned
         if worker.role == "gpu" and self.open():
-            wanted = returned + [r for r in live if r not in known or self._is_unclaimed(r)]
+            wanted = returned + [r for r in live if r not in known or _is_unclaimed(known[r])]
             for request in filter(None, map(known.get, wanted[len(returned) :])):
                 # Before the JOURNAL is here, it may be with another worker, or with this one anew.
                 worker.withdraw(request.session.id, request.stream_id)
@@ -185,10 +185,6 @@ class Adoption:
         session = self._sessions.by_id.get(header.address)
         return session is not None and session.ends.of(header.request, stream_id) is not None
 
-    def _is_unclaimed(self, number: int) -> bool:
-        request = self._unclaimed.get(number)
-        return request is not None and _is_unclaimed(request)
-
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session of a request that is to be adopted; None if the request is not adopted.
 
@@ -200,11 +196,11 @@ class Adoption:
             return None
         if stream_id in self._cancelled.get(header.address, ()):
             return None
-        other = self._unclaimed.get(header.request)
-        if other is not None and _is_unclaimed(other) and (other.moves, other.entries) < reached:
+        other = self._state.requests.get(header.request)
+        if other is not None:
+            if not _is_unclaimed(other) or (other.moves, other.entries) >= reached:
+                return None
             self._withdraw(other)
-        elif header.request in self._state.requests:
-            return None
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
         if held is not None and reached < (held.moves, held.received):
