@@ -127,6 +127,10 @@ class Call:
     """Number of delivered entries of all attempts, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
     """Number of entries of this attempt, by sequence. The first ``seen`` of them are duplicates."""
+    ends: set[int] = field(default_factory=set)
+    """Sequences whose end was delivered, of all attempts."""
+    ends_again: set[int] = field(default_factory=set)
+    """Sequences that have ended in this attempt."""
 
     @property
     def may_be_live(self) -> bool:
@@ -143,16 +147,29 @@ class Call:
         self.resend_at = None
         self.received = self.moves = self.repeats = 0
         self.counted.clear()
+        self.ends_again.clear()
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry."""
+        if entry.finish_reason is not None:
+            self.ends_again.add(entry.seq)
         self.received += 1
         number = self.counted.get(entry.seq, 0) + 1
         self.counted[entry.seq] = number
         if number <= self.seen.get(entry.seq, 0):
             return False
         self.seen[entry.seq] = number
+        if entry.finish_reason is not None:
+            entry.live -= self._ended_before()
+            self.ends.add(entry.seq)
         return True
+
+    def _ended_before(self) -> int:
+        """The number of sequences that are live in this attempt, but whose end an earlier attempt
+        has delivered: in each attempt, sequences may end in another order."""
+        n = self.message.n if isinstance(self.message, Generate) else 1
+        again = self.ends - self.ends_again
+        return sum(seq < n or seq in self.counted for seq in again)
 
     def all_new(self, seq: int) -> bool:
         """Whether all further entries of a sequence are new, because this attempt has repeated all

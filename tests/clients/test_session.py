@@ -164,6 +164,26 @@ def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: 
     assert ids(bench.events(call)) == [5, 6, 50, 7, 51]
 
 
+def test_live_counts_the_sequences_whose_end_the_reader_has_not_seen(bench: Bench) -> None:
+    """In the second attempt the sequences end in another order than in the first one."""
+    call = bench.submit(generate(temperature=1.0, n=3, retry_s=30.0))
+
+    def end(seq: int, live: int) -> None:
+        entry = Token(
+            token=seq, stream_id=call.number, logprob=0.0, finish_reason="stop", seq=seq, live=live
+        )
+        bench.receive("TOKEN", [entry])
+
+    end(0, 2)
+    lost = {"code": "worker_lost", "message": "gone", "stream_id": call.number}
+    bench.receive("ERROR", lost)
+    bench.pass_time(1.0)
+    for seq, live in ((2, 2), (1, 1), (0, 0)):
+        end(seq, live)
+    shown = [(e.seq, e.live) for e in bench.events(call) if isinstance(e, Token)]
+    assert shown == [(0, 2), (2, 1), (1, 0)]
+
+
 def test_entries_of_an_earlier_try_are_not_taken_for_the_new_one(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
     old = call.number

@@ -79,6 +79,10 @@ export class Call {
   readonly #seen = new Map<number, number>();
   /** Number of entries of this attempt, by sequence. The first `#seen` of them are duplicates. */
   readonly #came = new Map<number, number>();
+  /** Sequences whose end was delivered, of all attempts. */
+  readonly #ends = new Set<number>();
+  /** Sequences that have ended in this attempt. */
+  readonly #endsAgain = new Set<number>();
 
   constructor(
     public request: Request,
@@ -109,6 +113,7 @@ export class Call {
     this.repeats = 0;
     this.moves = 0;
     this.#came.clear();
+    this.#endsAgain.clear();
   }
 
   /** Counts an entry. Returns false if an earlier attempt has already delivered the entry. */
@@ -119,5 +124,21 @@ export class Call {
     if (count <= (this.#seen.get(entry.seq) ?? 0)) return false;
     this.#seen.set(entry.seq, count);
     return true;
+  }
+
+  /**
+   * Counts the end of a sequence. Returns the entry with `live` as the reader sees it: without the
+   * sequences that are live in this attempt, but whose end an earlier attempt has delivered. In each
+   * attempt, sequences may end in another order.
+   */
+  ended(entry: Token, isNew: boolean): Token {
+    this.#endsAgain.add(entry.seq);
+    if (!isNew) return entry;
+    const body = this.request.body as { readonly n?: number };
+    const again = [...this.#ends].filter(
+      (seq) => !this.#endsAgain.has(seq) && (seq < (body.n ?? 1) || this.#came.has(seq)),
+    );
+    this.#ends.add(entry.seq);
+    return again.length > 0 ? { ...entry, live: entry.live - again.length } : entry;
   }
 }

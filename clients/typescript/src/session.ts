@@ -276,7 +276,9 @@ export class Session {
       call.failedAt = null;
       let events = perCall.get(call);
       if (events === undefined) perCall.set(call, (events = []));
-      if (call.isNew(entry)) events.push(row ? entry : { kind: "entry", entry });
+      const isNew = call.isNew(entry);
+      const shown = row || entry.finish_reason === null ? entry : call.ended(entry, isNew);
+      if (isNew) events.push(shown instanceof Row ? shown : { kind: "entry", entry: shown });
       if (ended) {
         call.over = true;
         events.push({ kind: "ended", error: null });

@@ -119,6 +119,31 @@ test("calls wait for the WELCOME, and then go out in their order", () => {
   );
 });
 
+test("live counts the sequences whose end the reader has not seen", () => {
+  const bench = new Bench();
+  const call = bench.begin(generateCall("x", { temperature: 1, n: 3 }));
+  const end = (seq: number, live: number) =>
+    bench.token(call, seq, { seq, live, finish_reason: "stop" });
+  end(0, 2);
+  bench.hear("ERROR", { code: "worker_lost", message: "gone", stream_id: call.number });
+  bench.pass(1);
+  // In the second attempt the sequences end in another order.
+  end(2, 2);
+  end(1, 1);
+  end(0, 0);
+  const shown = bench.session.ready
+    .flatMap(([, events]) => events)
+    .flatMap((event) =>
+      !(event instanceof Row) && event.kind === "entry" ? [event.entry] : [],
+    )
+    .map(({ seq, live }) => [seq, live]);
+  assert.deepEqual(shown, [
+    [0, 2],
+    [2, 1],
+    [1, 0],
+  ]);
+});
+
 test("one of several brokers learns that the session may come from another", () => {
   for (const several of [false, true]) {
     const session = new Session("tcp://x,tcp://y", 5, 0, several);
