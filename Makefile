@@ -13,7 +13,7 @@ NATIVE := $(wildcard workers/gpu/model/cpu_native/*.c workers/gpu/model/cpu_nati
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-paused test-long fuzz chaos ray triton lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long model fuzz chaos ray triton lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -67,6 +67,11 @@ test-paused: install
 # Runs the property tests with twenty times as many examples.
 test-long: install
 	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
+
+# Plays all runs of a small simulated system with up to two failures, in about a minute on two cores:
+# make model ARGS='--failures 3' takes half an hour.
+model: install
+	$(PY) -m tests.model.search $(ARGS)
 
 # Runs coverage-guided fuzzing: make fuzz TARGET=packing RUNS=1000000. tests/fuzz has the targets.
 TARGET ?= packing

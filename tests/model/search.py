@@ -1,0 +1,232 @@
+"""Searches all short sequences of failures in a small system: ``python -m tests.model.search``.
+
+The system has a real broker, two workers, and a client with three streams (``world.py``). Its
+processes take turns in a fixed order, and each turn handles one message. A run is this schedule
+with up to ``--failures`` failures. The search makes one run for each choice of the failures, of the
+turns at which they happen, and of the processes that they hit. After its failures, a run continues
+until all streams have ended. A run fails if a stream has a wrong, missing or repeated token, ends
+twice or never, if the broker's tables disagree (``tests/broker/invariants.py``), or if something is
+left of a stream.
+
+Two reductions keep the search exhaustive. A failure of a process between two turns that do not
+concern the process has the same effect as at the earlier turn, so only the earlier one is tried.
+Likewise, failures of different processes at the same turn are tried in one order only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import multiprocessing as mp
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .clients import Client
+from .test_streams import SETTINGS
+from .workers import Worker
+from .world import World
+
+LENGTHS = (1, 2, 3)
+"""Tokens of each stream."""
+TICK_TURNS = 12
+"""A tick of the clock follows this number of turns."""
+LONG_S = 6.0
+"""A pause that is longer than a lease."""
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """A failure of a process at a turn."""
+
+    turn: int
+    process: str
+    """``broker``, ``client``, ``0`` or ``1`` (a worker)."""
+    kind: str
+
+
+KINDS = {
+    "0": ("kill", "break", "cut", "stop", "drain"),
+    "1": ("kill", "break", "cut", "stop", "drain"),
+    "client": ("reconnect", "break"),
+    "broker": ("restart", "pause"),
+}
+"""The kinds of failures of each process."""
+
+
+class Run:
+    """One run of the system."""
+
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        self._failures = failures
+        self.world = world = World(**SETTINGS)
+        self._workers = [world.start_gpu(), world.start_gpu()]
+        self._client = world.start_client()
+        world.tick()
+        self.touched: list[str] = []
+        """The process that each turn concerned."""
+
+    def play(self) -> None:
+        """Plays the run to its end; raises AssertionError if it violates a promise."""
+        try:
+            for seed, length in enumerate(LENGTHS, 1):
+                self._client.submit(1 + seed % 2, length, "", seed)
+            for process in self._turns():
+                self.touched.append(process)
+                self._fail(len(self.touched))
+                if len(self.touched) % TICK_TURNS == 0:
+                    self.world.tick()
+            self.world.end()
+            for reader in self.world.readers():
+                assert reader.error is None, f"a stream ended with {reader.error}"
+        finally:
+            self.world.close()
+
+    def _fail(self, turn: int) -> None:
+        for failure in self._failures:
+            if failure.turn == turn:
+                self._apply(failure)
+
+    def _apply(self, failure: Failure) -> None:
+        network = self.world.network
+        if failure.process == "broker":
+            self._fail_broker(failure.kind)
+        elif failure.process == "client":
+            if failure.kind == "reconnect":
+                self._client.reconnect(1)
+            else:
+                self._client.pipe.break_off(1)
+        else:
+            worker = self._workers[int(failure.process)]
+            if worker.gone:
+                return
+            match failure.kind:
+                case "kill":
+                    worker.kill(1)
+                    self.world.start_gpu()
+                case "break":
+                    worker.pipe.break_off(1)
+                case "cut":
+                    worker.pipe.cut = True
+                    self._pass_time()
+                    worker.pipe.cut = False
+                case "stop":
+                    worker.stopped = True
+                    self._pass_time()
+                    worker.stopped = False
+                case "drain":
+                    worker.drain()
+        assert network.broker is not None
+
+    def _fail_broker(self, kind: str) -> None:
+        network = self.world.network
+        if kind == "restart":
+            network.kill_broker()
+            network.start_broker()
+        else:
+            network.stopped = True
+            self._pass_time()
+            network.go_on()
+
+    def _pass_time(self) -> None:
+        """Lets the time of a lease pass, while the other processes continue."""
+        end = self.world.network.now + LONG_S
+        while self.world.network.now < end:
+            self.world.tick()
+
+    def _turns(self) -> Iterator[str]:
+        """Gives each process its turns until all streams have ended; yields the process."""
+        while not all(reader.over for reader in self.world.readers()):
+            idle = True
+            for process in ("client", "0", "1"):
+                for _ in self._turns_of(process):
+                    idle = False
+                    yield process
+            if idle:
+                return
+
+    def _turns_of(self, process: str) -> Iterator[None]:
+        """One message from a process to the broker, one to it, and one step of a worker."""
+        one: Client | Worker
+        one = self._client if process == "client" else self._workers[int(process)]
+        if isinstance(one, Worker) and one.gone:
+            return
+        if self.world.network.arrive(one.pipe, 1):
+            yield
+        if isinstance(one, Client):
+            if one.receive(1):
+                yield
+            return
+        if not one.gone and one.carrier.turn(1):
+            yield
+        if not one.gone and one.step():
+            yield
+        self.world.forget_gone()
+
+
+def choices(touched: list[str], earliest: Failure | None) -> Iterator[Failure]:
+    """The failures that may follow an earlier one of a run whose turns concerned these processes:
+    each process after each turn that concerned it, and right after the earlier failure."""
+    first = earliest.turn if earliest is not None else 1
+    for turn in range(first, len(touched) + 1):
+        for process, kinds in KINDS.items():
+            now = process in ("broker", touched[turn - 1]) or turn == first
+            for kind in kinds:
+                failure = Failure(turn, process, kind)
+                if now and (earliest is None or failure > earliest):
+                    yield failure
+
+
+def play(failures: tuple[Failure, ...]) -> tuple[tuple[Failure, ...], list[str], str]:
+    """Plays a run; returns its failures, the process of each turn, and the violation, or ``""``."""
+    logging.disable(logging.CRITICAL)
+    run = Run(failures)
+    try:
+        run.play()
+    except Exception:
+        return failures, run.touched, traceback.format_exc()
+    return failures, run.touched, ""
+
+
+def search(failures: int, seconds: float, processes: int) -> tuple[int, bool, list[str]]:
+    """Plays all runs with up to this number of failures, shorter ones first. Returns the number of
+    runs, whether all were played in time, and the violations."""
+    ends, count, violations = time.monotonic() + seconds, 0, []
+    level: list[tuple[Failure, ...]] = [()]
+    with mp.Pool(processes) as pool:
+        for depth in range(failures + 1):
+            following: list[tuple[Failure, ...]] = []
+            for played, touched, violation in pool.imap_unordered(play, level, chunksize=16):
+                count += 1
+                if violation:
+                    violations.append(f"{played}\n{violation}")
+                elif depth < failures:
+                    last = played[-1] if played else None
+                    following += [(*played, failure) for failure in choices(touched, last)]
+                if time.monotonic() > ends:
+                    pool.terminate()
+                    return count, False, violations
+            print(f"{len(level)} runs with {depth} failures, {len(violations)} violations")
+            level = following
+    return count, True, violations
+
+
+def main() -> None:
+    """Searches, and prints the violations."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit (default: 600)")
+    parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")
+    given = parser.parse_args()
+    count, complete, violations = search(given.failures, given.seconds, given.processes)
+    for violation in itertools.islice(violations, 5):
+        print(violation)
+    print(f"{count} runs, {len(violations)} violations{'' if complete else ', not complete'}")
+    sys.exit(bool(violations))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The search over short sequences of failures: all runs with one failure, and runs with two that
+once violated a promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from .search import Failure, choices, play
+
+FOUND = {
+    "a worker reports a stream that was adopted from another worker and has ended": (
+        Failure(11, "broker", "restart"),
+        Failure(17, "0", "cut"),
+    ),
+    "a request is sent again, and its sequences end in another order": (
+        Failure(5, "broker", "restart"),
+        Failure(11, "0", "kill"),
+    ),
+    "a worker that drains is lost together with the broker": (
+        Failure(5, "0", "drain"),
+        Failure(5, "broker", "restart"),
+    ),
+}
+
+
+def test_no_single_failure_violates_a_promise() -> None:
+    _, touched, violation = play(())
+    assert not violation
+    singles = list(choices(touched, None))
+    assert len(singles) > 100
+    for failure in singles:
+        _, _, violation = play((failure,))
+        assert not violation, f"{failure}\n{violation}"
+
+
+@pytest.mark.parametrize("failures", FOUND.values(), ids=FOUND)
+def test_runs_that_once_violated_a_promise(failures: tuple[Failure, ...]) -> None:
+    _, _, violation = play(failures)
+    assert not violation, violation
+
+
+def test_a_violation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that forgets the stored entries of moved streams does not pass."""
+    monkeypatch.setattr("tokenbus.broker.journal.Journal._repeats", lambda *_: None)
+    monkeypatch.setattr(
+        "tokenbus.broker.moves.encode_body", lambda _entries, _encoding: b"\xdd\x00\x00\x00\x00"
+    )
+    _, touched, _ = play(())
+    assert any(play((failure,))[2] for failure in choices(touched, None))
