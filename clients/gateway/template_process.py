@@ -191,6 +191,11 @@ def _cut_at_tag(text: str) -> str:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, str]:
+    if "keywords" in request:
+        # jsonschema takes 100 ms to import, and few requests need it.
+        from .schema_check import states_of
+
+        return states_of(**request)
     try:
         return {"text": render(**request)}
     except TemplateFault as fault:

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ...protocol.errors import Code
+from .conversation.constraints import KeywordState, Schema
 from .errors import ApiError, invalid_field
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
@@ -100,6 +101,15 @@ class Templates:
         if "fault" in answer:
             raise TemplateRefusalError(answer["fault"])
         return answer["text"]
+
+    async def validate(
+        self, schema: Schema, value: Any, keywords: Sequence[str]
+    ) -> dict[str, KeywordState]:
+        """Whether a value passes each of these keywords of a schema. Raises ApiError if the check
+        takes too long."""
+        request = {"schema": schema, "value": value, "keywords": keywords}
+        answer = await self._of_requests.ask(json.dumps(request).encode())
+        return {name: cast(KeywordState, state) for name, state in answer.items()}
 
     async def close(self) -> None:
         """Ends both processes."""

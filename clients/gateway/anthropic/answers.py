@@ -78,6 +78,7 @@ class GrowingMessage:
 
     def __init__(self, prepared: Prepared, max_tokens: int) -> None:
         self.answer = Answer(prepared.form, "toolu_")
+        self.checks = prepared.checks
         self._prepared = prepared
         self._max_tokens = max_tokens
         self._prompt: Token | None = None
@@ -126,7 +127,8 @@ class GrowingMessage:
         constraint = self._prepared.constraint
         if constraint is None or self._end is None or self._end.constraint is None:
             return None
-        return Receipt(constraint=constraint.label, ended=self._end.constraint)
+        keywords = self.checks.outcomes.get(0, {})
+        return Receipt(constraint=constraint.label, ended=self._end.constraint, keywords=keywords)
 
     def started(self, first: Token) -> MessageAnswer:
         """The message before its first block; ``first`` is the first entry of its stream."""

@@ -74,6 +74,8 @@ class Tool(Body):
     name: ToolName
     input_schema: Schema
     description: str | None = None
+    strict: bool | None = None
+    """Whether a schema with keywords that masks cannot enforce is refused."""
     type: Literal["custom"] | None = None
 
 

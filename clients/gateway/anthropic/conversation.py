@@ -47,7 +47,7 @@ def to_conversation(body: Messages) -> Conversation:
     system = _parts(body.system)
     if text_of(system):
         turns.insert(0, Turn("system", system))
-    tools = [Tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
+    tools = [Tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()]
     rendering = Rendering(
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -66,7 +66,7 @@ def _rules(body: Messages) -> AnswerRules:
         rules.parallel = not choice.disable_parallel_tool_use
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema
-        rules.constraint = json_schema(schema, "output_config.format.schema")
+        rules.constraint = json_schema(schema, "output_config.format.schema", strict=False)
     if body.thinking is not None:
         rules.max_thinking_tokens = body.thinking.budget_tokens
     return rules

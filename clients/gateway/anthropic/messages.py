@@ -87,6 +87,7 @@ async def _read(message: GrowingMessage, stream: AsyncStream, entries: list[Toke
     """Reads the answer to its end; raises TokenbusError."""
     try:
         while entries:
+            await message.checks.read(entries)
             message.add(entries)
             entries = await stream.arrived()
     finally:
@@ -102,6 +103,7 @@ async def _events(
         blocks = _Blocks(message)
         entries: list[Token] | None = first
         while entries:
+            await message.checks.read(entries)
             if part := blocks.events(entries):
                 yield part
             while (entries := await _arrived(stream)) is None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 Schema = dict[str, Any]
+KeywordState = Literal["checked", "failed", "not checked"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class Constraint:
     arg: str | dict[str, Any] | list[Any] | None
     field: str
     """The field of the body that requested the constraint, for errors."""
+    strict: bool = True
+    """Whether a schema with keywords that masks cannot enforce is refused. Otherwise these keywords
+    are checked after the end."""
 
 
 def json_object(name: str) -> Constraint:
@@ -27,10 +31,10 @@ def json_object(name: str) -> Constraint:
     return Constraint("json_object", "json_schema", {"type": "object"}, name)
 
 
-def json_schema(schema: Schema | None, name: str) -> Constraint:
+def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constraint:
     """A value that ``schema`` allows; without a schema, any object."""
     arg = {"type": "object"} if schema is None else schema
-    return Constraint("json_schema", "json_schema", arg, name)
+    return Constraint("json_schema", "json_schema", arg, name, bool(strict))
 
 
 class Receipt(Struct, kw_only=True, omit_defaults=True):
@@ -42,6 +46,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     ended: Literal["complete", "closed", "cut"] | None = None
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
+    keywords: dict[str, KeywordState] = field(default_factory=dict)
+    """The keywords of schemas that masks did not enforce. The finished text was checked instead."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..answer_forms import Rest, Wanted
+from ..answer_forms import Function, Rest, Wanted
 from ..answer_parts import AnswerForm
 from ..answer_plan import answer_form
 from ..context import Gateway
@@ -16,6 +16,7 @@ from ..templates import template_of
 from .constraints import Constraint
 from .parts import Conversation
 from .rendering import prompt_ids
+from .schemas import Checked, Checks, enforceable
 from .tools import Calling, calling
 
 WITH_PARTS = frozenset(
@@ -34,6 +35,7 @@ class Prepared:
     form: AnswerForm | None
     """The form of the answer; None: the answer is one text."""
     constraint: Constraint | None
+    checks: Checks
 
 
 async def prepare(
@@ -44,8 +46,29 @@ async def prepare(
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)
     ids = await prompt_ids(gateway, model, conversation, ignored)
+    checks = Checks(gateway.templates, None)
+    if called is not None:
+        loose = {tool.name for tool in conversation.tools if not tool.strict}
+        called.functions[:] = [
+            _enforceable_function(function, checks) if function.name in loose else function
+            for function in called.functions
+        ]
+    own = rules.constraint
+    if own is not None and not own.strict and isinstance(own.arg, dict):
+        arg, keywords = enforceable(own.arg)
+        if keywords:
+            checks.text = Checked(own.arg, keywords)
+            rules.constraint = replace(own, arg=arg)
     form, constraint = _plan(model, ids, conversation, called, ignored)
-    return Prepared(model, ids, form, constraint)
+    checks.form = form
+    return Prepared(model, ids, form, constraint, checks)
+
+
+def _enforceable_function(function: Function, checks: Checks) -> Function:
+    parameters, keywords = enforceable(function.parameters)
+    if keywords:
+        checks.functions[function.name] = Checked(function.parameters, keywords)
+    return Function(function.name, parameters)
 
 
 def _plan(

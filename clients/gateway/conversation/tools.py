@@ -22,6 +22,8 @@ class Tool:
     description: str | None = None
     parameters: Schema | None = None
     """The JSON schema of the arguments; None: the function has no arguments."""
+    strict: bool | None = None
+    """Whether a schema with keywords that masks cannot enforce is refused."""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ def chat_generations(
 async def _answer(job: ChatJob) -> ChatCompletion:
     [sequences] = await job.generations.wait()
     check_some_succeeded(sequences)
+    for sequence in sequences:
+        await _check(job.prepared, sequence)
     choices = await compose(
         job.counter.alternatives, lambda: [_choice(job, sequence) for sequence in sequences]
     )
@@ -100,18 +102,27 @@ async def _answer(job: ChatJob) -> ChatCompletion:
     )
 
 
+async def _check(prepared: Prepared, sequence: GeneratedSequence) -> None:
+    form = prepared.form
+    text = sequence.text if form is None else form.whole_text(prepared.model, sequence)
+    await prepared.checks.check(sequence.seq, text)
+
+
 def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     logprobs = None
     if job.body.logprobs:
         tops = job.body.top_logprobs or 0
         logprobs = ChatLogprobs(token_logprobs(job.prepared.model, Sampled.of(sequence), tops))
     message = message_of(job.prepared, sequence)
+    receipt = receipt_of(job.prepared.constraint, sequence, None)
+    if receipt is not None:
+        receipt.keywords = job.prepared.checks.outcomes.get(sequence.seq, {})
     return ChatChoice(
         sequence.seq,
         message,
         logprobs,
         finish_reason(sequence.finish_reason, message.tool_calls is not UNSET),
-        receipt_of(job.prepared.constraint, sequence, None) or UNSET,
+        receipt or UNSET,
     )
 
 
@@ -137,6 +148,7 @@ def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessa
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:
     chunks = ChatChunks(job.id, job.created, job.body, job.prepared)
     async for _, entries in job.generations.batches():
+        await job.prepared.checks.read(entries)
         if part := chunks.write(entries):
             yield part
     yield chunks.end(job.counter)

@@ -57,7 +57,7 @@ class NamedTool(Body, tag="function", tag_field="type"):
 def to_tools(given: list[ChatTool] | None) -> list[Tool]:
     """The functions of a request."""
     functions = [tool.function for tool in given or ()]
-    return [Tool(f.name, f.description, f.parameters) for f in functions]
+    return [Tool(f.name, f.description, f.parameters, f.strict) for f in functions]
 
 
 class TemplateFields(Protocol):

@@ -34,6 +34,7 @@ class ChatChunks:
         self._model = prepared.model
         self._tops = (body.top_logprobs or 0) if body.logprobs else None
         self._constraint = prepared.constraint
+        self._checks = prepared.checks
         self._form = prepared.form
         self._answers: dict[int, Answer] = {}
         self._choices = GrowingChoices()
@@ -126,6 +127,8 @@ class ChatChunks:
         if entry.finish_reason is not None:
             reason = finish_reason(entry.finish_reason, called)
             receipt = receipt_of(self._constraint, choice, entry)
+            if receipt is not None:
+                receipt.keywords = self._checks.outcomes.get(entry.seq, {})
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed

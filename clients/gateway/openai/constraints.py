@@ -34,7 +34,9 @@ class StructuredOutputs(Body):
             "json_object": ("json_schema", {"type": "object"} if self.json_object else None),
         }
         asked = [
-            Constraint("json_schema" if name == "json" else name, controller, arg, _inside(name))
+            Constraint(
+                "json_schema" if name == "json" else name, controller, arg, _inside(name), False
+            )
             for name, (controller, arg) in given.items()
             if arg is not None
         ]
@@ -65,7 +67,7 @@ class JsonObjectFormat(Body, tag="json_object", tag_field="type"):
         """The constraint that the field ``name`` requests."""
         if self.schema is None:
             return json_object(name)
-        return json_schema(self.schema, f"{name}.schema")
+        return json_schema(self.schema, f"{name}.schema", strict=False)
 
 
 class JsonSchema(Body):
@@ -94,7 +96,7 @@ def format_constraint(given: ResponseFormat | None, name: str) -> Constraint | N
         case JsonObjectFormat():
             return given.constraint(name)
         case JsonSchemaFormat(json_schema=asked):
-            return json_schema(asked.schema, f"{name}.json_schema.schema")
+            return json_schema(asked.schema, f"{name}.json_schema.schema", asked.strict)
     return None
 
 

@@ -134,15 +134,18 @@ class ResponsesRequest(TextRequest, kw_only=True):
         match given:
             case JsonObjectFormat():
                 return given.constraint("text.format")
-            case SchemaFormat(schema=schema):
-                return json_schema(schema, "text.format.schema")
+            case SchemaFormat(schema=schema, strict=strict):
+                return json_schema(schema, "text.format.schema", strict)
         return None
 
     def to_conversation(self, items: InputItems) -> Conversation:
         """The conversation to continue. Raises ApiError 400."""
         choice = self.tool_choice
         named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
-        tools = [Tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
+        tools = [
+            Tool(tool.name, tool.description, tool.parameters, tool.strict)
+            for tool in self.tools or ()
+        ]
         rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
         rules.max_thinking_tokens = self.max_thinking_tokens
         rendering = Rendering(effort_field="reasoning.effort")

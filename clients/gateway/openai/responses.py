@@ -94,6 +94,7 @@ async def _events(job: ResponseJob) -> AsyncGenerator[bytes, None]:
     head = output.event("response.created", response=begun)
     head += output.event("response.in_progress", response=begun)
     async for _, entries in job.generations.batches():
+        await job.prepared.checks.read(entries)
         if part := head + output.feed(entries):
             yield part
         head = b""
@@ -163,4 +164,5 @@ def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
     if constraint is not None and job.last is not None and job.last.constraint is not None:
         receipt.constraint = constraint.label
         receipt.ended = job.last.constraint
+        receipt.keywords = job.prepared.checks.outcomes.get(0, {})
     return receipt if receipt != Receipt() else UNSET

@@ -20,7 +20,9 @@ from tokenbus.clients.gateway.anthropic.bodies import (
 from tokenbus.clients.gateway.conversation.answers import Piece
 from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
 from tokenbus.clients.gateway.conversation.planning import Prepared
+from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.templates import Templates
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -33,7 +35,7 @@ FORM = AnswerForm(
 def message_of(form: AnswerForm | None, constraint: Constraint | None = None) -> GrowingMessage:
     info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
     model = ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
-    return GrowingMessage(Prepared(model, [1], form, constraint), 1000)
+    return GrowingMessage(Prepared(model, [1], form, constraint, Checks(Templates(), form)), 1000)
 
 
 def entry(text: str, **more: Any) -> Token:

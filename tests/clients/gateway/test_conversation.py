@@ -21,6 +21,7 @@ from tokenbus.clients.gateway.bodies import decode_body
 from tokenbus.clients.gateway.conversation.parts import Conversation
 from tokenbus.clients.gateway.conversation.planning import Prepared
 from tokenbus.clients.gateway.conversation.rendering import for_template
+from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.json import encode
 from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.models import ServedModel
@@ -31,6 +32,7 @@ from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.template_process import render
+from tokenbus.clients.gateway.templates import Templates
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -61,7 +63,7 @@ FORM = AnswerForm(structure_of(HERMES, Wanted(FUNCTIONS, thinking="first")), {})
 def prepared() -> Prepared:
     info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
     model = ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
-    return Prepared(model, [1], FORM, None)
+    return Prepared(model, [1], FORM, None, Checks(Templates(), FORM))
 
 
 class Case(NamedTuple):
@@ -85,7 +87,7 @@ class Case(NamedTuple):
     def entries(self) -> list[Token]:
         found, rest = [], self.written
         for size in itertools.cycle(self.sizes):
-            reason = None if len(rest) > size else "stop"
+            reason: Any = None if len(rest) > size else "stop"
             found.append(
                 Token(token=1, stream_id=0, logprob=-1.0, text=rest[:size], finish_reason=reason)
             )

@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from tokenbus.clients.gateway.conversation.constraints import Constraint
 from tokenbus.clients.gateway.conversation.planning import Prepared
+from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks
 from tokenbus.clients.gateway.openai.usage import Counter
+from tokenbus.clients.gateway.templates import Templates
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -108,7 +110,9 @@ def test_chats_take_back_too(model: ServedModel) -> None:
     request = msgspec.convert(
         {"messages": [{"role": "user", "content": "x"}], "controller": "mine"}, ChatRequest
     )
-    chunks = ChatChunks("chatcmpl-1", 1, request, Prepared(model, [1], None, CONTROLLER))
+    chunks = ChatChunks(
+        "chatcmpl-1", 1, request, Prepared(model, [1], None, CONTROLLER, Checks(Templates(), None))
+    )
     first, second = choices(chunks.write([entry("ab", 0)]))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert second["delta"] == {"content": "ab"}

@@ -1,0 +1,160 @@
+"""Schemas with keywords that token masks cannot enforce.
+
+The masks leave such keywords out. Another process checks the finished text with ``jsonschema``, and
+the receipt reports the outcome of each keyword.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from ....protocol.messages import Token
+from ..answer_parts import AnswerForm
+from ..errors import ApiError
+from ..templates import Templates
+from .answers import Answer
+from .constraints import KeywordState, Schema
+from .parts import Call, of_kind, text_of
+
+NOT_ENFORCED = frozenset(
+    {"propertyNames", "uniqueItems", "not", "if", "then", "else"}
+    | {"contains", "minContains", "maxContains", "dependentRequired"}
+    | {"dependentSchemas", "unevaluatedProperties", "unevaluatedItems"}
+)
+"""Keywords that llguidance does not implement."""
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname"}
+    | {"ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Formats that llguidance implements."""
+_LOOK_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value is an object of schemas."""
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+MAX_DEPTH = 200
+"""Maximum depth to which schemas are searched; deeper parts are not changed."""
+
+
+def enforceable(schema: Schema) -> tuple[Schema, list[str]]:
+    """The part of a schema that masks enforce, and the names of the keywords that it lacks."""
+    left_out: dict[str, None] = {}
+    return _part(schema, left_out, 0), list(left_out)
+
+
+def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in NOT_ENFORCED or _is_unknown(name, value):
+            left_out[name] = None
+        elif name in _OF_SCHEMAS and isinstance(value, dict):
+            found[name] = {key: _part(one, left_out, depth + 1) for key, one in value.items()}
+        elif name in _LISTS and isinstance(value, list):
+            found[name] = [_part(one, left_out, depth + 1) for one in value]
+        elif name in _SCHEMAS:
+            found[name] = _part(value, left_out, depth + 1)
+        else:
+            found[name] = value
+    return _without_one_of(found, left_out)
+
+
+def _is_unknown(name: str, value: Any) -> bool:
+    """Whether a pattern or a format is not implemented."""
+    if name == "pattern":
+        return isinstance(value, str) and _LOOK_AROUND.search(value) is not None
+    return name == "format" and isinstance(value, str) and value not in FORMATS
+
+
+def _without_one_of(schema: Schema, left_out: dict[str, None]) -> Schema:
+    """A schema with ``anyOf`` in place of ``oneOf``, whose alternatives may overlap."""
+    if "oneOf" not in schema:
+        return schema
+    left_out["oneOf"] = None
+    rest = {name: value for name, value in schema.items() if name != "oneOf"}
+    alternatives = {"anyOf": schema["oneOf"]}
+    if "anyOf" in rest:
+        return {**rest, "allOf": [*rest.get("allOf", ()), alternatives]}
+    return {**rest, **alternatives}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schema that is checked after the end, and its keywords that masks do not enforce."""
+
+    schema: Schema
+    keywords: list[str]
+
+
+@dataclass
+class Checks:
+    """Checks the ended sequences of one request."""
+
+    templates: Templates
+    """The processes in which untrusted programs run, such as a schema with expensive references."""
+    form: AnswerForm | None
+    text: Checked | None = None
+    """The schema of the text outside calls."""
+    functions: dict[str, Checked] = field(default_factory=dict)
+    """The schemas of arguments by the names of functions."""
+    outcomes: dict[int, dict[str, KeywordState]] = field(default_factory=dict)
+    """The outcome of each keyword by sequence."""
+    _pieces: dict[int, list[str]] = field(default_factory=dict)
+
+    async def read(self, entries: Sequence[Token]) -> None:
+        """Adds entries, and checks the sequences that end with them."""
+        if self.text is None and not self.functions:
+            return
+        for entry in entries:
+            pieces = self._pieces.setdefault(entry.seq, [])
+            if entry.backtrack:
+                del pieces[max(0, len(pieces) - entry.backtrack) :]
+            text = "" if entry.text is UNSET else entry.text
+            if self.form is not None:
+                text = self.form.text_of(entry, text)
+            if entry.token is not None or not pieces:
+                pieces.append(text)
+            else:
+                pieces[-1] += text
+            if entry.finish_reason is not None:
+                await self.check(entry.seq, "".join(pieces))
+
+    async def check(self, seq: int, text: str) -> None:
+        """Checks the whole text of a sequence, which ``AnswerForm.text_of`` returned."""
+        answer = Answer(self.form)
+        answer.feed(text)
+        answer.end()
+        found: dict[str, KeywordState] = {}
+        calls = of_kind(answer.parts, Call)
+        values = [(self.functions.get(call.name), str(call.arguments)) for call in calls]
+        if not calls:
+            values.append((self.text, text_of(answer.parts)))
+        for checked, value in values:
+            if checked is not None:
+                _add(found, await self._states(checked, value))
+        if found:
+            self.outcomes[seq] = found
+
+    async def _states(self, checked: Checked, text: str) -> dict[str, KeywordState]:
+        try:
+            value = msgspec.json.decode(text)
+            answer = await self.templates.validate(checked.schema, value, checked.keywords)
+        except (msgspec.DecodeError, RecursionError, ApiError):
+            return dict.fromkeys(checked.keywords, "not checked")
+        return answer
+
+
+_ORDER: tuple[KeywordState, ...] = ("checked", "not checked", "failed")
+
+
+def _add(found: dict[str, KeywordState], more: dict[str, KeywordState]) -> None:
+    """Adds the states of one value. The worst state of a keyword remains."""
+    for name, state in more.items():
+        found[name] = max(state, found.get(name, state), key=_ORDER.index)

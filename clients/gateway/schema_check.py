@@ -1,0 +1,28 @@
+"""Checks values against schemas, in the process that renders templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from referencing import Registry
+
+FORMATS = Draft202012Validator.FORMAT_CHECKER
+LOCAL: Registry[Any] = Registry()
+"""Resolves references inside a schema. jsonschema would otherwise open the URLs of others."""
+
+
+def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[str, str]:
+    """For each keyword, whether the value passes it: ``checked``, ``failed`` or ``not checked``."""
+    checked = dict.fromkeys(keywords, "checked")
+    if "format" in checked:
+        # Most unknown formats are not known to jsonschema either.
+        checked["format"] = "not checked"
+    try:
+        validator = Draft202012Validator(schema, registry=LOCAL, format_checker=FORMATS)
+        for error in validator.iter_errors(value):
+            failed = {*error.absolute_schema_path, error.validator} & checked.keys()
+            checked |= dict.fromkeys(failed, "failed")
+    except Exception:  # A schema of a client raises errors of several packages.
+        return dict.fromkeys(keywords, "not checked")
+    return checked

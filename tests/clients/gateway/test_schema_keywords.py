@@ -1,0 +1,152 @@
+"""Keywords of schemas that masks cannot enforce: left out, checked after the end, and reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from tokenbus.clients.gateway.conversation.schemas import enforceable
+from tokenbus.clients.gateway.schema_check import states_of
+
+from ...processes import Gateway
+from .openai_requests import HELLO, MODEL
+
+PLACES = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Bern"]}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+LONG_NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 9}}
+"""No value passes this schema: its only name is too short."""
+NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 3}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept", "left_out"),
+    [
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, ["uniqueItems"]),
+        ({"properties": {"not": {"not": {}}}}, {"properties": {"not": {}}}, ["not"]),
+        ({"pattern": "(?=a)b"}, {}, ["pattern"]),
+        ({"pattern": "(?:a)"}, {"pattern": "(?:a)"}, []),
+        ({"items": {"format": "zip"}}, {"items": {}}, ["format"]),
+        ({"format": "date"}, {"format": "date"}, []),
+        ({"oneOf": [{"const": 1}]}, {"anyOf": [{"const": 1}]}, ["oneOf"]),
+        (
+            {"anyOf": [{}], "oneOf": [{"if": {}}]},
+            {"anyOf": [{}], "allOf": [{"anyOf": [{}]}]},
+            ["if", "oneOf"],
+        ),
+        ({"enum": [{"not": 1}]}, {"enum": [{"not": 1}]}, []),
+    ],
+)
+def test_masks_leave_out_the_keywords_that_they_cannot_enforce(
+    schema: dict[str, Any], kept: dict[str, Any], left_out: list[str]
+) -> None:
+    assert enforceable(schema) == (kept, left_out)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "states"),
+    [
+        ({"uniqueItems": True}, [1, 1], {"uniqueItems": "failed"}),
+        ({"uniqueItems": True}, [1, 2], {"uniqueItems": "checked"}),
+        ({"if": {}, "then": {"const": 1}}, 2, {"if": "checked", "then": "failed"}),
+        ({"oneOf": [{"type": "integer"}, {"const": 1}]}, 1, {"oneOf": "failed"}),
+        ({"format": "zip", "not": {}}, "x", {"format": "not checked", "not": "failed"}),
+        ({"$ref": "http://x.example", "not": {}}, "x", {"not": "not checked"}),
+        ({"pattern": "(", "not": {}}, "x", {"not": "not checked"}),
+    ],
+)
+def test_a_value_is_checked_for_each_keyword(
+    schema: dict[str, Any], value: Any, states: dict[str, str]
+) -> None:
+    assert states_of(schema, value, list(states)) == states
+
+
+def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
+    """A file stands for a URL: jsonschema opens both by default."""
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "integer"}')
+    schema = {"not": {"$ref": path.as_uri()}}
+    assert states_of(schema, 1, ["not"]) == {"not": "not checked"}
+    local = {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "integer"}}}
+    assert states_of(local, 1, ["not"]) == {"not": "failed"}
+
+
+def called(gateway: Gateway, schema: dict[str, Any], **more: Any) -> httpx.Response:
+    function = {"name": "f", "parameters": schema, **more}
+    other = {"name": "g", "parameters": PLACES, "strict": True}
+    body = {
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 60,
+        "temperature": 0,
+        "tools": [{"type": "function", "function": one} for one in (function, other)],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    }
+    return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("schema", "state"), [(NAMES, "checked"), (LONG_NAMES, "failed")])
+def test_the_receipt_of_each_interface_reports_the_keywords(
+    gateway: Gateway, schema: dict[str, Any], state: str
+) -> None:
+    expected = {"propertyNames": state}
+    [choice] = called(gateway, schema).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"place": "Bern"}
+    assert choice["tokenbus"]["keywords"] == expected
+
+    format = {"type": "json_schema", "name": "n", "schema": schema}
+    body = {"input": "x", "max_output_tokens": 60, "text": {"format": format}}
+    answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=300).json()
+    assert answer["tokenbus"]["keywords"] == expected
+
+    body = {
+        "messages": HELLO,
+        "max_tokens": 60,
+        "stream": True,
+        "response_format": {"type": "json_schema", "json_schema": format},
+    }
+    stream = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+    chunks = [line.removeprefix("data: ") for line in stream.text.split("\n\n")[:-2]]
+    assert json.loads(chunks[-1])["choices"][0]["tokenbus"]["keywords"] == expected
+
+    client = anthropic.Anthropic(base_url=gateway.url, api_key="none", timeout=120)
+    with client.messages.stream(
+        model=MODEL,
+        max_tokens=60,
+        messages=HELLO,
+        tools=[{"name": "f", "input_schema": schema}],
+        tool_choice={"type": "tool", "name": "f"},
+    ) as events:
+        deltas = [event for event in events if event.type == "message_delta"]
+    assert (deltas[-1].model_extra or {})["tokenbus"]["keywords"] == expected
+
+
+@pytest.mark.process
+def test_a_strict_schema_with_such_keywords_is_refused(gateway: Gateway) -> None:
+    refused = called(gateway, NAMES, strict=True)
+    assert refused.status_code == 400
+    assert "propertyNames" in refused.json()["error"]["message"]
+
+
+@pytest.mark.process
+def test_a_check_that_takes_too_long_is_given_up(gateway: Gateway) -> None:
+    definitions: dict[str, Any] = {"d0": {"type": "object"}}
+    for depth in range(1, 30):
+        both = {"$ref": f"#/$defs/d{depth - 1}"}
+        definitions[f"d{depth}"] = {"allOf": [both, both]}
+    schema = {**PLACES, "not": {"$ref": "#/$defs/d29"}, "$defs": definitions}
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    body = {"messages": HELLO, "max_tokens": 60, "response_format": format}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["tokenbus"]["keywords"]["not"] == "not checked"
