@@ -19,7 +19,6 @@ import wasmtime
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
-from ..limits import Limits
 from ..logs import Log
 from ..wasm.aici import AiciProgram
 from ..wasm.native import NativeProgram
@@ -345,12 +344,13 @@ def _fault(error: BaseException) -> Fault:
 
 
 def run(
-    control: socket.socket, engine: wasmtime.Engine, vocabulary: Vocabulary, limits: Limits
+    control: socket.socket, engine: wasmtime.Engine, vocabulary: Vocabulary, memory_bytes: int
 ) -> None:
-    """Serves until the worker closes ``control``. Called in a new process, by its only thread."""
+    """Serves until the worker closes ``control``. Called in a new process, by its only thread.
+    ``memory_bytes``: maximum memory of the process."""
     # Blocked in all threads, so that only ``_tick`` receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
-    drop_rights()
+    drop_rights(memory_bytes)
     threading.Thread(target=_tick, args=(engine,), daemon=True).start()
     signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
     threading.stack_size(HOST_STACK_BYTES)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ...machine import machine_memory
 from ..host import Vocabulary
 from ..limits import Limits
 from ..wasm import aici, native
@@ -26,6 +27,9 @@ from ..wasm.sandbox import make_engine
 from . import guest
 from .rights import drop_rights, isolate_network
 
+MEMORY_PART = 2
+"""A guest process may have 1 / MEMORY_PART of the machine's memory. The shares of tenants bound
+guests earlier; this bound also holds for a process that was taken over."""
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
@@ -35,7 +39,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket, limits: Limits) -> None:
         self._control = control
-        self._limits = limits
+        self._memory_bytes = machine_memory() // MEMORY_PART
         self._engine = make_engine(limits)
         # The host functions of both ABIs are linked once, before the first fork.
         native._linker(self._engine)
@@ -119,7 +123,7 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.closerange(3, control.fileno())
             os.closerange(control.fileno() + 1, 1 << 16)
-            guest.run(control, self._engine, self._vocabularies[vocabulary], self._limits)
+            guest.run(control, self._engine, self._vocabularies[vocabulary], self._memory_bytes)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

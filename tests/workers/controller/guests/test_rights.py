@@ -98,6 +98,18 @@ print(json.dumps(found))
 """) == [50_000_000]
 
 
+def test_the_kernel_bounds_the_memory_of_a_guest_process() -> None:
+    assert in_a_process("""
+rights.drop_rights(memory_bytes=300_000_000)
+found = [len(bytearray(100_000_000))]
+try:
+    bytearray(400_000_000)
+except MemoryError:
+    found.append("refused")
+print(json.dumps(found))
+""") == [100_000_000, "refused"]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")
 def test_every_system_call_that_is_not_listed_is_refused() -> None:
     listed = {numbers[0] for numbers in ALLOWED.values()} | {CLONE[0], TGKILL[0], FCNTL[0]}
