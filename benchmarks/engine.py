@@ -233,7 +233,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
     for _ in range(5):
         engine.step()
     runner: Any = engine._runner
-    forward, logits = runner.backend.compute, torch.randn(BATCH, VOCAB)
+    forward, logits = runner.backend.forward, torch.randn(BATCH, VOCAB)
     forwards: list[float] = []
 
     def timed_forward(*inputs: Any) -> Any:
@@ -243,16 +243,16 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
         return output
 
     def forward_steps() -> None:
-        runner.backend.compute = timed_forward
+        runner.backend.forward = timed_forward
         for _ in range(steps // 10):
             engine.step()
 
     forward_steps()
-    runner.backend.compute = lambda *_: logits
+    runner.backend.forward = lambda *_: logits
     times = [timed(engine.step) for _ in range(steps)]
     runner.forget_mirrors()  # The steps without a forward wrote no keys and values.
     forward_steps()
-    runner.backend.compute = forward
+    runner.backend.forward = forward
     for request in requests:
         engine.abort(request)
     host = statistics.median(times)

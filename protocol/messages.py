@@ -417,13 +417,17 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker computes the steps of a model."""
 
     attention: str = ""
-    """The kind of attention, for example ``FlashAttention over blocks`` or ``SDPA over gathered
-    blocks``."""
+    """The kind of attention, for example ``FlashAttention over blocks``, ``native code over
+    blocks`` or ``SDPA over gathered blocks``."""
     graphs: int = 0
     """Number of batch sizes that have a CUDA graph."""
     fallbacks: list[str] = []
     """The fast paths that the device supports and the worker does not use, each with the reason;
     empty on a CPU."""
+    exact: bool = False
+    """Whether the logits and log-probabilities of a sequence have the same bits in every batch."""
+    why_not_exact: str = ""
+    """The reason if ``exact`` is false."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):

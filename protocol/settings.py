@@ -83,6 +83,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     requests queue at the broker."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
+    exact: Literal["auto", "on", "off"] = "auto"
+    """Compute a sequence with the same bits in every batch. ``auto``: if the worker's kernels can;
+    ``on``: also refuse models for which they cannot."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"

@@ -70,5 +70,7 @@ def path_lines(status: Status) -> list[str]:
             if path.attention:
                 graphs = f"{path.graphs} CUDA graphs" if path.graphs else "no CUDA graphs"
                 lines.append(f"{worker.name}, {model}: {path.attention}, {graphs}")
+            if path.why_not_exact:
+                lines.append(f"  not exact: {path.why_not_exact}")
             lines += [f"  slower than possible: {why}" for why in path.fallbacks]
     return lines

@@ -743,7 +743,8 @@ export function readToken(
 /** How a GPU worker computes the steps of a model. */
 export interface ForwardPath {
   /**
-   * The kind of attention, for example `FlashAttention over blocks` or `SDPA over gathered blocks`.
+   * The kind of attention, for example `FlashAttention over blocks`, `native code over blocks` or
+   * `SDPA over gathered blocks`.
    */
   readonly attention: string;
   /** Number of batch sizes that have a CUDA graph. */
@@ -753,6 +754,10 @@ export interface ForwardPath {
    * empty on a CPU.
    */
   readonly fallbacks: readonly string[];
+  /** Whether the logits and log-probabilities of a sequence have the same bits in every batch. */
+  readonly exact: boolean;
+  /** The reason if `exact` is false. */
+  readonly why_not_exact: string;
 }
 
 /** Adds the defaults of absent fields to a received `ForwardPath`. */
@@ -762,12 +767,16 @@ export function readForwardPath(
       | "attention"
       | "graphs"
       | "fallbacks"
+      | "exact"
+      | "why_not_exact"
   >,
 ): ForwardPath {
   return {
     attention: sent.attention ?? "",
     graphs: sent.graphs ?? 0,
     fallbacks: sent.fallbacks ?? [],
+    exact: sent.exact ?? false,
+    why_not_exact: sent.why_not_exact ?? "",
   };
 }
 

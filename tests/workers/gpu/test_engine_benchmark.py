@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,6 @@ def test_it_measures_overlapping_steps_and_prints_what_runs_at_once(
     finally:
         sys.modules.pop("engine_gpu")
     shown = capsys.readouterr().err
-    assert "SDPA over gathered blocks" in shown
+    assert re.search("over (gathered )?blocks", shown)
     assert "fast_attention 0" in shown
     assert "graphs 0" in shown

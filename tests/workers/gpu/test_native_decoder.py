@@ -11,6 +11,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.block_manager import BlockManager
 from tokenbus.workers.gpu.engine.scheduler import Batch, Chunk
 from tokenbus.workers.gpu.engine.sequence import Sequence
+from tokenbus.workers.gpu.model.backends import ForwardOptions
 from tokenbus.workers.gpu.model.cpu_native import library as native_library
 from tokenbus.workers.gpu.model.cpu_native.backend import CpuBackend
 from tokenbus.workers.gpu.model.cpu_native.decoder import (
@@ -91,7 +92,7 @@ def both(request: pytest.FixtureRequest) -> Both:
 
 def test_logits_are_those_of_torch(both: Both) -> None:
     long, short, other = (both.sequence(length) for length in (60, 5, 11))
-    # A prompt within one step, one in two parts, and one that torch computes.
+    # A prompt within one step, one in two parts, and a longer one.
     assert both.difference((short, 5)) < 1e-3
     assert both.difference((other, 6)) < 1e-3
     assert both.difference((other, 5)) < 1e-3
@@ -258,12 +259,18 @@ def test_a_library_that_cannot_be_loaded_is_left_out(
         library.cache_clear()
 
 
-def test_longer_steps_are_left_to_torch() -> None:
-    both = Both("llama")
-    runner = both.runners[0]
+def test_longer_steps_are_left_to_torch_unless_exact() -> None:
+    loaded = wrap_model("llama", make("llama"))
+    runner = Runner(loaded, BLOCKS, choose_layout(loaded), options=ForwardOptions(exact=False))
     assert runner.mirrors_for(MAX_TOKENS, MAX_SEQUENCES) is None
     assert runner.mirrors_for(MAX_TOKENS + 1, 1) is not None
     assert runner.mirrors_for(MAX_SEQUENCES + 1, MAX_SEQUENCES + 1) is not None
+
+
+def test_no_step_is_left_to_torch_if_the_logits_must_be_exact() -> None:
+    runner = Both("llama").runners[0]
+    assert runner.path.exact
+    assert runner.mirrors_for(2048, 256) is None
 
 
 def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:

@@ -14,6 +14,7 @@ from tokenbus.protocol.messages import ForwardPath, Status, WorkerStatus
 from tokenbus.protocol.metrics import Series
 from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.cpu_native.library import library
 from tokenbus.workers.gpu.model.cuda import varlen
 from tokenbus.workers.gpu.model.kv_cache import Layout
 from tokenbus.workers.gpu.model.loader import ModelLoadError, load_model
@@ -34,7 +35,9 @@ assert len(tokens) == 2 and None not in tokens, tokens
 print(varlen.why_no_kernel())
 """
 SLOW = ForwardPath(
-    attention="SDPA over gathered blocks", fallbacks=["attention: torch 2.11 has none"]
+    attention="SDPA over gathered blocks",
+    fallbacks=["attention: torch 2.11 has none"],
+    why_not_exact="torch computes its steps",
 )
 
 
@@ -56,7 +59,10 @@ def test_a_varlen_attn_without_block_tables_is_named(monkeypatch: pytest.MonkeyP
 
 def test_the_properties_of_a_model_say_how_it_is_computed() -> None:
     info = model_info(Engine(load_model("embedded"), EngineConfig(kv_cache_bytes=2**21)))
-    assert info.path == ForwardPath(attention="SDPA over gathered blocks")
+    exact = ForwardPath(attention="native code over blocks", exact=True)
+    why = "torch computes its steps: no native code was compiled for this machine"
+    torch_only = ForwardPath(attention="SDPA over gathered blocks", why_not_exact=why)
+    assert info.path == (exact if library() is not None else torch_only)
     assert msgspec.json.decode(msgspec.json.encode(info), type=type(info)) == info
 
 
@@ -100,6 +106,7 @@ def status() -> Status:
 def test_status_shows_the_attention_and_each_fallback() -> None:
     assert path_lines(status()) == [
         "gpu-1, m: SDPA over gathered blocks, no CUDA graphs",
+        "  not exact: torch computes its steps",
         "  slower than possible: attention: torch 2.11 has none",
     ]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class EngineConfig:
     """Launch the forward of the next step before the tokens of this step are processed."""
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
+    exact: Literal["auto", "on", "off"] = "auto"
+    """Compute a sequence with the same bits in every batch. ``auto``: if the kernels can; ``on``:
+    refuse a model for which they cannot."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -99,7 +103,8 @@ class Engine:
     ) -> None:
         """``draft_model``: with ``config.speculation``, a small model that drafts tokens if the
         text has no earlier match. Raises ModelLoadError if ``draft_model`` cannot draft for this
-        model, or if ``config`` requires fast attention and the model cannot have it."""
+        model, or if the model cannot have the fast attention or the exactness that ``config``
+        requires."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:
@@ -130,8 +135,16 @@ class Engine:
         # The other ranks receive the token ids of each forward from this process.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
-        options = ForwardOptions(config.compiled, config.fixed_threads)
+        options = ForwardOptions(config.compiled, config.fixed_threads, config.exact != "off")
         self._runner = Runner(loaded, num_blocks, layout, queue, options)
+        why_not_exact = self._runner.path.why_not_exact
+        if config.exact == "on" and why_not_exact:
+            raise ModelLoadError(
+                f"{loaded.name} is not served: exact is on, but its logits may depend on the "
+                f"batch: {why_not_exact}"
+            )
+        self.exact = not why_not_exact
+        """Whether the logits of a sequence have the same bits in every batch."""
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         model: DraftModel | None = None

@@ -20,6 +20,9 @@ class ForwardBackend(ABC):
     """Why CUDA graphs cannot capture ``compute``; empty if they can."""
     why_no_kernels = ""
     """Why the Triton kernels do not compute the layers; empty if they do."""
+    why_not_exact = "the kernels of its device were not compared in batches of all sizes"
+    """Why a row's logits may depend on the other rows of a step; empty if they do not, to the last
+    bit."""
     num_graphs = 0
     """The number of batch sizes that have a CUDA graph."""
 

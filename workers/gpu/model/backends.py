@@ -36,6 +36,9 @@ class ForwardOptions(NamedTuple):
     has one rank. The first steps of each kind are then slow."""
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
+    exact: bool = True
+    """Whether a row's logits should not depend on the other rows of a step, to the last bit, if
+    the backend has kernels for that."""
 
 
 def choose_backend(
@@ -46,12 +49,17 @@ def choose_backend(
     base = _of_torch(loaded, tensors, layout, options.compiled)
     if not traits_of(loaded.device).host_memory:
         return base
-    native, threads = None, None
-    if isinstance(base, FusedBackend) and not layout.in_place:
-        native = native_decoder(loaded.name, base, layout)
+    native, threads, why_not_exact = None, None, base.why_not_exact
+    if isinstance(base, FusedBackend):
+        if not layout.in_place:
+            native, why_not_exact = native_decoder(loaded.name, base, layout)
+        if not options.exact:
+            why_not_exact = why_not_exact or "the setting exact is off"
+        if why_not_exact:
+            base.decoder.pack(packing_budget())
     if loaded.ranks is None and not options.fixed_threads:
         threads = ThreadChooser(torch.get_num_threads())
-    return CpuBackend(base, native, threads)
+    return CpuBackend(base, native, threads, why_not_exact)
 
 
 def _of_torch(
@@ -71,7 +79,6 @@ def _of_torch(
         return TransformersBackend(tensors, model)
     if loaded.decoder is None:
         return TransformersBackend(tensors, model, packed_head(model))
-    loaded.decoder.pack(packing_budget())
     if layout.kernel == "triton" or (layout.in_place and loaded.device.type == "cuda"):
         return triton_backend(tensors, loaded.decoder, layout, model.dtype)
     return FusedBackend(tensors, loaded.decoder, layout)

@@ -178,6 +178,7 @@ class Models:
                 compiled=settings.compile,
                 require_fast_attention=settings.require_fast_attention,
                 fixed_threads=bool(settings.threads),
+                exact=settings.exact,
                 overlap=_overlaps(settings, loaded),
                 speculation=settings.speculation != "off",
             )

@@ -24,6 +24,8 @@ from .step_tensors import StepTensors
 log = logging.getLogger(__name__)
 
 DEFAULTS = ForwardOptions()
+NATIVE_ATTENTION = "native code over blocks"
+"""The name of the attention if native code computes all steps, for logs and users."""
 
 
 @dataclass(slots=True)
@@ -98,7 +100,13 @@ class Runner:
     @property
     def path(self) -> ForwardPath:
         """How the steps are computed."""
-        found = ForwardPath(attention=self._layout.attention, graphs=self.backend.num_graphs)
+        why = self.backend.why_not_exact
+        found = ForwardPath(
+            attention=self._layout.attention if why else NATIVE_ATTENTION,
+            graphs=self.backend.num_graphs,
+            exact=not why,
+            why_not_exact=why,
+        )
         if self._layout.in_place or not self._traits.host_memory:
             reasons = {
                 "attention": self._layout.why,

@@ -93,7 +93,8 @@ class DraftModel:
         num_blocks = max(2, cache_bytes // size)
         self._blocks = BlockManager(num_blocks, layout.block_size)
         self._queue = queue
-        options = ForwardOptions(fixed_threads=fixed_threads)
+        # The tokens of a stream do not depend on the bits of its drafts.
+        options = ForwardOptions(fixed_threads=fixed_threads, exact=False)
         self._runner = Runner(draft, num_blocks, layout, queue, options)
         self._device = draft.device
         self._vocab_size = min(large.vocab_size, draft.vocab_size)

@@ -26,6 +26,8 @@ class CpuBackend(ForwardBackend):
 
     ``native``: the same model in native code; None if torch computes all steps. ``threads``
     chooses the number of threads of each forward; None if all steps use all threads.
+    ``why_not_exact``: why torch computes the steps of many tokens; empty if native code computes
+    all steps.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class CpuBackend(ForwardBackend):
         base: ForwardBackend,
         native: NativeDecoder | None = None,
         threads: ThreadChooser | None = None,
+        why_not_exact: str = "",
     ) -> None:
         super().__init__(base.tensors)
         self.why_no_graphs = base.why_no_graphs
         self.why_no_kernels = base.why_no_kernels
+        self.why_not_exact = why_not_exact
         self.native = native
         self._base = base
         self._threads = threads
@@ -57,15 +61,16 @@ class CpuBackend(ForwardBackend):
 
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of ``packed.rows``."""
-        if self.native is not None:
-            num_sequences = sum([group.batch for group in packed.groups])
-            if is_native(len(packed.ids), num_sequences):
-                return self._natively(self.native, _known_ids(packed, drawn), packed)
+        num_sequences = sum([group.batch for group in packed.groups])
+        if self.native is not None and self.reads_blocks(len(packed.ids), num_sequences):
+            return self._natively(self.native, _known_ids(packed, drawn), packed)
         return super().forward(packed, drawn)
 
     def reads_blocks(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether native code computes a step of this size."""
-        return self.native is not None and is_native(num_tokens, num_sequences)
+        if self.native is None:
+            return False
+        return not self.why_not_exact or is_native(num_tokens, num_sequences)
 
     def _natively(self, native: NativeDecoder, ids: np.ndarray, packed: Packed) -> torch.Tensor:
         if self._threads is None:
@@ -77,9 +82,12 @@ class CpuBackend(ForwardBackend):
         return logits
 
 
-def native_decoder(name: str, plain: FusedBackend, layout: Layout) -> NativeDecoder | None:
-    """The native code for steps of few tokens; None, with the reason in the log, if it does not
-    support the model or if its logits differ from those of torch."""
+def native_decoder(
+    name: str, plain: FusedBackend, layout: Layout
+) -> tuple[NativeDecoder | None, str]:
+    """The native code of a model, and why its logits may depend on the batch; empty if they do not.
+    None, with the reason, if the native code does not support the model or if its logits differ
+    from those of torch."""
     probes = Probes(plain.tensors, layout)
     try:
         native = NativeDecoder(plain.decoder, plain.tensors.cache, layout.block_size)
@@ -92,8 +100,10 @@ def native_decoder(name: str, plain: FusedBackend, layout: Layout) -> NativeDeco
             raise Unsupported(f"its logits would differ by {distance:.3g} standard deviations")
     except Unsupported as why:
         log.info("%s: torch computes all of its steps: %s", name, why)
-        return None
-    return native
+        return None, f"torch computes its steps: {why}"
+    if not plain.decoder.by_position:
+        return native, "its rotary embeddings depend on the longest text of a step"
+    return native, ""
 
 
 def _known_ids(packed: Packed, drawn: torch.Tensor | None) -> np.ndarray:

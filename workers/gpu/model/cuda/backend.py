@@ -17,6 +17,7 @@ class CudaBackend(ForwardBackend):
         super().__init__(base.tensors)
         self.why_no_graphs = graphs.why
         self.why_no_kernels = base.why_no_kernels
+        self.why_not_exact = base.why_not_exact
         self.num_graphs = len(graphs)
         self.base = base
         self._graphs = graphs

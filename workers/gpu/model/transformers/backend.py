@@ -30,6 +30,7 @@ class TransformersBackend(ForwardBackend):
     """Runs a transformers model. ``head`` computes its output layer faster, if given."""
 
     why_no_kernels = "its layers run as transformers' modules"
+    why_not_exact = why_no_kernels
 
     def __init__(self, tensors: StepTensors, model: Any, head: PackedHead | None = None) -> None:
         super().__init__(tensors)
