@@ -1,0 +1,131 @@
+"""Compares the bits of streams in batches with the bits of each stream alone, and the throughput
+with ``exact`` on with the throughput with ``exact`` off.
+
+The model is the embedded one. Batches of 1 to 64 streams run with shared prefixes, chunks of
+several sizes, drafts, forks, a small KV cache and moves to another engine. Everything runs in one
+process.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from _report import arguments, report
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+
+NEW = 48
+"""Tokens of each stream."""
+CHUNKS = (17, 100, 2048)
+"""The maximum numbers of tokens of a step."""
+Job = tuple[list[int], Sampling]
+Streams = dict[tuple[int, int], list[tuple[int, float]]]
+"""Tokens and log-probabilities, by request and sequence."""
+
+
+def engine_of(loaded: LoadedModel, exact: bool, **options: Any) -> Engine:
+    """An engine whose number of threads is fixed, so that both engines use equally many."""
+    given = {"kv_cache_bytes": 2**26, "fixed_threads": True, **options}
+    return Engine(loaded, EngineConfig(exact="on" if exact else "off", **given))
+
+
+def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
+    """Requests, half of which share a prefix. The ends repeat themselves, so that they have
+    drafts."""
+    shared = [rng.randrange(vocab) for _ in range(100)]
+    found = []
+    for i in range(count):
+        own = [rng.randrange(vocab) for _ in range(rng.randrange(5, 60))] * 2
+        sampling = Sampling(
+            max_tokens=NEW, ignore_eos=True, seed=i, n=rng.choice([1, 1, 3]),
+            temperature=rng.choice([0.0, 0.8]), top_p=rng.choice([1.0, 0.9]),
+        )  # fmt: skip
+        found.append((shared + own if i % 2 else own, sampling))
+    return found
+
+
+def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
+    """Runs requests together. ``moved``: every third request of one sequence continues after some
+    tokens of this earlier run."""
+    found: Streams = {}
+    for number, (prompt, sampling) in enumerate(jobs):
+        continued = None
+        if moved is not None and number % 3 == 0 and sampling.n == 1:
+            begun = moved[number, 0][: 1 + number % (NEW - 1)]
+            found[number, 0] = list(begun)
+            continued = Continued({0: [token for token, _ in begun]}, 1)
+        engine.add(number, prompt, sampling, continued=continued)
+    while engine.has_work:
+        for output in engine.step():
+            if output.token is not None:
+                assert output.logprob is not None
+                stream = found.setdefault((output.request, output.seq), [])
+                stream.append((output.token, output.logprob))
+    return found
+
+
+def compare(loaded: LoadedModel, tokens: int) -> dict[str, float]:
+    """The number of entries that differ from those of the same request alone, over ``tokens``
+    compared tokens."""
+    rng, compared, differing = random.Random(1), 0, 0
+    alone = engine_of(loaded, True, max_num_batched_tokens=64)
+    small = {"kv_cache_bytes": 2**22}
+    sides = [engine_of(loaded, True, max_num_batched_tokens=n, speculation=n > 50) for n in CHUNKS]
+    sides.append(engine_of(loaded, True, speculation=True, **small))
+    while compared < tokens:
+        jobs = jobs_of(rng, rng.choice([1, 2, 8, 24, 64]), loaded.vocab_size)
+        wanted: Streams = {}
+        for number, job in enumerate(jobs):
+            wanted |= {(number, seq): s for (_, seq), s in run(alone, [job]).items()}
+        for engine in sides:
+            found = run(engine, jobs, wanted)
+            assert found.keys() == wanted.keys()
+            for key, stream in wanted.items():
+                compared += len(stream)
+                pairs = zip(stream, found[key], strict=True)
+                differing += sum(a != b for a, b in pairs)
+    preemptions = sum(engine.stats()["preemptions"] for engine in sides)
+    return {
+        "differing_bits": differing,
+        "compared_tokens": compared,
+        "preemptions": preemptions,
+        "prefix_hit_tokens": sum(engine.stats()["prefix_hit_tokens"] for engine in sides),
+        "draft_tokens": sum(float(e.metrics()["spec_decode_num_draft_tokens"]) for e in sides),  # type: ignore[arg-type]
+    }
+
+
+def throughput(loaded: LoadedModel, streams: int, rounds: int) -> float:
+    """The throughput with ``exact`` on over the throughput with it off. The engines run in turn."""
+    rng = random.Random(streams)
+    times: tuple[list[float], list[float]] = ([], [])
+    engines = [engine_of(loaded, exact) for exact in (False, True)]
+    sampling = Sampling(max_tokens=NEW, ignore_eos=True)
+    for _ in range(rounds + 1):
+        prompts = [[rng.randrange(loaded.vocab_size) for _ in range(32)] for _ in range(streams)]
+        for engine, column in zip(engines, times, strict=True):
+            started = time.perf_counter()
+            run(engine, [(prompt, sampling) for prompt in prompts])
+            column.append(time.perf_counter() - started)
+    return min(times[0][1:]) / min(times[1][1:])
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__)
+    loaded = load_model("embedded")
+    results = compare(loaded, 20_000 if given.quick else 1_000_000)
+    for streams in (1, 32, 64):
+        ratio = throughput(loaded, streams, 2 if given.quick else 6)
+        results[f"exact_throughput_{streams}"] = ratio
+    notes = {"differing_bits": "0"} | {
+        f"exact_throughput_{n}": "at least 0.95" for n in (1, 32, 64)
+    }
+    report(results, notes, given.json)
+
+
+if __name__ == "__main__":
+    main()
