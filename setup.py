@@ -22,7 +22,7 @@ EXAMPLES = ["backtrack", "best_of"]
 """The SDK's examples whose modules the console uploads."""
 
 NATIVE = Path("workers", "gpu", "model", "cpu_native")
-NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "rows.c", "threads.c")]
+NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "functions.c", "rows.c", "threads.c")]
 NATIVE_FLAGS = ["-O3", "-g0", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"]
 NATIVE_FLAGS += ["-fno-math-errno", "-ffp-contract=off"]
 PROCESSORS = {"x86_64": ["x86_64_v3", "x86_64_v4"], "aarch64": ["generic"]}

@@ -19,10 +19,12 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.model.backends import ForwardOptions
 from tokenbus.workers.gpu.model.cpu_native.backend import CpuBackend
+from tokenbus.workers.gpu.model.cpu_native.functions import exact_functions
 from tokenbus.workers.gpu.model.cpu_native.library import library
 from tokenbus.workers.gpu.model.cuda.choice import choose_layout
 from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, load_model, wrap_model
 from tokenbus.workers.gpu.model.runner import Runner
+from tokenbus.workers.gpu.sampling.sampler import score
 
 from .test_architectures import make
 
@@ -244,3 +246,22 @@ def test_exact_can_be_off() -> None:
     assert isinstance(engine._runner.backend, CpuBackend)
     if library() is not None:
         assert engine.path.why_not_exact == "the setting exact is off"
+
+
+@native
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["embedded", "llama: one key head for all", "qwen3", "granite"])
+def test_a_plain_forward_with_the_native_functions_gives_the_bits_of_the_stream(name: str) -> None:
+    model = loaded() if name == "embedded" else wrap_model(name, make(name))
+    prompts = [random.Random(i).choices(range(500), k=20 + 7 * i) for i in range(18)]
+    engine = engine_of(model, max_num_batched_tokens=100)
+    for number, prompt in enumerate(prompts):
+        engine.add(number, prompt, Sampling(max_tokens=20, ignore_eos=True, seed=number))
+    found = run(engine)
+    for number in (0, 17):
+        tokens = [token for token, _ in found[number, 0] if token is not None]
+        ids = torch.tensor([[*prompts[number], *tokens]])
+        with exact_functions(model.model):
+            logits = model.model(ids, use_cache=False).logits[0]
+        values, _ = score(logits[len(prompts[number]) - 1 : -1].contiguous(), tokens).fetch()
+        assert list(zip(tokens, values, strict=True)) == found[number, 0]

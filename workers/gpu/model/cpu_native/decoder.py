@@ -137,7 +137,8 @@ def _floats(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _activation(function: Function) -> int:
+def activation_number(function: Function) -> int:
+    """The number of an activation in the native code. Raises Unsupported."""
     sample = torch.linspace(-8, 8, 128)
     wanted = function(sample)
     for number, known in enumerate(_ACTIVATIONS):
@@ -168,7 +169,7 @@ def _layer(layer: Layer, kinds: list[str]) -> _Layer:
         dim,
         options.sliding_window or 0,
         kinds.index(layer.rotation) if layer.rotation is not None else -1,
-        _activation(layer.mlp.activation),
+        activation_number(layer.mlp.activation),
         dim**-0.5 if options.scaling is None else options.scaling,
         options.softcap or 0.0,
         layer.residual_scale,

@@ -71,7 +71,7 @@ def fused_model(
         embed=base.embed_tokens,
         embedding_scale=_embedding_scale(model, base),
         layers=layers,
-        norm=_norm(base.norm),
+        norm=fused_norm(base.norm),
         head=_joined([model.lm_head], by_input and not tied),
         rotary=rotary,
         logits_scale=1 / getattr(config, "logits_scaling", 1.0),
@@ -111,7 +111,7 @@ def _layer(
         "post_feedforward_layernorm",
     }
     _only(layer, {"self_attn", "mlp", *norms})
-    found = {n: _norm(getattr(layer, n)) for n in norms if hasattr(layer, n)}
+    found = {n: fused_norm(getattr(layer, n)) for n in norms if hasattr(layer, n)}
     around = "post_feedforward_layernorm" in found
     after = found.get("post_attention_layernorm")
     attention = layer.self_attn
@@ -164,10 +164,10 @@ def _head_norms(attention: Any, dim: int) -> HeadNorms | None:
         return None
     query, key = attention.q_norm, attention.k_norm
     per_head = query.weight.shape[-1] == dim == key.weight.shape[-1]
-    return HeadNorms(_norm(query), _norm(key), per_head)
+    return HeadNorms(fused_norm(query), fused_norm(key), per_head)
 
 
-def _norm(module: Any) -> Function:
+def fused_norm(module: Any) -> Function:
     """A norm in one operation, if it computes the same as the module; else the module."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
