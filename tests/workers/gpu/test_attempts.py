@@ -350,10 +350,10 @@ def test_an_error_while_a_token_is_appended_ends_its_own_sequence_only(
     engine = Engine(embedded, config)
     append = LiveSequences.append
 
-    def failing(self: LiveSequences, sequence: Sequence, token: int, *args: Any, **kw: Any) -> bool:
+    def failing(self: LiveSequences, sequence: Sequence, *args: Any, **kw: Any) -> bool:
         if sequence.request == 1:
             raise KeyError(sequence.request)
-        return append(self, sequence, token, *args, **kw)
+        return append(self, sequence, *args, **kw)
 
     monkeypatch.setattr(LiveSequences, "append", failing)
     for request in (1, 2):
