@@ -2,8 +2,8 @@
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
 The device works in order, like a CUDA stream: a forward begins when the previous forward has ended,
-takes SECONDS, and includes the sampling of the step's tokens. The host's work does not delay the
-device, unless the device has no work. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
+takes SECONDS, and includes the sampling of the step's tokens. The host's work delays the device
+only if the queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
 
 At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``: the time that each
 step waited for decisions after its logits were ready.

@@ -1,15 +1,15 @@
 """Compares a system's tokens per second with its forward, its engine and llama.cpp's server.
 
-- ``served_vs_forward_*``: ratio to the tokens per second of a system whose steps take only their
-  forward's time. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client
-  only counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The time is measured
-  from a tenth to eight tenths of the tokens, while all streams run.
+- ``served_vs_forward_*``: ratio to the ideal rate, at which each step takes only the time of the
+  forward. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
+  counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The time is measured from
+  a tenth to eight tenths of the tokens, while all streams run.
 - ``served_vs_engine_*``: ratio of our ``AsyncClient`` on the bus to the same engine within a
   process. The model is a Llama with 21 million parameters, and prompts have 32 tokens. A run has
   one stream of 192 tokens or 32 streams of 64 tokens.
-- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Its streams are read over
-  HTTP; it also samples greedily and computes in float32. The figures are missing without the
-  server, which ``make bench-peers`` builds.
+- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Like our worker, this server
+  samples greedily and computes in float32. Its streams are read over HTTP. The figures are missing
+  without the server, which ``make bench-peers`` builds.
 - ``slowest_second_vs_median``: ratio of the slowest second to the median second, in a minute of
   streams of 1,000 tokens, one after another.
 
@@ -164,8 +164,8 @@ class Systems:
         """Runs a load in the round ``number``. ``part`` scales its tokens."""
         load = LOADS[name]
         return self._clients[load.system, load.client].run(
-            # All loads of a round have the same new prompts, which no cache contains.
-            prompts=prompts(random.Random(number), load.streams, load.prompt),
+            # Each load of each round has new prompts, which no cache contains.
+            prompts=prompts(random.Random(f"{name} {number}"), load.streams, load.prompt),
             tokens=max(10, int(load.tokens * part)),
             options=load.options,
         )

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, by several processes."""
+"""Atomic writes of files that several processes may write at the same time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NEW = ".new-"
 
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
-    """Writes a file under another name, and renames it; if ``synced``, it is on the disk
-    afterwards. After an OSError, the old file is unchanged."""
+    """Writes a file under another name, and renames it; if ``synced``, the content is on the disk
+    before the rename. After an OSError, the old file is unchanged."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:

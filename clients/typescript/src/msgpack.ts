@@ -6,7 +6,10 @@
  * numbers. Extension types are refused. Source: the specification of MessagePack.
  */
 
-/** Decodes the consecutive values in `bytes`. Throws RangeError if a value is not valid. */
+/**
+ * Decodes the consecutive values in `bytes`. Throws RangeError if a value is not valid, and TypeError
+ * if a text is not valid UTF-8.
+ */
 export function unpackAll(bytes: Uint8Array): unknown[] {
   const reader = new Reader(bytes);
   const values: unknown[] = [];

@@ -3,8 +3,9 @@
 Candidates of weights ``w`` run a race: each arrives after ``E / w``, where the ``E`` are
 independent exponential numbers, and the first is drawn. Candidate i wins with probability ``w[i] /
 sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow, Minka 2014). A
-change of the logits by 1e-6 changes the winner only if two arrivals are equally close. Inverting
-the cumulative distribution would be far more sensitive, as it has a limit between each two tokens.
+change of the logits by 1e-6 changes the winner only if the two earliest arrivals are nearly equal.
+Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
+boundaries of all later tokens.
 
 If the whole vocabulary may be drawn from, parts of a few hundred tokens race first, by the sums of
 their weights, and then the tokens of the winning part. The probabilities are the same, and a
@@ -31,9 +32,9 @@ import torch
 from ..model.device_queue import on_device
 
 PART = 64
-"""Tokens of a part of a row when the most likely tokens are searched."""
+"""Number of tokens in each part of a row in ``likeliest``."""
 CACHED = 2**18
-"""Random numbers that a CPU computes at a time: 1 MiB, which stays in its cache."""
+"""Maximum number of logits that a CPU processes at a time: 1 MiB, which stays in its cache."""
 AHEAD_BYTES = 2**25
 """Maximum number of bytes of random numbers that CUDA computes ahead."""
 MAX_AHEAD = 32
@@ -140,8 +141,8 @@ def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
 
 
 def keys(of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The key of the random numbers at each position of ``of``, a result of ``streams``; int64
-    ``[rows]``."""
+    """The key of each row's random numbers, int64 ``[rows]``. ``of``: the rows' streams, a result
+    of ``streams``."""
     return _mixed(of + positions * _GOLDEN)
 
 
@@ -179,7 +180,7 @@ def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> to
 
 
 def step_of(numbers: Integers) -> Integers:
-    """SplitMix64's increment for each candidate's counter, in int64."""
+    """Each candidate's counter times SplitMix64's increment, in int64."""
     return numbers * _GOLDEN
 
 
@@ -258,8 +259,8 @@ def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _competitors(size: int, device: torch.device) -> tuple[int, torch.Tensor]:
-    """The number of tokens of a part, about the square root of the vocabulary size; and ``step_of``
-    the parts and of the places in a part."""
+    """The number of tokens in a part, about the square root of the vocabulary size, and the results
+    of ``step_of`` for the parts and for the tokens in a part."""
     part = 1 << ((size - 1).bit_length() // 2)
     numbers = [np.arange(-(-size // part)), _PLACES + np.arange(part)]
     return part, on_device(step_of(np.concatenate(numbers)), device)
@@ -302,7 +303,8 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
     kept = _as_floats(torch.ge, weights, least).mul_(weights)
     exceeds = row_sums(kept) - least >= limit
     if exceeds.any():
-        # Each row decides by itself, so that its weights do not depend on the batch.
+        # The correction applies only to rows above the limit, so that a row's weights do not depend
+        # on the batch.
         kept = torch.where(exceeds, _without_equals(weights, limit, least), kept)
     return kept
 
@@ -310,7 +312,8 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _without_equals(
     weights: torch.Tensor, limit: torch.Tensor, least: torch.Tensor
 ) -> torch.Tensor:
-    """Sets weights below ``least`` to 0, and the last of the weights that equal ``least``."""
+    """Sets weights below ``least`` to 0. The first weights that equal ``least`` stay, as far as
+    ``limit`` allows."""
     above = _as_floats(torch.gt, weights, least).mul_(weights)
     room = ((limit - row_sums(above, torch.float64)) / least).ceil_()
     equal = weights == least
@@ -319,8 +322,8 @@ def _without_equals(
 
 
 def row_sums(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sum of each row of ``values`` ``[rows, n]``, ``[rows, 1]``. On a CPU, a row's sum does
-    not depend on the other rows: torch divides a single long row among threads, and NumPy does
+    """The sum of each row of ``values`` ``[rows, n]``; returns ``[rows, 1]``. On a CPU, a row's sum
+    does not depend on the other rows: torch divides a single long row among threads, and NumPy does
     not."""
     if costs_launches(values) or dtype not in _NUMPY_TYPES or values.device.type != "cpu":
         return values.sum(-1, keepdim=True, dtype=dtype)
@@ -372,7 +375,7 @@ def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch
 
 
 def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest ``most`` logits of each row in descending order, and their tokens. Equal logits
+    """The ``most`` largest logits of each row, in descending order, and their tokens. Equal logits
     are ordered by token."""
     size = logits.shape[-1]
     if 2 * most > size:

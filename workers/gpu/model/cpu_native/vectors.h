@@ -29,7 +29,7 @@ INLINE void store(float *to, Vector values) {
     memcpy(to, &values, sizeof values);
 }
 
-/* The first entries of a vector, and zeros. */
+/* Loads the first entries; the other lanes are 0. */
 INLINE Vector load_some(const float *from, int64_t count) {
     Vector found = {0};
     memcpy(&found, from, (size_t)count * sizeof(float));

@@ -99,7 +99,8 @@ class _Layer:
         context: Any,
         attend: Attend,
     ) -> _Update:
-        """The update of ``hidden`` by this layer, which adds ``update`` to it in place."""
+        """Adds ``update`` to ``hidden`` in place, and returns the update of this layer, which is
+        not added yet."""
         layer, options = self._layer, self._layer.options
         x = _normed(hidden, update, self._before_attention)
         keys = layer.num_heads + layer.num_kv_heads
