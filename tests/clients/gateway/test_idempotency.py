@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tokenbus.clients import Client
 from tokenbus.clients.gateway.idempotency import MAX_NAMED, NamedClient, NamedRequests
 from tokenbus.protocol.settings import load
 
-from ...processes import Bus, Gateway
+from ...processes import Bus, Gateway, until
 from .stepped import WAIT_S, SteppedWorker, stepped_worker
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99}
@@ -55,6 +57,11 @@ def post(
     body = {"model": "stepped", **BODIES[path], **fields}
     connection.request("POST", path, json.dumps(body), headers)
     return connection
+
+
+def fewer_sessions(client: Client, than: int) -> bool:
+    """Whether the broker has fewer sessions than before."""
+    return client.status().sessions < than
 
 
 def events(answer: HTTPResponse, most: int | None = None) -> list[tuple[int, bytes]]:
@@ -171,12 +178,16 @@ def test_a_request_that_the_broker_has_no_more_runs_again_with_its_seed(
     bus, worker = served
     gateway = bus.start_gateway()
     found = []
-    for _ in range(2):
-        asked = post(gateway, "/v1/completions", "c")
-        running = worker.begun()
-        running.step(finish_reason="stop")
-        found.append((running.generate.seed, json.loads(asked.getresponse().read())["id"]))
-        asked.close()
+    with bus.client() as client:
+        for _ in range(2):
+            asked = post(gateway, "/v1/completions", "c")
+            running = worker.begun()
+            sessions = client.status().sessions
+            running.step(finish_reason="stop")
+            found.append((running.generate.seed, json.loads(asked.getresponse().read())["id"]))
+            asked.close()
+            # Until the session of the request has ended, the broker still has the answer.
+            until(partial(fewer_sessions, client, sessions), WAIT_S, "no session has ended")
     assert found[0] == found[1]
     assert found[0][0] is not None
 
