@@ -88,14 +88,13 @@ class Dispatcher:
             self._queue_bounds.check(request, state.num_queued, state.now)
         if request.steering is not None:
             request.steering.awaited = self._controllers.check(request.controller)
-        transition(state, request, Event.QUEUE)
-        self._accept(request)
         if beyond is not None:
             beyond.take_beyond(request)
             worker = beyond
         if worker is not None:
             self._start(request, worker)
             return
+        transition(state, request, Event.QUEUE)
         if early:
             self._early.add(request.queue)
         self._notify_queued(request, len(state.queues[request.queue]))
@@ -106,16 +105,8 @@ class Dispatcher:
         ``sent`` has the entries that were sent, as a body of TOKEN.
         """
         transition(self._state, request, Event.ADOPT, worker)
-        self._accept(request)
         request.dispatched = request.arrived
         self._moves.sent(request, sent)
-
-    def _accept(self, request: Request) -> None:
-        """Begins to count a request, until ``_on_gone``."""
-        if request.type == b"TOKENIZER":
-            self._state.tokenizers[request.session.key] += 1
-        self._state.deadlines.add(request)
-        logs.begin(request.id, request.fields.request_id, request.trace)
 
     def withdraw(self, request: Request) -> None:
         """Removes a request that continues elsewhere; its client and the state worker are not
@@ -174,14 +165,9 @@ class Dispatcher:
     def _on_gone(self, request: Request, worker: Worker | None) -> None:
         """Handles a request that is in no table any more. ``worker``: the worker that had it."""
         state = self._state
-        state.deadlines.remove(request)
-        if request.type == b"TOKENIZER":
-            state.tokenizers[request.session.key] -= 1
-            state.tokenizers = +state.tokenizers
         self._moves.forget(request)
         if request.trace:
             record_span(request, worker)
-        logs.end(request.id)
         request.session.pace.note(state.now)
         if request.steering is not None:
             self._controllers.end(request)
@@ -458,8 +444,6 @@ class Dispatcher:
 
     def _start(self, request: Request, worker: Worker) -> None:
         state = self._state
-        if request.steering is not None:
-            self._controllers.reserve(request)
         since = request.arrived if request.interruption is None else request.interruption.since
         flags = request.session.flags | waited_flags(state.now - since)
         transcript = self._moves.transcript(request)
@@ -467,10 +451,12 @@ class Dispatcher:
             flags |= Flag.MOVED
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames, *transcript]
-        self._placement.expect(request, worker)
         if worker.may_send(request):
             revoke(state, worker, request)
         transition(state, request, Event.START, worker)
+        if request.steering is not None:
+            self._controllers.reserve(request)
+        self._placement.expect(request, worker)
         self._moves.sent(request)
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
         if log.isEnabledFor(logging.DEBUG):

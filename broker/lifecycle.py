@@ -7,13 +7,16 @@ leave a request in two of them, or in none:
 - not yet ended for its client: the streams of its session;
 - ``QUEUED``: its queue; ``MOVING``: the requests that have lost their worker;
 - ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
-- all but ``NEW`` and ``GONE``: the requests of the broker.
+- all but ``NEW`` and ``GONE``: the requests of the broker, their deadlines, the counts of
+  tokenizers by key, and the names of requests in the log.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from ..protocol import logs
 
 if TYPE_CHECKING:
     from .request import Request
@@ -45,7 +48,7 @@ class Event(StrEnum):
     """Something that changes the state of a request."""
 
     QUEUE = "queue"
-    """The request was accepted. If a worker has room, ``START`` follows at once."""
+    """No worker has room for a request that was accepted."""
     START = "start"
     """The request is sent to a worker."""
     ADOPT = "adopt"
@@ -71,6 +74,7 @@ _NEW, _QUEUED, _RUNNING, _MOVING, _RETURNING, _ENDED, _GONE = RequestState
 TRANSITIONS: dict[RequestState, dict[Event, RequestState]] = {
     _NEW: {
         Event.QUEUE: _QUEUED,
+        Event.START: _RUNNING,
         Event.ADOPT: _RUNNING,
     },
     _QUEUED: {
@@ -134,8 +138,7 @@ def transition(
     if after is None:
         raise NoTransitionError(request, event)
     if before is _NEW:
-        state.requests[request.id] = request
-        request.session.streams[request.stream_id] = request
+        _enter_broker(state, request)
     elif before is _QUEUED:
         state.queues.remove(request)
     elif before is _MOVING:
@@ -155,7 +158,25 @@ def transition(
     if before in OPEN and after not in OPEN:
         del request.session.streams[request.stream_id]
     if after is _GONE:
-        del state.requests[request.id]
+        _leave_broker(state, request)
+
+
+def _enter_broker(state: BrokerState, request: Request) -> None:
+    state.requests[request.id] = request
+    request.session.streams[request.stream_id] = request
+    state.deadlines.add(request)
+    if request.type == b"TOKENIZER":
+        state.tokenizers[request.session.key] += 1
+    logs.begin(request.id, request.fields.request_id, request.trace)
+
+
+def _leave_broker(state: BrokerState, request: Request) -> None:
+    del state.requests[request.id]
+    state.deadlines.remove(request)
+    if request.type == b"TOKENIZER":
+        state.tokenizers[request.session.key] -= 1
+        state.tokenizers = +state.tokenizers
+    logs.end(request.id)
 
 
 def _leave_worker(state: BrokerState, request: Request) -> None:
