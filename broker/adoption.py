@@ -122,8 +122,8 @@ class Adoption:
         restarted."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
-        request = self._returns.awaits(header.request, worker)
-        if request is not None:
+        request = self._state.requests.get(header.request)
+        if request is not None and request.worker is worker:
             self._returns.on_journal(request, body, b"".join(frames[3:4]))
         elif not body.gone:
             self._adopt(worker, header, body, frames[3:])
@@ -142,7 +142,7 @@ class Adoption:
         sent, *frames = attached
         fields: RoutingFields = decode_as(RoutingFields, frames[0])
         count = _num_entries(sent)
-        if self._has(worker, header, fields.stream_id):
+        if self._has_ended(header, fields.stream_id):
             return
         session = self._session(header, fields.stream_id, (body.moves, count))
         if session is None:
@@ -177,11 +177,8 @@ class Adoption:
             self._due.append((due, request.id))
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
-    def _has(self, worker: Worker, header: Header, stream_id: int) -> bool:
-        """Whether a worker has sent the journal of a request before."""
-        request = self._state.requests.get(header.request)
-        if request is not None:
-            return request.worker is worker
+    def _has_ended(self, header: Header, stream_id: int) -> bool:
+        """Whether a worker has reported the end of a request before."""
         session = self._sessions.by_id.get(header.address)
         return session is not None and session.ends.of(header.request, stream_id) is not None
 

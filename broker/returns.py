@@ -52,23 +52,17 @@ class Returns:
             log.info("%d streams go on at worker %s, which is back", len(returned), worker.name)
         return returned
 
-    def awaits(self, number: int, worker: Worker) -> Request | None:
-        """The request of a JOURNAL, if it was returned to this worker."""
-        request = self._state.requests.get(number)
-        if (
-            request is None
-            or request.worker is not worker
-            or request.state is not RequestState.RETURNING
-        ):
-            return None
-        return request
-
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
         """Handles the entries that a worker has sent of a request, on any connection: the client
-        receives the new ones.
+        receives the new ones. Has no effect on a request whose JOURNAL has arrived before.
 
         Raises UnreadableError if they do not continue the entries that were routed.
         """
+        if request.state is RequestState.ENDED and (body.gone or body.ended):
+            # The client has left meanwhile, and the worker has nothing to cancel.
+            self._dispatcher.forget(request)
+        if request.state is not RequestState.RETURNING:
+            return
         if body.gone:
             self._dispatcher.move(request, "it has lost the stream")
             return

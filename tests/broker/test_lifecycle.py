@@ -15,7 +15,9 @@ from tokenbus.broker.lifecycle import (
     RequestState,
     transition,
 )
+from tokenbus.broker.outgoing import Side
 from tokenbus.broker.request import Request
+from tokenbus.protocol.worker_messages import Journal, LiveRequest
 
 from ..lint.lifecycle import PAGE, diagram
 from ..worlds.broker import Bench, generate
@@ -139,5 +141,27 @@ def test_a_request_that_lost_its_worker_leaves_nothing_behind() -> None:
     assert request.state is RequestState.RUNNING
     assert [kind for kind, _ in bench.to_worker("b")] == ["GENERATE"]
     bench.tokens("b", header, final=True)
+    check(bench.broker)
+    check_empty(bench.broker)
+
+
+@pytest.mark.parametrize("over", [{"gone": True}, {"ended": True}], ids=str)
+def test_a_client_that_leaves_while_its_stream_returns_costs_the_worker_no_place(
+    over: dict[str, bool],
+) -> None:
+    """The worker does not have the stream any more, so that it reports no end after a CANCEL."""
+    bench = Bench()
+    bench.worker("a", process=1)
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.sent += bench.broker.on_gone(Side.BACK, b"\0a", bench.now)
+    live = LiveRequest(request=header.request, session=header.address, stream_id=1)
+    answer = bench.worker("a", process=1, live=[live])
+    assert answer.wanted == [header.request]
+    request = bench.broker.state.requests[header.request]
+    assert request.state is RequestState.RETURNING
+    bench.client("c", "BYE", {})
+    assert request.state is RequestState.ENDED
+    bench.send("a", "JOURNAL", Journal(type="GENERATE", **over), header)
     check(bench.broker)
     check_empty(bench.broker)
