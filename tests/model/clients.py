@@ -106,6 +106,13 @@ class Client:
         self.session.cancel(reader.call)
         self._send()
 
+    def leave(self) -> None:
+        """It ends its session; nobody reads its streams any more."""
+        for reader in self.readers:
+            reader.cancelled = True
+        self.session.bye()
+        self._send()
+
     def receive(self, most: int) -> int:
         """Up to this many messages of the broker arrive; how many did."""
         count = 0

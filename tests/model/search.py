@@ -51,7 +51,7 @@ class Failure:
 KINDS = {
     "0": ("kill", "break", "cut", "stop", "drain"),
     "1": ("kill", "break", "cut", "stop", "drain"),
-    "client": ("reconnect", "break"),
+    "client": ("reconnect", "break", "cancel", "leave"),
     "broker": ("restart", "pause"),
 }
 """The kinds of failures of each process."""
@@ -81,7 +81,8 @@ class Run:
                     self.world.tick()
             self.world.end()
             for reader in self.world.readers():
-                assert reader.error is None, f"a stream ended with {reader.error}"
+                if not reader.cancelled:
+                    assert reader.error is None, f"a stream ended with {reader.error}"
         finally:
             self.world.close()
 
@@ -95,10 +96,7 @@ class Run:
         if failure.process == "broker":
             self._fail_broker(failure.kind)
         elif failure.process == "client":
-            if failure.kind == "reconnect":
-                self._client.reconnect(1)
-            else:
-                self._client.pipe.break_off(1)
+            self._fail_client(failure.kind)
         else:
             worker = self._workers[int(failure.process)]
             if worker.gone:
@@ -121,6 +119,20 @@ class Run:
                     worker.drain()
         assert network.broker is not None
 
+    def _fail_client(self, kind: str) -> None:
+        client = self._client
+        match kind:
+            case "reconnect":
+                client.reconnect(1)
+            case "break":
+                client.pipe.break_off(1)
+            case "cancel":
+                for reader in client.readers[:1]:
+                    if not reader.over and not reader.cancelled:
+                        client.cancel(reader)
+            case "leave":
+                client.leave()
+
     def _fail_broker(self, kind: str) -> None:
         network = self.world.network
         if kind == "restart":
@@ -139,7 +151,7 @@ class Run:
 
     def _turns(self) -> Iterator[str]:
         """Gives each process its turns until all streams have ended; yields the process."""
-        while not all(reader.over for reader in self.world.readers()):
+        while not all(reader.over or reader.cancelled for reader in self.world.readers()):
             idle = True
             for process in ("client", "0", "1"):
                 for _ in self._turns_of(process):
