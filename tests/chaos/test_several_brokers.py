@@ -16,8 +16,6 @@ pytestmark = pytest.mark.process
 SEED = 3
 """A seed whose blows hit both brokers."""
 BLOWS = 3
-SECONDS = 40.0
-"""Seconds with blows."""
 EVERY_S = 4.0
 """Seconds between blows. A broker starts in less time on most machines, so that one broker always
 runs."""
@@ -33,8 +31,7 @@ def test_streams_go_on_at_the_other_broker() -> None:
                 system,
                 SEED,
                 ("broker",),
-                SECONDS,
-                BLOWS,
+                count=BLOWS,
                 patient=True,
                 only=REQUESTS,
                 between_s=EVERY_S,

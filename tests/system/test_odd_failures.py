@@ -144,12 +144,13 @@ def test_a_gateway_without_descriptors_answers_when_it_has_some_again(system: Sy
 
 
 def test_workers_without_descriptors_go_on(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_options, "STORE_RETRY_S", 0.0)
     with contextlib.ExitStack() as stack:
         for worker in (system.gpu, system.state, system.controller):
             stack.enter_context(limited(worker, resource.RLIMIT_NOFILE, 3))
-        with system.undisturbed(), pytest.raises(TokenbusError):
-            system.client.upload_controller(guest(pages=9), "other")
+        with system.undisturbed(), monkeypatch.context() as at_once:
+            at_once.setattr(request_options, "STORE_RETRY_S", 0.0)
+            with pytest.raises(TokenbusError):
+                system.client.upload_controller(guest(pages=9), "other")
         # Those that begin now too: what they share is sent in messages.
         [sequence] = system.stream("counts").wait()
         assert sequence.tokens == system.reference.tokens
