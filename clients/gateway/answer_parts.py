@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from msgspec import UNSET
-
 from ...protocol.messages import Token
 from ...protocol.structure import Automaton, Piece, Reader, Structure, special
 from .. import GeneratedSequence
@@ -33,11 +31,8 @@ class AnswerForm:
         """The form of a model's answers."""
         return cls(structure, model.special_names)
 
-    def text_of(self, entry: Token, text: str | None = None) -> str:
-        """The text of an entry for ``PartReader.feed``. ``text``: the entry's own text, if the
-        caller has it."""
-        if text is None:
-            text = "" if entry.text is UNSET else entry.text
+    def text_of(self, entry: Token, text: str) -> str:
+        """The text of an entry for ``PartReader.feed``. ``text``: the entry's own text."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:

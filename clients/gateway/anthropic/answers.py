@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from ....protocol.messages import Token
-from ..conversation.answers import Answer, AnswerPart, Piece
+from ..conversation.answers import Answer, AnswerPart, Piece, entry_text
 from ..conversation.constraints import Receipt
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
@@ -89,12 +89,10 @@ class GrowingMessage:
     def add(self, entries: Iterable[Token]) -> list[Piece]:
         """Adds entries; returns the changes of the parts."""
         pieces: list[Piece] = []
-        form = self.answer.form
         for entry in entries:
             self._prompt = self._prompt or entry
             self._output += (entry.token is not None) - entry.backtrack
-            text = "" if entry.text is UNSET else entry.text
-            pieces += self.answer.feed(form.text_of(entry, text) if form is not None else text)
+            pieces += self.answer.feed(entry_text(self.answer.form, entry))
             if entry.finish_reason is not None:
                 self._end = entry
                 pieces += self.answer.end()

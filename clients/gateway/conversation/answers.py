@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec import UNSET
+
+from ....protocol.messages import Token
 from .. import answer_parts
 from ..answer_parts import AnswerForm, PartReader
 from ..new_ids import new_id
@@ -27,6 +30,13 @@ class Piece(NamedTuple):
     """The number of calls before this part."""
 
 
+def entry_text(form: AnswerForm | None, entry: Token, text: str | None = None) -> str:
+    """The text of an entry for ``Answer.feed``. ``text`` replaces the text that the entry has."""
+    if text is None:
+        text = "" if entry.text is UNSET else entry.text
+    return text if form is None else form.text_of(entry, text)
+
+
 class Answer:
     """The parts of one sequence. Each method returns the changes that it makes."""
 
@@ -45,7 +55,7 @@ class Answer:
         return self._num_calls > 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Adds text of the sequence, which ``AnswerForm.text_of`` returns if there is a form."""
+        """Adds text of the sequence, which ``entry_text`` returned."""
         if self._reader is None:
             return [self._write(Text, text)] if text else []
         return [self._take(piece) for piece in self._reader.feed(text)]

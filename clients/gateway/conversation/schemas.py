@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
 from ..templates import Templates
-from .answers import Answer
+from .answers import Answer, entry_text
 from .constraints import KeywordState, Schema
 from .parts import Call, of_kind, text_of
 
@@ -116,9 +115,7 @@ class Checks:
             pieces = self._pieces.setdefault(entry.seq, [])
             if entry.backtrack:
                 del pieces[max(0, len(pieces) - entry.backtrack) :]
-            text = "" if entry.text is UNSET else entry.text
-            if self.form is not None:
-                text = self.form.text_of(entry, text)
+            text = entry_text(self.form, entry)
             if entry.token is not None or not pieces:
                 pieces.append(text)
             else:
@@ -127,7 +124,7 @@ class Checks:
                 await self.check(entry.seq, "".join(pieces))
 
     async def check(self, seq: int, text: str) -> None:
-        """Checks the whole text of a sequence, which ``AnswerForm.text_of`` returned."""
+        """Checks the whole text of a sequence, which ``entry_text`` returned."""
         answer = Answer(self.form)
         answer.feed(text)
         answer.end()

@@ -103,9 +103,12 @@ async def _answer(job: ChatJob) -> ChatCompletion:
 
 
 async def _check(prepared: Prepared, sequence: GeneratedSequence) -> None:
+    await prepared.checks.check(sequence.seq, _whole_text(prepared, sequence))
+
+
+def _whole_text(prepared: Prepared, sequence: GeneratedSequence) -> str:
     form = prepared.form
-    text = sequence.text if form is None else form.whole_text(prepared.model, sequence)
-    await prepared.checks.check(sequence.seq, text)
+    return sequence.text if form is None else form.whole_text(prepared.model, sequence)
 
 
 def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
@@ -128,9 +131,8 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
 
 def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:
     """The message of a whole sequence."""
-    form, model = prepared.form, prepared.model
-    answer = Answer(form)
-    answer.feed(sequence.text if form is None else form.whole_text(model, sequence))
+    answer = Answer(prepared.form)
+    answer.feed(_whole_text(prepared, sequence))
     answer.end()
     calls = [
         AnsweredCall(call.id, "function", AnsweredFunction(call.name, str(call.arguments)))

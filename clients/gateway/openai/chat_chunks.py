@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
-from ..conversation.answers import Answer, Piece
+from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
@@ -56,12 +56,12 @@ class ChatChunks:
             if seq not in self._heads:
                 parts.append(self._begin(seq))
             if self._plain and entry.finish_reason is None:
-                text = self._text_of(entry, entry.text or "")
+                text = entry_text(self._form, entry)
                 if text:
                     texts[seq] = texts.get(seq, "") + text
                 continue
             removed, text, choice = self._choices.take(entry)
-            text = self._text_of(entry, text)
+            text = entry_text(self._form, entry, text)
             before = texts.pop(seq, "")
             if not removed and entry.finish_reason is None and self._tops is None:
                 texts[seq] = before + text
@@ -87,10 +87,6 @@ class ChatChunks:
             counter.usage(),
         )
         return event(chunk) + DONE
-
-    def _text_of(self, entry: Token, text: str) -> str:
-        """The entry's text for the choice's reader."""
-        return self._form.text_of(entry, text) if self._form is not None else text
 
     def _begin(self, seq: int) -> bytes:
         """The first chunk of a choice, with its role."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ....protocol.messages import Token
-from ..conversation.answers import Answer, Piece
+from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
@@ -59,10 +59,10 @@ class Output:
             if entry.seq != 0:
                 continue
             if self._plain and entry.finish_reason is None:
-                text += self._text_of(entry, entry.text or "")
+                text += entry_text(self._form, entry)
                 continue
             removed, more, choice = self._choices.take(entry)
-            more = self._text_of(entry, more)
+            more = entry_text(self._form, entry, more)
             if removed:
                 parts += [*self._text_parts(text), self._take_back(removed)]
                 text = ""
@@ -84,10 +84,6 @@ class Output:
         if not self.items:
             parts += self._begin_message()
         return b"".join([*parts, *self._finish(status)])
-
-    def _text_of(self, entry: Token, text: str) -> str:
-        """The entry's text for the reader of the parts."""
-        return self._form.text_of(entry, text) if self._form is not None else text
 
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:
         if self._form is not None:
