@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....protocol.errors import Code, ControllerError, TokenbusError
+from ....protocol.errors import TokenbusError
 from .. import biases
 from ..biases import Bias
 from ..interface import CONTINUE, STOP, Action, Answer
 from ..queries import checked_override, checked_query
-from .messages import Fault, Outcome
+from .messages import Outcome
 
 
 def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
@@ -35,7 +35,7 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
             mid.complete,
         )
     if outcome.fault is not None:
-        yield error_of(outcome.fault)
+        yield outcome.fault.error()
 
 
 def _bias(pairs: int, data: bytes, size: int) -> Bias | None:
@@ -43,9 +43,3 @@ def _bias(pairs: int, data: bytes, size: int) -> Bias | None:
         return biases.dense(np.frombuffer(data, "<f4"), size)
     found = np.frombuffer(data, "<u4", 2 * pairs)
     return biases.sparse(found[::2], found[1::2].view("<f4"), size)
-
-
-def error_of(fault: Fault) -> TokenbusError:
-    """The exception of a fault."""
-    known = fault.code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
-    return (ControllerError if known else TokenbusError)(fault.code, fault.message)

@@ -71,12 +71,8 @@ def _ask(what: str, name: str = "", value: bytes = b"", number: int | None = Non
     if not isinstance(told, Told):
         raise ChannelClosed("the worker did not answer the question of a guest")
     if told.error is not None:
-        kind = ControllerError if told.error.code in _CONTROLLER_CODES else TokenbusError
-        raise kind(told.error.code, told.error.message)
+        raise told.error.error()
     return told
-
-
-_CONTROLLER_CODES = (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
 
 
 class _Variables:
@@ -336,7 +332,7 @@ def _fault(error: BaseException) -> Fault:
     if isinstance(error, ChannelClosed):
         raise error
     if isinstance(error, TokenbusError):
-        return Fault(str(error.code), error.message)
+        return Fault.of(error)
     return Fault(str(Code.INTERNAL), f"the guest process failed: {error!r}")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import Distribution, Override, Query, TokenId
 from ..limits import Limits
 
@@ -108,6 +109,16 @@ class Fault(Struct, array_like=True):
 
     code: str
     message: str
+
+    @classmethod
+    def of(cls, error: TokenbusError) -> Fault:
+        """The fault that an exception reports."""
+        return cls(str(error.code), error.message)
+
+    def error(self) -> TokenbusError:
+        """The exception of the fault."""
+        known = self.code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
+        return (ControllerError if known else TokenbusError)(self.code, self.message)
 
 
 ToGuest = Load | Begin | Prompt | Advance | Mid | Fork | Close | Told

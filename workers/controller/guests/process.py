@@ -215,7 +215,7 @@ class GuestProcess:
                 return Told(error=Fault("internal", "the controller has ended"))
             return controller.answer(asked)
         except TokenbusError as error:
-            return Told(error=Fault(str(error.code), error.message))
+            return Told(error=Fault.of(error))
 
     def _take_memory(self, size: int) -> None:
         if self._memory is None:

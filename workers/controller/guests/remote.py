@@ -19,7 +19,7 @@ from ..limits import Limits
 from ..replays import replayed_limits
 from ..variable_calls import SequenceVariables, VariablesMark
 from ..wasm.compiled_modules import Loaded
-from .answers import answers_of, error_of
+from .answers import answers_of
 from .channel import MASK_BYTES, Channel
 from .messages import (
     Advance,
@@ -305,7 +305,7 @@ class RemoteController:
         self._log(outcome)
         unanswered = (outcome.post, outcome.pre, outcome.mid) == (None, None, None)
         if outcome.fault is not None and unanswered:
-            raise error_of(outcome.fault)
+            raise outcome.fault.error()
         return outcome
 
     @property
@@ -382,7 +382,7 @@ class RemoteController:
                         self._variables.take_writes()
                     for item in done.items:
                         if item is not None and item.fault is not None:
-                            raise error_of(item.fault)
+                            raise item.fault.error()
         finally:
             self._variables = self._host.variables
         # The guest has the limits of a replay.
