@@ -23,6 +23,12 @@ MAX_KEPT = 256
 """Maximum modules whose programs are cached."""
 
 
+def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
+    """The program of a module, which runs in this process."""
+    make = AiciProgram if loaded.abi == "aici" else NativeProgram
+    return make(engine, loaded.module, loaded.why_no_fork)
+
+
 class GuestRuntime(Protocol):
     """Runs the guests of uploaded modules. Thread-safe."""
 
@@ -53,9 +59,7 @@ class ThreadRuntime:
         """The program of a module, which all tenants share."""
         program = self._programs.get(module)
         if program is None:
-            loaded = load()
-            make = AiciProgram if loaded.abi == "aici" else NativeProgram
-            program = make(self._engine, loaded.module, loaded.why_no_fork)
+            program = program_of(self._engine, load())
             with self._lock:
                 self._programs[module] = program
                 while len(self._programs) > MAX_KEPT:

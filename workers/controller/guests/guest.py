@@ -14,14 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import wasmtime
+from wasmtime import Engine, Module
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
 from ..logs import Log
-from ..wasm.aici import AiciProgram
-from ..wasm.native import NativeProgram
+from ..runtime import program_of
+from ..wasm.compiled_modules import Loaded
 from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
 from . import messages
 from .channel import Channel, ChannelClosed, ChannelFiles
@@ -149,7 +149,7 @@ class _Seated:
 class GuestProcess:
     """The controllers of this process."""
 
-    def __init__(self, engine: wasmtime.Engine, vocabulary: Vocabulary) -> None:
+    def __init__(self, engine: Engine, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._vocabulary = vocabulary
         self._row = 4 * -(-vocabulary.size // 32)
@@ -184,9 +184,8 @@ class GuestProcess:
             case Close(handle):
                 self._close(handle)
             case Load(module, abi, why_no_fork, code):
-                make = AiciProgram if abi == "aici" else NativeProgram
-                loaded = wasmtime.Module.deserialize(self._engine, code)
-                self._programs[module] = make(self._engine, loaded, why_no_fork)
+                loaded = Loaded(abi, Module.deserialize(self._engine, code), why_no_fork)
+                self._programs[module] = program_of(self._engine, loaded)
         return []
 
     def _begin(self, handle: int, program: Program, spec: HostSpec) -> Outcome:
@@ -339,9 +338,7 @@ def _fault(error: BaseException) -> Fault:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def run(
-    control: socket.socket, engine: wasmtime.Engine, vocabulary: Vocabulary, memory_bytes: int
-) -> None:
+def run(control: socket.socket, engine: Engine, vocabulary: Vocabulary, memory_bytes: int) -> None:
     """Serves until the worker closes ``control``. Called in a new process, by its only thread.
     ``memory_bytes``: maximum memory of the process."""
     # Blocked in all threads, so that only ``_tick`` receives the signal.
@@ -367,7 +364,7 @@ def _serve(process: GuestProcess, channel: Channel) -> None:
         os._exit(1)
 
 
-def _tick(engine: wasmtime.Engine) -> Any:
+def _tick(engine: Engine) -> Any:
     """Increments the epoch whenever the process has used another millisecond of CPU time, so that
     running guests check their limits. Without work the thread sleeps."""
     while True:

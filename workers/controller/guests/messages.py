@@ -5,7 +5,7 @@ The worker decodes every answer with these types: a process that was taken over 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -34,7 +34,7 @@ class Load(Struct, array_like=True, tag="load"):
     """Loads a compiled module."""
 
     module: str
-    abi: str
+    abi: Literal["native", "aici"]
     why_no_fork: str | None
     code: bytes
 
