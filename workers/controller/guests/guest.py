@@ -11,7 +11,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from wasmtime import Engine, Module
@@ -189,67 +191,49 @@ class GuestProcess:
         return []
 
     def _begin(self, handle: int, program: Program, spec: HostSpec) -> Outcome:
-        _this_thread.handle = handle
         host, log = self._host(spec)
-        outcome = Outcome()
-        try:
+
+        def start(_: Outcome) -> None:
             self._seated[handle] = _Seated(program.start(host), host, log)
-        except BaseException as error:
-            outcome.fault = _fault(error)
-        outcome.log, outcome.dropped = log.take_bytes()
-        return outcome
+
+        return _called(handle, log, start)
 
     def _fork(self, parent: _Seated, child: int, spec: HostSpec) -> Outcome:
-        _this_thread.handle = child
         host, log = self._host(spec)
         host.distributions = parent.host.distributions
-        outcome = Outcome()
-        try:
+
+        def fork(_: Outcome) -> None:
             self._seated[child] = _Seated(parent.controller.fork(host), host, log)
-        except BaseException as error:
-            outcome.fault = _fault(error)
-        return outcome
+
+        return _called(child, log, fork)
 
     def _prompt(self, handle: int, tokens: list[int]) -> Outcome:
-        _this_thread.handle = handle
         seated = self._seated[handle]
-        outcome = Outcome()
-        try:
+
+        def init_prompt(outcome: Outcome) -> None:
             seated.controller.init_prompt(tokens)
-        except BaseException as error:
-            outcome.fault = _fault(error)
-        outcome.takes_drafts = getattr(seated.controller, "takes_drafts", False)
-        outcome.log, outcome.dropped = seated.log.take_bytes()
-        return outcome
+            outcome.takes_drafts = getattr(seated.controller, "takes_drafts", False)
+
+        return _called(handle, seated.log, init_prompt)
 
     def _mid(self, channel: Channel, handle: int, group: list[int]) -> Outcome:
-        _this_thread.handle = handle
         seated = self._seated[handle]
-        outcome = Outcome()
-        try:
-            outcome.mid = _mid_answer(
-                seated.controller, group, channel.masks[: self._row], channel.masks[self._row :]
-            )
-        except BaseException as error:
-            outcome.fault = _fault(error)
-        outcome.log, outcome.dropped = seated.log.take_bytes()
-        return outcome
+        rooms = channel.masks[: self._row], channel.masks[self._row :]
+
+        def mid_process(outcome: Outcome) -> None:
+            outcome.mid = _mid_answer(seated.controller, group, *rooms)
+
+        return _called(handle, seated.log, mid_process)
 
     def _advance(self, channel: Channel, place: int, item: Item, alone: bool) -> Outcome | None:
-        _this_thread.handle = item.handle
         channel.current = place
         seated = self._seated[item.handle]
         if item.limits is not None:
             seated.host.limits = item.limits
         mask = channel.masks[place * self._row : (place + 1) * self._row]
-        outcome = Outcome()
         after = channel.masks[self._row :] if alone else _NO_ROOM
         began_s = time.perf_counter()
-        try:
-            _run(seated, item, (mask, after), outcome)
-        except BaseException as error:
-            outcome.fault = _fault(error)
-        outcome.log, outcome.dropped = seated.log.take_bytes()
+        outcome = _called(item.handle, seated.log, partial(_run, seated, item, (mask, after)))
         outcome.slow = time.perf_counter() - began_s > SLOW_S
         return None if outcome == _USUAL else outcome
 
@@ -282,6 +266,18 @@ _USUAL = Outcome(
     pre=PreAnswer(int(Action.CONTINUE)),
     mid=MidAnswer(int(Action.CONTINUE), masked=True),
 )
+
+
+def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
+    """The outcome of a call of a controller, which ``call`` makes and adds its answers to."""
+    _this_thread.handle = handle
+    outcome = Outcome()
+    try:
+        call(outcome)
+    except BaseException as error:
+        outcome.fault = _fault(error)
+    outcome.log, outcome.dropped = log.take_bytes()
+    return outcome
 
 
 def _run(
