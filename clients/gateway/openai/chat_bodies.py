@@ -33,7 +33,7 @@ class FunctionTool(Body):
     parameters: Schema | None = None
     """The JSON schema of the arguments; null: the function has no arguments."""
     strict: bool | None = None
-    """This field has no effect, because the schema is always enforced."""
+    """Whether a schema with keywords that masks cannot enforce is refused."""
 
 
 class ChatTool(Body, tag="function", tag_field="type"):

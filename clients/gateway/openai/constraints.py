@@ -78,7 +78,7 @@ class JsonSchema(Body):
     """Default: any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """This field has no effect, because the schema is always enforced."""
+    """Whether a schema with keywords that masks cannot enforce is refused."""
 
 
 class JsonSchemaFormat(Body, tag="json_schema", tag_field="type"):

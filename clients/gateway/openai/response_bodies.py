@@ -36,7 +36,7 @@ class SchemaFormat(Body, tag="json_schema", tag_field="type"):
     schema: Schema
     description: str | None = None
     strict: bool | None = None
-    """This field has no effect, because the schema is always enforced."""
+    """Whether a schema with keywords that masks cannot enforce is refused."""
 
 
 class TextSettings(Body):
@@ -53,7 +53,7 @@ class ResponseTool(Body, tag="function", tag_field="type"):
     """The JSON schema of the arguments; null: the function has no arguments."""
     description: str | None = None
     strict: bool | None = None
-    """This field has no effect, because the schema is always enforced."""
+    """Whether a schema with keywords that masks cannot enforce is refused."""
 
 
 class NamedFunction(Body, tag="function", tag_field="type"):
