@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from ..bodies import Body
-from ..field_types import MaxTokens, MaybeStops, Temperature, TopK, TopPOrZero
+from ..conversation.constraints import Schema
+from ..field_types import MaxThinkingTokens, MaxTokens, MaybeStops, Temperature, TopK, TopPOrZero
 
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
-Schema = dict[str, Any]
 
 
 class Block(Body, kw_only=True):
@@ -109,7 +109,7 @@ class Thinking(Body):
     it."""
 
     type: Literal["disabled", "adaptive", "enabled"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    budget_tokens: MaxThinkingTokens | None = None
     """Maximum number of thinking tokens, after which thinking is closed."""
 
 
