@@ -142,7 +142,7 @@ class RunsAhead(Controller, Protocol):
 
 
 class Batch(Protocol):
-    """Runs the usual rounds of several sequences in one call."""
+    """Runs the usual rounds of several sequences in one call. Equal batches run together."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Each turn has the number of a sequence in the batch and its sampled token. Returns for

@@ -45,6 +45,11 @@ class Limits:
     written_bytes: int = 16 * 1024 * 1024
     """Maximum bytes that a request writes to variables; each write is also sent to its client."""
 
+    @property
+    def round_s(self) -> float:
+        """The CPU time of a round of three calls, in seconds."""
+        return self.post_s + self.pre_s + self.mid_s
+
     def max_text(self, call_s: float) -> int:
         """Maximum bytes of a text that is tokenized at once in a call of ``call_s`` seconds of CPU.
 

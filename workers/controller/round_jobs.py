@@ -60,7 +60,7 @@ def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str
 
     ``pending`` receives the results. A batch belongs to no tenant if it has several.
     """
-    batches: dict[int, tuple[Batch, list[_Turn]]] = {}
+    batches: dict[Batch, list[_Turn]] = {}
     alone: dict[str, list[Job]] = {}
     hands = 1
     for stepped, group, sequence, round_ in begun:
@@ -71,10 +71,10 @@ def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str
             hands += sequence.slow
             continue
         batch, place = found
-        turns = batches.setdefault(id(batch), (batch, []))[1]
-        turns.append(_Turn(group, sequence, place, stepped.tokens[0], job))
+        turn = _Turn(group, sequence, place, stepped.tokens[0], job)
+        batches.setdefault(batch, []).append(turn)
     jobs: dict[str, list[Job]] = {}
-    for batch, turns in batches.values():
+    for batch, turns in batches.items():
         tenants = {turn.group.tenant for turn in turns}
         tenant = tenants.pop() if len(tenants) == 1 else ""
         jobs.setdefault(tenant, []).append(partial(_run_batch, pending, batch, turns))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .channel import MASK_BYTES
 from .messages import Advance, Item
 from .process import Cause, GuestDied, GuestProcess
-from .remote import RemoteController, round_s
 
 
+@dataclass(frozen=True, slots=True)
 class ProcessBatch:
     """The rounds of several sequences of one process (``interface.Batch``)."""
 
-    def __init__(self, process: GuestProcess) -> None:
-        self._process = process
+    process: GuestProcess
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """As ``interface.Batch`` says. Rounds that are not usual have been run, and their
@@ -29,12 +29,12 @@ class ProcessBatch:
     def _some(
         self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview], row: int
     ) -> list[bool]:
-        process = self._process
+        process = self.process
         found = [process.controllers.get(handle) for handle, _ in turns]
-        controllers = [each for each in found if isinstance(each, RemoteController)]
+        controllers = [each for each in found if each is not None]
         if len(controllers) < len(turns):
             return [False] * len(turns)
-        limit_s = max(round_s(each.limits) for each in controllers)
+        limit_s = max(each.limits.round_s for each in controllers)
         marks = [each.mark() for each in controllers]
         if None in marks:
             return [False] * len(turns)

@@ -12,18 +12,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from ....protocol.errors import ControllerError, TokenbusError
 from ..guest_clock import add_guest_cpu
 from ..guest_memory import TenantMemory
+from ..limits import Limits
 from ..pool import freeing_slot
+from ..variable_calls import VariablesMark
 from . import messages
 from .channel import Channel, ChannelClosed, ChannelFiles
 from .launcher import Spawned
-from .messages import Asked, Done, Fault, ToGuest, Told
+from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +62,25 @@ class GuestDied(Exception):
         self.item = item
 
 
-class Asks(Protocol):
-    """The part of a controller that answers the questions of its guest."""
+class Guest(Protocol):
+    """The worker's side of a guest (``remote.RemoteController``)."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the sequence."""
 
     def answer(self, asked: Asked) -> Told:
-        """Answers; raises TokenbusError."""
+        """The answer to a question of the guest; raises TokenbusError."""
+
+    def mark(self) -> VariablesMark | None:
+        """The variables before a call; None if the call cannot be repeated."""
+
+    def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
+        """Takes the outcome of a round in a batch; returns whether the round was usual."""
+
+    def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
+        """Handles the end of the process during a batch. ``suspect``: whether a call of this
+        controller ran. ``mark``: the variables before the batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,11 +116,9 @@ class GuestProcess:
         self._running: dict[Channel, _Running] = {}
         self._memory = memory
         self._granted = 0
-        self.batch: Any = None
-        """The object that runs batches of this process, once there is one."""
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
-        self.controllers: dict[int, Asks] = {}
+        self.controllers: dict[int, Guest] = {}
         """The live controllers by handle."""
         self._handles = 0
         self.dead = ""

@@ -20,6 +20,7 @@ from ..replays import replayed_limits
 from ..variable_calls import SequenceVariables, VariablesMark
 from ..wasm.compiled_modules import Loaded
 from .answers import answers_of
+from .batches import ProcessBatch
 from .channel import MASK_BYTES, Channel
 from .messages import (
     Advance,
@@ -59,8 +60,6 @@ class Place(NamedTuple):
     module: str
     load: Callable[[], Loaded]
     """Reads the compiled module."""
-    make_batch: Callable[[GuestProcess], Batch]
-    """The batches of a process."""
 
 
 class _Begun(NamedTuple):
@@ -175,7 +174,7 @@ class RemoteController:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the sequence."""
+        """As ``process.Guest`` says."""
         return self._host.limits
 
     # --- interface.Batched ----------------------------------------------------------------------
@@ -188,7 +187,7 @@ class RemoteController:
             return None
         if self._host.limits is not self._limits or token in self._host.vocabulary.eos_ids:
             return None
-        return self._place.make_batch(process), self._handle
+        return ProcessBatch(process), self._handle
 
     def batched(self, token: int) -> None:
         """As ``interface.Batched`` says; ``ProcessBatch`` has recorded the call."""
@@ -196,7 +195,7 @@ class RemoteController:
     # --- the guest's side -----------------------------------------------------------------------
 
     def answer(self, asked: Asked) -> Told:
-        """The answer to a question of the guest; raises TokenbusError."""
+        """As ``process.Guest`` says."""
         variables = self._variables
         # The other sequences of a batch would wait for the state worker too.
         self._waits = True
@@ -210,7 +209,7 @@ class RemoteController:
         return Told(written.ok, written.version, written.value)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Takes the outcome of a round in a batch; returns whether the round was usual."""
+        """As ``process.Guest`` says."""
         self._record(Item(0, [token]))
         if outcome is None:
             return True
@@ -218,14 +217,13 @@ class RemoteController:
         return False
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
-        """Handles the end of the process during a batch. ``suspect``: whether a call of this
-        controller ran. ``mark``: the variables before the batch."""
+        """As ``process.Guest`` says."""
         self._rewind(mark)
         if suspect:
             self._note(died)
 
     def mark(self) -> VariablesMark | None:
-        """The variables before a call; None if the call cannot be repeated."""
+        """As ``process.Guest`` says."""
         variables = self._host.variables
         return variables.mark() if isinstance(variables, SequenceVariables) else None
 
@@ -239,7 +237,7 @@ class RemoteController:
             self._limits = limits
             return Advance([_addressed(item, self._handle, changed)])
 
-        outcome = self._run(request, round_s(limits))
+        outcome = self._run(request, limits.round_s)
         self._record(item)
         self._take(outcome)
 
@@ -408,11 +406,11 @@ class RemoteController:
         if isinstance(event, Mid):
             return [(Mid(self._handle, event.group), limits.mid_s)]
         if isinstance(event, Item):
-            return [(Advance([_addressed(event, self._handle, None)]), round_s(limits))]
+            return [(Advance([_addressed(event, self._handle, None)]), limits.round_s)]
         most = min(MAX_REPEATED, MASK_BYTES // self._row)
         items = [Item(self._handle, [token]) for token in event]
         return [
-            (Advance(items[at : at + most]), most * round_s(limits))
+            (Advance(items[at : at + most]), most * limits.round_s)
             for at in range(0, len(items), most)
         ]
 
@@ -428,11 +426,6 @@ def spec(host: Host, limits: Limits | None = None) -> HostSpec:
         host.ignore_eos,
         host.memory is not None,
     )
-
-
-def round_s(limits: Limits) -> float:
-    """The CPU time of a round of three calls, in seconds."""
-    return limits.post_s + limits.pre_s + limits.mid_s
 
 
 def _addressed(item: Item, handle: int, limits: Limits | None) -> Item:

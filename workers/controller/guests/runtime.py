@@ -9,8 +9,6 @@ from ..host import Host
 from ..interface import Controller, Program
 from ..limits import Limits
 from ..wasm.compiled_modules import Loaded
-from .batches import ProcessBatch
-from .process import GuestProcess
 from .remote import Place, RemoteController
 from .table import ProcessTable
 
@@ -23,7 +21,7 @@ class ProcessRuntime:
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """As ``runtime.GuestRuntime`` says."""
-        return RemoteProgram(Place(self.table, tenant, module, load, batch_of))
+        return RemoteProgram(Place(self.table, tenant, module, load))
 
     def tick(self) -> None:
         """As ``runtime.GuestRuntime`` says."""
@@ -36,14 +34,6 @@ class ProcessRuntime:
     def close(self) -> None:
         """As ``runtime.GuestRuntime`` says."""
         self.table.close()
-
-
-def batch_of(process: GuestProcess) -> ProcessBatch:
-    """The one object that runs batches of a process."""
-    if process.batch is None:
-        process.batch = ProcessBatch(process)
-    found: ProcessBatch = process.batch
-    return found
 
 
 class RemoteProgram:

@@ -224,25 +224,35 @@ def stop(sequence: Sequence) -> int:
     return pid
 
 
-def batched(*sequences: Sequence) -> list[bool]:
-    assert isinstance(sequences[0].controller, RemoteController)
-    first = sequences[0].controller.batch(5)
-    assert first is not None
-    turns = []
+def batched(*sequences: Sequence) -> Callable[[], list[bool]]:
+    """The call that runs the rounds of some sequences in a batch."""
+    batches, turns = set(), []
     for each in sequences:
         assert isinstance(each.controller, RemoteController)
+        # On a busy machine, the last round may have been slow.
+        each.controller._slow = False
         found = each.controller.batch(5)
         assert found is not None
-        assert found[0] is first[0]
+        batches.add(found[0])
         turns.append((found[1], 5))
-    return first[0].rounds(turns, [each.mask for each in sequences])
+    [batch] = batches
+    return lambda: batch.rounds(turns, [each.mask for each in sequences])
+
+
+def all_usual(*sequences: Sequence) -> bool:
+    """Runs a round of each sequence in a batch; returns whether all of them were usual."""
+    done = batched(*sequences)()
+    for each, over in zip(sequences, done, strict=True):
+        if not over:
+            each.round()
+    return all(done)
 
 
 def test_a_batch_writes_the_masks_of_its_rounds(runtime: Runtime) -> None:
     made = runtime.program(CALM)
     one, two = Sequence(made), Sequence(made)
     two.round()
-    until(lambda: all(batched(one, two)), 60, "a batch whose rounds are all quick")
+    until(lambda: all_usual(one, two), 60, "a batch whose rounds are all quick")
     assert two.allowed()[0] == one.allowed()[0] + 1
     rounds = one.allowed()[0]
     one.round()
@@ -253,8 +263,9 @@ def test_the_rounds_of_a_batch_whose_process_ends_run_again(runtime: Runtime) ->
     made = runtime.program(CALM, "batch")
     one, two = Sequence(made), Sequence(made)
     pid = stop(one)
-    thread = threading.Thread(target=lambda: done.extend(batched(one, two)))
     done: list[bool] = []
+    run = batched(one, two)
+    thread = threading.Thread(target=lambda: done.extend(run()))
     thread.start()
     os.kill(pid, signal.SIGKILL)
     thread.join()
