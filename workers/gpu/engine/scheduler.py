@@ -30,17 +30,14 @@ MAX_ADMITTED = 4
 sequences are not admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` *
 4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
 to be admitted and deferred, and the device would run out of memory."""
-
-
 RECOMPUTED = 8
 """At most 1 / ``RECOMPUTED`` of the steps' tokens are computed again for sequences that were
 preempted for other clients. Otherwise consecutive short requests could make the engine compute a
 long text again for each request."""
-
 MAX_DISPLACED = 8
-"""At most 1 / ``MAX_DISPLACED`` of the slots, and at least one, belong to sequences
-that were preempted for other clients and still wait. Each session is a client. Without this bound,
-many sessions of one user could preempt all sequences but one of another user."""
+"""At most 1 / ``MAX_DISPLACED`` of the slots, and at least one, belong to sequences that were
+preempted for other clients and still wait. Each session is a client. Without this bound, many
+sessions of one user could preempt all sequences but one of another user."""
 
 
 class Chunk(NamedTuple):
@@ -124,9 +121,6 @@ class Scheduler:
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence if the last step had no slot or too few blocks for it."""
-        self._displaced: list[Sequence] = []
-        """Sequences that were preempted for other clients. Sequences that do not wait any more may
-        remain in the list."""
         self._recomputed = 0
         """Number of tokens to compute again for sequences that were preempted for other clients,
         minus the number that the steps since then allow."""
@@ -284,7 +278,6 @@ class Scheduler:
         for victim in victims:
             victim.displaced = True
             self._preempt(victim)
-        self._displaced += victims
 
     def _victims_of_others(self) -> list[Sequence]:
         """The sequences to preempt so that the refused one can be admitted, if its client has no
@@ -300,9 +293,8 @@ class Scheduler:
             return []
         lack = Lack(slots, self._lacking_blocks(refused))
         victims = choose_victims(refused, self.running, lack, self._blocks)
-        self._displaced = [s for s in self._displaced if s.displaced and s in self.waiting]
-        total = len(self._displaced) + len(victims)
-        if self._displaced and total > self._max_num_seqs // MAX_DISPLACED:
+        displaced = sum(s.displaced for s in self.waiting.returned)
+        if displaced and displaced + len(victims) > self._max_num_seqs // MAX_DISPLACED:
             return []
         return victims
 
