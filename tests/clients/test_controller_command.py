@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tokenbus.clients import Client
 
-from ..processes import Bus, Process, clean_environment, until
+from ..processes import Bus, clean_environment, until
+from ..worlds.controllers import serving_main
 from .controller_command import PROMPT, TOKENBUS, start_long_run, tokenbus
 from .test_cli import tokenbus as every_command
 from .wasm_guests import FAILS, FORKS, LOGS, SPLICES, endless, guest
@@ -59,24 +60,14 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
 
 
 def test_served_python_controllers_are_listed(steered: Bus, tmp_path: Path) -> None:
-    (tmp_path / "listed_own.py").write_text("async def main(ctx):\n    pass\n")
-    served = Process(
-        "tokenbus.workers.controller",
-        tmp_path / "served.log",
-        steered.environment,
-        arguments=["listed_own:main"],
-    )
     line = re.compile(r"^listed_own:main  served by (controller-\S+)$", re.MULTILINE)
-    try:
+    with serving_main(steered, tmp_path, "listed_own"):
         until(lambda: line.search(tokenbus(steered, "list").stdout), 300.0, "the controller")
         found = line.search(tokenbus(steered, "list").stdout)
         assert found is not None
         shown = every_command(steered, "status").stdout
         assert re.search(rf"{found[1]} +controller +ready +listed_own:main ", shown)
         assert "listed_own" not in tokenbus(steered, "list", "--json").stdout
-    finally:
-        served.send(signal.SIGTERM)
-        served.wait()
 
 
 def test_an_upload_may_get_several_tags(steered: Bus, tmp_path: Path) -> None:

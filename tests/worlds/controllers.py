@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tokenbus.clients import (
-    Client,
-)
+from tokenbus.clients import Client
 from tokenbus.clients.results import GeneratedSequence
 
 from ..processes import Bus, Process
@@ -72,6 +74,23 @@ class System:
         blocks = sum(w.load.get("kv_blocks_used", 0) for w in workers)
         rooms = sum(w.load.get("sessions", 0) for w in workers if w.role == "controller")
         return blocks == 0 and rooms == 0 and sum(w.requests for w in workers) == 0
+
+
+@contextmanager
+def serving_main(bus: Bus, folder: Path, module: str) -> Iterator[None]:
+    """Runs a worker that serves the controller ``main`` of a new Python module in a folder."""
+    (folder / f"{module}.py").write_text("async def main(ctx):\n    pass\n")
+    served = Process(
+        "tokenbus.workers.controller",
+        folder / "served.log",
+        bus.environment,
+        arguments=[f"{module}:main"],
+    )
+    try:
+        yield
+    finally:
+        served.send(signal.SIGTERM)
+        served.wait()
 
 
 def _serving(bus: Bus, *names: str) -> Process:

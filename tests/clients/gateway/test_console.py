@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,8 @@ from tokenbus.clients.gateway.keys import hash_of, new_key
 from tokenbus.grammars.regex import RegexError, compile_regex
 from tokenbus.grammars.yacc import GrammarError, compile_grammar
 
-from ...processes import Bus, Gateway, Process
+from ...processes import Bus, Gateway
+from ...worlds.controllers import serving_main
 from ..wasm_guests import BIASED, guest
 
 CHROMIUM = next(
@@ -301,19 +301,9 @@ def test_a_refused_request_leaves_the_result_before_dimmed(console: Console) -> 
 def test_controllers_that_are_served_by_name_are_suggested(
     console: Console, steered: Bus, tmp_path: Path
 ) -> None:
-    (tmp_path / "console_own.py").write_text("async def main(ctx):\n    pass\n")
-    served = Process(
-        "tokenbus.workers.controller",
-        tmp_path / "served.log",
-        steered.environment,
-        arguments=["console_own:main"],
-    )
     suggestion = console.page.locator("#controllers > option[value='console_own:main']")
-    try:
+    with serving_main(steered, tmp_path, "console_own"):
         expect(suggestion).to_have_count(1)
-    finally:
-        served.send(signal.SIGTERM)
-        served.wait()
     expect(suggestion).to_have_count(0)
 
 
