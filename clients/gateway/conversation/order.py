@@ -47,18 +47,25 @@ def _hoisted(turns: list[Turn]) -> list[Turn]:
 def _merged(turns: list[Turn]) -> list[Turn]:
     """The turns, of which those of one role in a row are one. The results of calls stay before the
     texts that follow them."""
-    found: list[Turn] = []
+    rows: list[list[Turn]] = []
     for turn in turns:
-        last = found[-1] if found else None
-        if last is None or last.role != turn.role or of_kind(turn.parts, Result):
-            found.append(turn)
-            continue
-        parts = [*last.parts, *turn.parts]
-        if text_of(last.parts) and text_of(turn.parts):
-            texts = Text(BREAK.join((text_of(last.parts), text_of(turn.parts))))
-            parts = [*(part for part in parts if not isinstance(part, Text)), texts]
-        found[-1] = replace(last, parts=parts)
-    return found
+        if rows and rows[-1][0].role == turn.role and not of_kind(turn.parts, Result):
+            rows[-1].append(turn)
+        else:
+            rows.append([turn])
+    return [_one(row) for row in rows]
+
+
+def _one(row: list[Turn]) -> Turn:
+    """The turns of one role as one turn. Several texts become one text after the other parts."""
+    if len(row) == 1:
+        return row[0]
+    parts = [part for turn in row for part in turn.parts]
+    texts = [text for turn in row if (text := text_of(turn.parts))]
+    if len(texts) > 1:
+        others = (part for part in parts if not isinstance(part, Text))
+        parts = [*others, Text(BREAK.join(texts))]
+    return replace(row[0], parts=parts)
 
 
 def _folded(turns: list[Turn]) -> list[Turn]:

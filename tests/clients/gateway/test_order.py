@@ -12,6 +12,7 @@ from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.template_process import TemplateFault, render
 
 from ...processes import Gateway
+from ...work import num_calls
 from .openai_requests import MODEL
 
 ALTERNATING = """
@@ -53,6 +54,15 @@ CALLED = [
     Turn("user", [Result("1", [Text("r")])]),
     Turn("user", [Result("2", [Text("q")]), Text("go on")]),
 ]
+
+
+@pytest.mark.parametrize("part", [Text(""), Call("1", "f", "{}")])
+def test_the_work_of_an_arrangement_is_linear_in_the_messages(part: Text | Call) -> None:
+    def work(count: int) -> int:
+        turns = [Turn("assistant", [part]) for _ in range(count)]
+        return num_calls(lambda: list(arrangements(turns)))
+
+    assert work(1_600) < 10 * work(200)
 
 
 def test_an_order_that_a_template_accepts_is_not_changed() -> None:
