@@ -113,10 +113,11 @@ def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]
 
 
 def _answered(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
-    """Adds parts to the assistant's turn at the end. A new turn begins if there is none, or if it
-    has a part of a kind in ``ends``."""
+    """Adds parts to the assistant's turn at the end. A new turn begins if there is none, or if its
+    last part is of a kind in ``ends``. Thinking precedes text, and text precedes calls."""
     last = turns[-1] if turns else None
-    if last is None or last.role != "assistant" or any(isinstance(p, ends) for p in last.parts):
+    ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)
+    if last is None or last.role != "assistant" or ended:
         last = Turn("assistant", [])
         turns.append(last)
     last.parts += parts

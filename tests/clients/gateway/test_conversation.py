@@ -29,7 +29,7 @@ from tokenbus.clients.gateway.openai.chat import message_of
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
-from tokenbus.clients.gateway.openai.response_input import read_items
+from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.template_process import render
 from tokenbus.clients.gateway.templates import Templates
@@ -38,6 +38,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from ...counts import examples
+from ...work import num_calls
 
 TEMPLATE = """
 {%- for m in messages %}
@@ -253,3 +254,16 @@ def test_the_parts_of_an_answer_over_responses_are_one_turn() -> None:
     conversation, _ = next_responses(responses(case) * 2)
     roles = [turn.role for turn in conversation.turns]
     assert roles == ["user", "assistant", "assistant", *["user"] * 5]
+
+
+def test_the_work_of_an_input_is_linear_in_its_items() -> None:
+    def work(count: int) -> int:
+        thinking = {
+            "type": "reasoning",
+            "content": [{"type": "reasoning_text", "text": ""}] * count,
+        }
+        answer = {"role": "assistant", "content": []}
+        items = read_items([thinking, *[answer] * count], Ignored()).input
+        return num_calls(lambda: to_turns(items, None))
+
+    assert work(1_600) < 10 * work(200)
