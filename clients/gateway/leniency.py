@@ -142,14 +142,20 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
 @cache
 def _fields(kind: Hashable) -> frozenset[str]:
     """The names of the fields of a body."""
-    info = inspect.type_info(kind)
+    info = _type_of(kind)
     assert isinstance(info, inspect.StructType)
     return frozenset(field.encode_name for field in info.fields)
 
 
+@cache
+def _type_of(kind: Hashable) -> inspect.Type:
+    """The description of a body's type. To make it takes up to 10 ms."""
+    return inspect.type_info(kind)
+
+
 def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
     """Decodes a body after its unknown elements and fields have been removed or refused."""
-    value = _walk(msgspec.json.decode(data), inspect.type_info(kind), "", ignored)
+    value = _walk(msgspec.json.decode(data), _type_of(kind), "", ignored)
     return msgspec.json.decode(msgspec.json.encode(value), type=kind)
 
 

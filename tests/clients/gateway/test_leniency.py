@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
 from tokenbus.clients.gateway.bodies import Body, decode_body
@@ -17,6 +18,7 @@ from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
 
 from ...processes import Bus, Gateway
+from ...work import num_calls
 from .openai_requests import HELLO, MODEL
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -32,6 +34,14 @@ def test_a_field_without_an_effect_is_named_unless_it_asks_for_nothing() -> None
     body, names = read(ChatRequest, {**CHAT, "user": "a", "store": False, "seeed": 1, "x": None})
     assert names == ["user", "seeed"]
     assert body == read(ChatRequest, CHAT)[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_types_of_a_body_are_described_once(strict: bool) -> None:
+    body = {**CHAT, "seed": 1.0}
+    read(ChatRequest, body, strict)
+    assert num_calls(lambda: read(ChatRequest, body, strict)) < 1_000
+    assert num_calls(lambda: msgspec.inspect.type_info(ChatRequest)) > 2_000
 
 
 def test_unknown_fields_inside_are_dropped() -> None:
