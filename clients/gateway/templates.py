@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from ...protocol.errors import Code
-from .conversation.constraints import KeywordState, Schema
+from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
@@ -103,12 +103,12 @@ class Templates:
         return answer["text"]
 
     async def validate(
-        self, schema: Schema, value: Any, keywords: Sequence[str]
+        self, schema: bytes, value: Any, keywords: Sequence[str]
     ) -> dict[str, KeywordState]:
-        """Whether a value passes each of these keywords of a schema. Raises ApiError if the check
-        takes too long."""
-        request = {"schema": schema, "value": value, "keywords": keywords}
-        answer = await self._of_requests.ask(json.dumps(request).encode())
+        """Whether a value passes each of these keywords of a schema, which is JSON. Raises ApiError
+        if the check takes too long."""
+        rest = json.dumps({"value": value, "keywords": keywords}).encode()
+        answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
         return {name: cast(KeywordState, state) for name, state in answer.items()}
 
     async def close(self) -> None:

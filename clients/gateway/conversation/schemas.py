@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -39,6 +40,11 @@ _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 MAX_DEPTH = 200
 """Maximum depth to which schemas are searched; deeper parts are not changed."""
+MAX_SCHEMA_BYTES = 256 * 1024
+"""Maximum bytes of a schema, as JSON, that is checked. The event loop sends the schema with each
+value that it is checked against."""
+MAX_CHECKED_BYTES = 16 * 1024 * 1024
+"""Maximum bytes of the schemas and values of all checks of one request."""
 
 
 def enforceable(schema: Schema) -> tuple[Schema, list[str]]:
@@ -91,6 +97,11 @@ class Checked:
     schema: Schema
     keywords: list[str]
 
+    @cached_property
+    def encoded(self) -> bytes:
+        """The schema as JSON."""
+        return msgspec.json.encode(self.schema)
+
 
 @dataclass
 class Checks:
@@ -106,6 +117,8 @@ class Checks:
     outcomes: dict[int, dict[str, KeywordState]] = field(default_factory=dict)
     """The outcome of each keyword by sequence."""
     _pieces: dict[int, list[str]] = field(default_factory=dict)
+    _bytes_left: int = MAX_CHECKED_BYTES
+    """Bytes that may still be checked; 0 after a check that took too long."""
 
     async def read(self, entries: Sequence[Token]) -> None:
         """Adds entries, and checks the sequences that end with them."""
@@ -140,12 +153,29 @@ class Checks:
             self.outcomes[seq] = found
 
     async def _states(self, checked: Checked, text: str) -> dict[str, KeywordState]:
+        not_checked: dict[str, KeywordState] = dict.fromkeys(checked.keywords, "not checked")
+        if not self._may_check(checked, text):
+            return not_checked
         try:
             value = msgspec.json.decode(text)
-            answer = await self.templates.validate(checked.schema, value, checked.keywords)
-        except (msgspec.DecodeError, RecursionError, ApiError):
-            return dict.fromkeys(checked.keywords, "not checked")
-        return answer
+            return await self.templates.validate(checked.encoded, value, checked.keywords)
+        except (msgspec.MsgspecError, RecursionError):
+            return not_checked
+        except ApiError:
+            self._bytes_left = 0
+            return not_checked
+
+    def _may_check(self, checked: Checked, text: str) -> bool:
+        """Counts a check; returns whether the schema, and all checks of the request, are within
+        their bounds."""
+        try:
+            schema_bytes = len(checked.encoded)
+        except (OverflowError, RecursionError):
+            return False
+        if schema_bytes > MAX_SCHEMA_BYTES or schema_bytes + len(text) > self._bytes_left:
+            return False
+        self._bytes_left -= schema_bytes + len(text)
+        return True
 
 
 _ORDER: tuple[KeywordState, ...] = ("checked", "not checked", "failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from tokenbus.clients.gateway.conversation.schemas import enforceable
+from tokenbus.clients.gateway.conversation.schemas import (
+    MAX_CHECKED_BYTES,
+    MAX_SCHEMA_BYTES,
+    Checked,
+    Checks,
+    enforceable,
+)
+from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.schema_check import states_of
+from tokenbus.clients.gateway.templates import Templates
 
 from ...processes import Gateway
 from .openai_requests import HELLO, MODEL
@@ -128,6 +137,54 @@ def test_the_receipt_of_each_interface_reports_the_keywords(
     ) as events:
         deltas = [event for event in events if event.type == "message_delta"]
     assert (deltas[-1].model_extra or {})["tokenbus"]["keywords"] == expected
+
+
+class Counting(Templates):
+    """Counts the checks, which fail as those that take too long if ``slow``."""
+
+    def __init__(self, slow: bool = False) -> None:
+        super().__init__()
+        self.schema_bytes: list[int] = []
+        self.slow = slow
+
+    async def validate(self, schema: bytes, value: Any, keywords: Any) -> Any:
+        self.schema_bytes.append(len(schema))
+        if self.slow:
+            raise ApiError(400, "slow")
+        return dict.fromkeys(keywords, "checked")
+
+
+def checked(templates: Counting, num_bytes: int, sequences: int) -> list[Any]:
+    """The outcomes of sequences whose text is checked against a schema of so many bytes."""
+    schema = {"not": {"const": "x" * (num_bytes - len(b'{"not":{"const":""}}'))}}
+    checks = Checks(templates, None, Checked(schema, ["not"]))
+
+    async def check() -> None:
+        for seq in range(sequences):
+            await checks.check(seq, "{}")
+
+    asyncio.run(check())
+    return [checks.outcomes[seq]["not"] for seq in range(sequences)]
+
+
+def test_a_large_schema_is_not_sent_to_be_checked() -> None:
+    templates = Counting()
+    assert checked(templates, MAX_SCHEMA_BYTES, 1) == ["checked"]
+    assert checked(templates, MAX_SCHEMA_BYTES + 1, 128) == ["not checked"] * 128
+    assert templates.schema_bytes == [MAX_SCHEMA_BYTES]
+
+
+def test_the_checks_of_a_request_are_bounded_together() -> None:
+    templates = Counting()
+    outcomes = checked(templates, MAX_SCHEMA_BYTES, 128)
+    assert set(outcomes) == {"checked", "not checked"}
+    assert sum(templates.schema_bytes) < MAX_CHECKED_BYTES
+
+
+def test_a_check_that_takes_too_long_is_the_last_of_its_request() -> None:
+    templates = Counting(slow=True)
+    assert checked(templates, 100, 128) == ["not checked"] * 128
+    assert len(templates.schema_bytes) == 1
 
 
 @pytest.mark.process
