@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -25,4 +26,7 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
             checked |= dict.fromkeys(failed, "failed")
     except Exception:  # A schema of a client raises errors of several packages.
         return dict.fromkeys(keywords, "not checked")
+    finally:
+        # The patterns of clients would otherwise stay in the memory of the process.
+        re.purge()
     return checked

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import anthropic
 import httpx
@@ -75,6 +77,12 @@ def test_a_value_is_checked_for_each_keyword(
     schema: dict[str, Any], value: Any, states: dict[str, str]
 ) -> None:
     assert states_of(schema, value, list(states)) == states
+
+
+def test_the_process_does_not_keep_the_patterns_of_its_clients() -> None:
+    compiled = ref(re.compile("(?=x)" * 100))
+    assert states_of({"pattern": "(?=x)" * 100}, "x", ["pattern"]) == {"pattern": "checked"}
+    assert compiled() is None
 
 
 def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
