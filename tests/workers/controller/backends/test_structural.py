@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tokenbus.clients.gateway.answer_forms import HERMES, Wanted, structure_of
+from tokenbus.clients.gateway.answer_forms import (
+    HERMES,
+    Rest,
+    Schema,
+    Thinking,
+    Wanted,
+    structure_of,
+)
 from tokenbus.clients.gateway.answer_parts import AnswerForm
 from tokenbus.clients.gateway.conversation import answers
 from tokenbus.clients.gateway.conversation.parts import Call, of_kind, text_of, thinking_of
@@ -16,11 +23,14 @@ from tokenbus.protocol.structure import Phase, Structure, Tag, special
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 from tokenbus.workers.controller.backends.structural.program import StructuralProgram
+from tokenbus.workers.controller.backends.structural.structural_controller import (
+    StructuralController,
+)
 from tokenbus.workers.controller.interface import Action
 
 from ..played import BYTES, EOS, vocabulary
 from .answer_references import Answer, Read, references
-from .answer_walks import FAMILIES, FUNCTIONS, Walk, wants
+from .answer_walks import FAMILIES, FUNCTIONS, PLACE, Walk, wants
 from .llguidance_streams import host
 
 pytestmark = pytest.mark.process
@@ -152,6 +162,63 @@ def test_an_answer_may_be_any_constraint_behind_thinking(program: StructuralProg
     made.post_process([1 + byte for byte in b"true"], 0)
     assert made.text_end() == "complete"
     assert made.mid_process((0,), mask).complete or bytes(mask)[0] & 1 << EOS
+
+
+def value_or_call(program: StructuralProgram, schema: Schema) -> StructuralController:
+    """The controller of an answer that is a value of a schema or a call, after its thinking."""
+    wanted = Wanted(FUNCTIONS[:1], Rest("json_schema", schema), thinking="inside")
+    structure = structure_of(HERMES, wanted)
+    made = program.start(host(msgspec.json.encode(structure), vocabulary(BYTES)))
+    made.post_process([1 + byte for byte in b"hm\n</think>\n\n"], 0)
+    return made
+
+
+def test_an_answer_does_not_end_inside_the_beginning_of_a_call_in_place_of_a_value(
+    program: StructuralProgram,
+) -> None:
+    made = value_or_call(program, {"enum": [12]})
+    mask = memoryview(bytearray(4 * -(-len(BYTES) // 32)))
+    made.mid_process((0,), mask)
+    bits = int.from_bytes(mask, "little")
+    assert {t for t in range(len(BYTES)) if bits >> t & 1} == {1 + ord("1"), 1 + ord("<")}
+    made.post_process([1 + ord("<")], 0)
+    assert made.text_end() == "cut"
+    forced = made.mid_process((0,), mask)
+    assert forced.action is Action.SPLICE
+    assert bytes(token - 1 for token in forced.tokens).startswith(b'tool_call>\n{"name": ')
+    made.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_complete_answer_with_a_schema_has_a_whole_value_or_calls(
+    program: StructuralProgram, family: str
+) -> None:
+    thinking: Thinking = "none" if family == "llama" else "first"
+    wanted = Wanted(FUNCTIONS, Rest("json_schema", PLACE), thinking=thinking)
+    complete = 0
+    for seed in range(WALKS):
+        walk = Walk(program, family, wanted, seed)
+        if walk.run() == "complete":
+            complete += 1
+            found = ours(walk)
+            assert found.calls or json.loads(found.text), walk.text
+    assert complete
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "end"),
+    [(b"123", b"3", "complete"), (b"12", b"2", "cut"), (b"<tool_", b"l", "cut")],
+)
+def test_a_stop_string_ends_a_value_where_its_schema_says_so(
+    program: StructuralProgram, text: bytes, stop: bytes, end: str
+) -> None:
+    made = value_or_call(program, {"enum": [12, 123]})
+    mask = memoryview(bytearray(4 * -(-len(BYTES) // 32)))
+    for byte in text:
+        made.mid_process((0,), mask)
+        made.post_process([1 + byte], 0)
+    assert made.text_end(stop) == end
+    made.close()
 
 
 @pytest.mark.parametrize(

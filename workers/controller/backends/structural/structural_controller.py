@@ -140,6 +140,9 @@ class StructuralController:
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
+            if state.mode == "value":
+                whole = self._inner is not None and self._state.mode == "value"
+                return self._inner.text_end(stop) if whole else "cut"
             return "complete" if self._automaton.may_end(state) else "cut"
         if self._state.mode == "value" and self._inner is not None:
             return self._inner.text_end()
@@ -316,7 +319,7 @@ class StructuralController:
         after = self._masks.follow(before, data) if data else State("dead")
         if before.mode == "value":
             if not followed:
-                self._advance_value(token, after)
+                after = self._advance_value(token, after)
         elif after.mode == "dead":
             raise self._error(f"the structure does not allow the token {token} ({data!r}) here")
         elif self._inner is not None and not followed:
@@ -330,18 +333,20 @@ class StructuralController:
             self.close()
             self._enter()
 
-    def _advance_value(self, token: int, after: State) -> None:
+    def _advance_value(self, token: int, after: State) -> State:
         """Passes a token to the controller of the value, or closes that controller if the token
-        begins a tag that replaces the value."""
+        begins a tag that replaces the value. Returns the state after the token."""
         inner = self._inner
         if inner is None:
-            return
+            return after
         fits = not self._inner_mask or self._inner_mask[token >> 3] >> (token & 7) & 1
         self._inner_mask = b""
         if fits and after.mode in ("value", "dead"):
             inner.post_process([token], 0)
-        else:
-            self.close()
+            return after
+        self.close()
+        # The value does not allow this text, so that the rest of a tag's begin must follow.
+        return after._replace(mode="begin") if after.mode == "value" else after
 
     def _enter(self) -> None:
         """Begins a part."""
