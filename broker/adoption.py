@@ -93,7 +93,7 @@ class Adoption:
 
     def reported(self, worker: Worker, message: Register) -> tuple[list[int], list[int]]:
         """Sorts the live requests of a worker that registers: requests to drop, and requests whose
-        journals the worker sends. Requests that return to the worker are among the latter."""
+        journals the worker sends. The latter include requests that return to the worker."""
         returned = self._returns.reported(worker, message)
         live = [reported.request for reported in message.live]
         if live:
@@ -109,7 +109,8 @@ class Adoption:
         if worker.role == "gpu" and self.open():
             wanted = returned + [r for r in live if r not in known or _is_unclaimed(known[r])]
             for request in filter(None, map(known.get, wanted[len(returned) :])):
-                # Before the JOURNAL is here, it may be with another worker, or with this one anew.
+                # Before the JOURNAL arrives, the request may move to another worker, or be sent to
+                # this one again.
                 worker.withdraw(request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
@@ -234,7 +235,8 @@ class Adoption:
         return session
 
     def _withdraw(self, request: Request) -> None:
-        """Orders the worker of a request to drop it, because another worker has more of it."""
+        """Orders the worker of a request to drop the request, because another worker has a later
+        copy."""
         worker = request.worker
         del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
@@ -362,7 +364,8 @@ class Adoption:
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's RELEASED: requests continue under another broker, which has claimed
-        them. That broker may have been paused, and not know that their client is connected here."""
+        them. The other broker may have been paused, so their client may be connected to this
+        broker."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)

@@ -1,5 +1,5 @@
-"""The workers' side of the broker: passes tokens and answers to clients, and each other message to
-its handler."""
+"""The workers' side of the broker. Passes tokens and answers to clients, and all other messages to
+their handlers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Back:
         """Routes the tokens of a step: one body for each client, passed on unread. ``received`` has
         the same frames, packed.
 
-        This is the code of the broker that runs most often, so the method does only the necessary.
+        This method runs more often than any other code of the broker, so it does as little as
+        possible.
         """
         worker = self._by_peer.get(peer)
         if worker is None:

@@ -163,7 +163,8 @@ class Dispatcher:
             self._on_gone(request, worker)
 
     def _on_gone(self, request: Request, worker: Worker | None) -> None:
-        """Handles a request that is in no table any more. ``worker``: the worker that had it."""
+        """Handles a request that has left all tables. ``worker``: the worker that had the
+        request."""
         state = self._state
         self._moves.forget(request)
         if request.trace:
@@ -175,8 +176,8 @@ class Dispatcher:
             self.refill(worker)
 
     def on_defect(self, where: str, error: Exception) -> None:
-        """Handles an exception that is a defect of the broker: it is counted and logged. If a
-        request had no transition, the request ends for its client."""
+        """Counts and logs an exception that is a defect of the broker. After a NoTransitionError,
+        the request ends for its client."""
         self._state.counters.internal_errors += 1
         log.error("a defect of the broker: %s failed", where, exc_info=error)
         if isinstance(error, NoTransitionError):

@@ -35,9 +35,9 @@ class FairQueue:
         self._lengths: dict[int, int] = {}
         """Number of requests by priority."""
         self._keys: dict[int, str] = {}
-        """By request: the key in whose turn it waits. A session may get its key later."""
+        """By request: the key whose turn includes the request. A session may get its key later."""
         self._places: dict[int, int] = {}
-        """By request: the place that was last reported to its client."""
+        """By request: the place that was last reported to the request's client."""
         self.bytes = 0
         """The size of the requests in this queue."""
         self.pace = Pace()
@@ -184,8 +184,8 @@ class Queues(dict[tuple[str, str], FairQueue]):
                 del self[request.queue]
 
     def next_of(self, key: tuple[str, str], now: float) -> Request:
-        """Removes and returns the next request of a queue, for a worker. The queue is the last one
-        in the next turn of the queues with the same priority."""
+        """Removes and returns the next request of a queue, for a worker. The queue is then last in
+        turn among the queues with the same priority."""
         queue = self.pop(key)
         request = queue.pop(now)
         if queue:

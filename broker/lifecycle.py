@@ -1,8 +1,8 @@
 """The life of a request: its states, the events that change them, and the tables that follow.
 
 ``TRANSITIONS`` has every change that is allowed. Only ``transition`` changes the state of a
-request. It also keeps the tables in which a request is in each state, so that no other code can
-leave a request in two of them, or in none:
+request. ``transition`` also updates the tables of each state, so that no other code can leave a
+request in two tables, or in none:
 
 - not yet ended for its client: the streams of its session;
 - ``QUEUED``: its queue; ``MOVING``: the requests that have lost their worker;
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 
 
 class RequestState(StrEnum):
-    """Where a request is."""
+    """The state of a request."""
 
     NEW = "new"
-    """Not accepted yet."""
+    """The broker has not accepted the request yet."""
     QUEUED = "queued"
-    """It waits for its first worker."""
+    """The request waits for its first worker."""
     RUNNING = "running"
-    """A worker has it."""
+    """A worker has the request."""
     MOVING = "moving"
-    """Its worker was lost. It waits for another one, with the entries that were routed."""
+    """The request's worker was lost. The request waits for another worker, with the entries that
+    were routed."""
     RETURNING = "returning"
-    """It was lost with the lease of a worker that has registered again, and whose JOURNAL has not
-    arrived yet."""
+    """The request's worker was lost and has registered again, but its JOURNAL of the request has
+    not arrived yet."""
     ENDED = "ended"
-    """It has ended for its client. Its worker still has it, and is to report the end."""
+    """The request has ended for its client. Its worker still has the request, and will report the
+    end."""
     GONE = "gone"
-    """It is in no table."""
+    """The request is not in any table."""
 
 
 class Event(StrEnum):
@@ -54,7 +56,8 @@ class Event(StrEnum):
     ADOPT = "adopt"
     """A worker has reported a request of another broker, or of an earlier run."""
     REFUSE = "refuse"
-    """The worker has no room, as it also serves other brokers. It has not begun the request."""
+    """The worker has no room, because it also serves other brokers. It has not begun the
+    request."""
     LOSE = "lose"
     """The worker is lost, or does not have the request any more."""
     RETURN = "return"
@@ -66,7 +69,8 @@ class Event(StrEnum):
     END = "end"
     """The last message of the request was routed, or the broker ends it, and no worker has it."""
     WITHDRAW = "withdraw"
-    """The request continues at another broker, or a better copy of it was reported."""
+    """The request continues at another broker, or another worker reported a later copy of the
+    request."""
 
 
 _NEW, _QUEUED, _RUNNING, _MOVING, _RETURNING, _ENDED, _GONE = RequestState
@@ -117,8 +121,7 @@ TAKEN = frozenset((Event.START, Event.ADOPT, Event.RETURN))
 
 
 class NoTransitionError(Exception):
-    """A defect of the broker: ``TRANSITIONS`` has no such change. It ends the request for its
-    client."""
+    """A defect of the broker: ``TRANSITIONS`` does not have this change of a request."""
 
     def __init__(self, request: Request, event: Event) -> None:
         super().__init__(f"request {request.id} is {request.state} and cannot {event}")
@@ -128,8 +131,8 @@ class NoTransitionError(Exception):
 def transition(
     state: BrokerState, request: Request, event: Event, worker: Worker | None = None
 ) -> None:
-    """Changes the state of a request, and moves it from the tables of its old state to those of the
-    new one. ``worker``: the worker that gets the request, with the events ``TAKEN``.
+    """Changes the state of a request, and moves the request to the tables of its new state.
+    ``worker``: the worker that gets the request, if the event is in ``TAKEN``.
 
     Raises NoTransitionError, before anything has changed.
     """

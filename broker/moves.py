@@ -202,8 +202,8 @@ class Moves:
     def _guilty(
         self, taken: list[tuple[Request, list[Token]]], worker: Worker, loss: Loss
     ) -> list[Request]:
-        """The requests that killed their worker; ``taken`` has those of the worker with their
-        entries."""
+        """The requests that may have killed their worker. ``taken``: the requests of the worker,
+        each with its entries."""
         silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
         idle = [
             request

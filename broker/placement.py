@@ -117,7 +117,7 @@ class Placement:
         self._prefixes.lost(worker)
 
     def expect(self, request: Request, worker: Worker) -> None:
-        """Notes that a request goes to a worker, which will have the pages of its prompt."""
+        """Records that a request is sent to a worker, which will have the pages of the prompt."""
         self._prefixes.expect(request, worker, self._model_of(request))
 
     def _model_of(self, request: Request) -> str:

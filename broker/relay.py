@@ -25,11 +25,11 @@ RELAYED = frozenset(
         b"MODULE_BYTES",
     )
 )
-"""The types of these messages."""
+"""The types of the messages that workers send to each other."""
 
 
 class Relay:
-    """Passes messages between workers."""
+    """Passes messages from one worker to another."""
 
     def __init__(self, state: BrokerState, controllers: Controllers, quotas: Quotas) -> None:
         self._state = state

@@ -98,7 +98,7 @@ class Steering:
     """Whether the request was accepted while no worker served its controller, because one might
     still register."""
     started: bool = False
-    """Whether the controller has begun: START went to the worker that runs it."""
+    """Whether START was sent to the worker that runs the controller."""
     served_as: str = ""
     """The pattern of the worker that served the controller; ``""`` before the controller begins."""
     adopted_at: float | None = None
@@ -129,14 +129,14 @@ class Request:
     arrived: float
     deadline: float | None = None
     state: RequestState = RequestState.NEW
-    """Only ``lifecycle.py`` changes it."""
+    """Only ``lifecycle.py`` changes the state."""
     worker: Worker | None = None
-    """The worker that has the request. Only ``lifecycle.py`` changes it."""
+    """The worker that has the request. Only ``lifecycle.py`` changes this field."""
     dispatched: float | None = None
-    """When it went to its worker; None if it did not, because the worker's connection had
-    closed."""
+    """When the request was sent to its worker; None if it was not sent, because the worker's
+    connection had closed."""
     steering: Steering | None = None
-    """Its controller, if it has one."""
+    """The controller of the request; None without a controller."""
     attachment: Attachment = Attachment.ATTACHED
     attaching: list[int] = field(default_factory=list)
     """The ``received`` of each ATTACH that its worker has not answered."""
@@ -145,9 +145,10 @@ class Request:
     began_with: ModelInfo | None = None
     """The model with which a moved request began, if it was loaded there."""
     entries: int = 0
-    """Number of entries that were routed before the request went to its present worker."""
+    """Number of entries that were routed before the request was sent to its present worker."""
     moves: int = 0
-    """How often it has continued at another worker, including earlier runs of the broker."""
+    """How often the request has continued at another worker, including earlier runs of the
+    broker."""
     deaths: int = 0
     """Consecutive workers that died while they had no new token of the request."""
     cancelled: CancelReason | None = None
@@ -159,12 +160,12 @@ class Request:
 
     @property
     def stream_id(self) -> int:
-        """The number that its client gave the request."""
+        """The number that the client gave the request."""
         return self.fields.stream_id
 
     @property
     def model(self) -> str:
-        """The model that its client named; ``""`` is the default model."""
+        """The model that the client named; ``""`` is the default model."""
         return self.fields.model
 
     @property
@@ -189,13 +190,14 @@ class Request:
 
     @property
     def steered(self) -> Steering:
-        """Its controller, for a request that has one."""
+        """The controller of a request that has a controller."""
         assert self.steering is not None
         return self.steering
 
     @property
     def steered_by(self) -> Worker | None:
-        """The worker that runs its controller, or has a place reserved for it."""
+        """The worker that runs the controller of the request, or has a place reserved for the
+        controller."""
         return self.steering.worker if self.steering is not None else None
 
     @property
@@ -212,8 +214,8 @@ class Request:
 
     @property
     def awaits_attach(self) -> bool:
-        """Whether the client will attach to it. Such a client drops entries that precede the answer
-        to its ATTACH."""
+        """Whether the client will attach to the request. Such a client drops entries that precede
+        the answer to its ATTACH."""
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
 
     @property
@@ -223,7 +225,7 @@ class Request:
 
     @property
     def queue(self) -> tuple[str, str]:
-        """The queue in which it waits for a worker: the role and the model."""
+        """The queue in which the request waits for a worker: the role and the model."""
         return self.role, self.fields.model
 
     @property

@@ -1,9 +1,9 @@
 """Orders workers to drop requests, and records when they have dropped them.
 
-A worker that reports a request may run it, while the broker is about to give it to this worker
-anew. The worker handles messages in their order. So the broker sends a CLAIM with ``NO_SESSION``
-after the REGISTERED that revokes the earlier attempt, and before the request. Each message about
-the request that arrives before the CLAIMED belongs to the earlier attempt.
+A worker may run a request that the broker is about to send to the same worker again. The worker
+handles messages in their order, so the broker sends a CLAIM with ``NO_SESSION`` after the
+REGISTERED that revokes the earlier attempt, and before the request. Each message about the request
+that arrives before the CLAIMED belongs to the earlier attempt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sessions of clients, and the table that has them."""
+"""The sessions of clients, and the table of all sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """The time until which the streams that were listed for STATUS count (``status.py``)."""
+    """The time until which streams that were listed for STATUS delay further lists
+    (``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

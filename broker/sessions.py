@@ -56,7 +56,7 @@ class Sessions:
         self._ends = ends
         self._visited = Sweep(state.sessions.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
-        """Streams and stored ends of ended sessions, which are to end too."""
+        """Streams and stored ends of ended sessions, which will end too."""
         self._room = MAX_ENDED
         """Streams of ended sessions that may still end before the next tick."""
 

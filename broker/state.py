@@ -1,4 +1,4 @@
-"""The state of the broker: one object that every part of the broker has."""
+"""The state of the broker: one object that all parts of the broker share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class BrokerState:
         """The workers with a lease, by id."""
         self.pools = Pools(self.is_hung)
         self.requests: dict[int, Request] = {}
-        """The requests that have not ended at their worker, by id."""
+        """The requests that the broker has accepted and that have not ended at their worker, by
+        id."""
         self.queues = Queues()
         """The requests that wait for their first worker."""
         self.waiting = Waiting()

@@ -108,7 +108,7 @@ def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
     users is counted separately, because its users share a key.
 
     Raises UnavailableError before a stream is listed. A list of thousands of streams takes the
-    broker milliseconds, and a client can ask for hundreds of lists at the same time.
+    broker milliseconds, and a client can request hundreds of lists at the same time.
     """
     counted = session if session.carries_users else session.use
     ahead_s = counted.lists_until - now

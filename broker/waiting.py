@@ -1,5 +1,5 @@
-"""The requests that have lost their worker. They continue at another one before all queued
-requests."""
+"""The requests that have lost their worker. These requests continue at another worker before all
+queued requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .request import Request
 
 
 class Waiting:
-    """The table of these requests, in two orders: that of their loss, and that in which they
+    """The requests that have lost their worker, by time of the loss and by the order in which they
     continue."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Request] = {}
-        """In the order of their loss."""
+        """The requests, by id, in the order of their loss."""
         self._in_order: list[tuple[int, float, int]] = []
-        """In the order in which they continue: -priority, arrival, id."""
+        """The order in which the requests continue: -priority, arrival, id."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -28,7 +28,7 @@ class Waiting:
         return iter(self._by_id.values())
 
     def get(self, number: int) -> Request | None:
-        """The request with this id, if it waits."""
+        """The request with this id; None if the request does not wait."""
         return self._by_id.get(number)
 
     def add(self, request: Request) -> None:
@@ -46,8 +46,7 @@ class Waiting:
         return [self._by_id[request] for _, _, request in self._in_order[:number]]
 
     def lost_before(self, then: float, number: int) -> list[Request]:
-        """The requests, among the first ``number`` that were lost, that lost their worker before
-        ``then``."""
+        """Among the first ``number`` requests, those that lost their worker before ``then``."""
         first = islice(self, number)
         return [r for r in first if r.interruption is not None and r.interruption.since < then]
 

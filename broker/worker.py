@@ -22,7 +22,7 @@ NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (
 
 
 class UnreadableError(RequestError):
-    """A message of a worker cannot be read, so that any stream of the worker may miss tokens."""
+    """A message of a worker cannot be read, so any stream of the worker may lack tokens."""
 
 
 class WorkerState(Enum):
@@ -158,7 +158,7 @@ class Worker:
 
     @property
     def _num_requests(self) -> int:
-        """The requests of this broker and of others."""
+        """Number of the worker's requests of this broker and of other brokers."""
         return len(self.requests) + (self.elsewhere if self.role == "gpu" else 0)
 
     @property
