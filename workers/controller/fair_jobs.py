@@ -1,9 +1,9 @@
 """The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a tenant
 cannot use all of its threads.
 
-In order of arrival, a tenant's thousand slow guests would precede the first round of another
-tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is unknown
-before it ends; until then, the time of the tenant's previous job is used.
+If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
+another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is
+unknown before it ends; until then, the time of the tenant's previous job is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU time of a thread together with the guest processes that work for it."""
+"""The CPU time of a thread and of the guest processes that work for the thread."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
         """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``. If
-        it is 0, jobs keep their slots while they wait."""
+        ``max_waiting`` is 0, jobs keep their slots while they wait."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting

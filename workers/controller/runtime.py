@@ -1,8 +1,8 @@
-"""The runtime of uploaded modules: where the guests of a worker run, and who stops them.
+"""The runtime of uploaded modules, which determines where guests run and how they are stopped.
 
 The worker's rounds need four things from a runtime: programs whose controllers follow
-``interface.Controller``, a tick that enforces time limits, metrics, and an end. Tokens and masks do
-not depend on the runtime.
+``interface.Controller``, a tick that enforces time limits, metrics, and ``close``. Tokens and masks
+do not depend on the runtime.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ThreadRuntime:
         """Does nothing: the worker increments the epoch of its engine."""
 
     def series(self) -> list[Series]:
-        """The worker counts rounds and their CPU time."""
+        """The number of guest processes, which is 0."""
         return [Series("num_guest_processes", {}, 0)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The answers of a guest process as a worker uses them, after their values were checked."""
+"""Converts the answers of a guest process to the worker's types, and checks their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .messages import Outcome
 
 
 def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
-    """The answers of an outcome. Raises ValueError or TokenbusError for one that is not valid."""
+    """The answers of an outcome. Raises ValueError or TokenbusError for an answer that is not
+    valid."""
     if outcome.post is not None:
         yield CONTINUE if outcome.post == Action.CONTINUE else STOP
     if outcome.pre is not None:

@@ -1,4 +1,4 @@
-"""The rounds of several sequences of one guest process, in one request."""
+"""Runs the rounds of several sequences of one guest process in one request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from .process import Cause, GuestDied, GuestProcess
 
 @dataclass(frozen=True, slots=True)
 class ProcessBatch:
-    """The rounds of several sequences of one process (``interface.Batch``)."""
+    """Runs the rounds of several sequences of one process (``interface.Batch``)."""
 
     process: GuestProcess
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
-        """As ``interface.Batch`` says. Rounds that are not usual have been run, and their
-        controllers have the answers."""
+        """Runs one round for each turn; returns for each turn whether its round was usual
+        (``interface.Batch``). Rounds that were not usual have been run too, and their controllers
+        have the answers."""
         row = len(masks[0])
         most = max(1, MASK_BYTES // row)
         done: list[bool] = []
@@ -43,7 +44,7 @@ class ProcessBatch:
             with process.channel() as channel:
                 answer = process.request(channel, request, limit_s, len(turns))
                 if len(answer.items) != len(turns):
-                    process.kill("it sent another number of answers")
+                    process.kill("it sent the wrong number of answers")
                     raise GuestDied(process.dead, Cause.KILLED)
                 done = []
                 for place, outcome in enumerate(answer.items):

@@ -1,9 +1,9 @@
 """A channel between the worker and a thread of a guest process: shared memory and two eventfds.
 
 Each direction has an area for one part of a message. A message that is larger than the area is sent
-in parts, and the receiver acknowledges each part but the last. Masks have an area of their own,
-which only the guest process writes. The worker copies everything before it reads it, because the
-process may change the memory at any time.
+in parts, and the receiver acknowledges each part but the last. Masks have a separate area, which
+only the guest process writes. The worker copies a part before reading it, because the process may
+change the memory at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAD_BYTES = 4096
 AREA_BYTES = 1024 * 1024
 """Bytes of the area of each direction."""
 MASK_BYTES = 2 * 1024 * 1024
-"""Bytes of the area of masks, or of one mask and a bias. Pages that are not used do not exist."""
+"""Bytes of the area of masks, or of one mask and a bias. Unused pages do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
@@ -28,9 +28,9 @@ QUICK_MS = 1
 
 _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")
-"""Size of the part, and whether further parts follow."""
+"""Size of a part, and whether further parts follow."""
 _CURRENT_AT = 64
-"""Place of the number of the item that the process runs now."""
+"""Place of the number of the item that the process is running."""
 
 
 class ChannelFiles(NamedTuple):
@@ -42,7 +42,7 @@ class ChannelFiles(NamedTuple):
 
     @classmethod
     def make(cls) -> ChannelFiles:
-        """New files. Raises OSError."""
+        """Creates the files of a new channel. Raises OSError."""
         memory = os.memfd_create("channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(memory, SHARED_BYTES)
         _seal(memory)
@@ -51,11 +51,12 @@ class ChannelFiles(NamedTuple):
 
 
 class ChannelClosed(Exception):
-    """The other side has ended, or has sent a part that is not valid."""
+    """The channel was closed, or the other side has sent a part that is not valid."""
 
 
 class Channel:
-    """One side of a channel. For one thread at a time, except ``close``."""
+    """One side of a channel. Its methods, except ``close``, may be called by one thread at a
+    time."""
 
     def __init__(self, files: ChannelFiles, *, guest: bool) -> None:
         """``guest``: whether this is the side of the guest process. The channel owns ``files``."""
@@ -75,7 +76,7 @@ class Channel:
         self._closed = False
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Raises ChannelClosed."""
+        """Sends a message. Raises ChannelClosed if the channel is closed."""
         size = len(message)
         if size <= AREA_BYTES:
             self._put(message, 0)
@@ -91,7 +92,8 @@ class Channel:
         return bool(self._poll.poll(QUICK_MS))
 
     def receive(self) -> bytes:
-        """Waits for a message. Raises ChannelClosed."""
+        """Waits for a message and returns it. Raises ChannelClosed if the channel is closed, or if
+        a part is not valid."""
         parts: list[bytes] = []
         total = 0
         while True:
@@ -99,7 +101,7 @@ class Channel:
             size, more = _PART.unpack_from(self._head, self._in_at)
             total += size
             if size > AREA_BYTES or total > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
+                raise ChannelClosed(f"a part has {size} bytes, and the message has {total}")
             part = bytes(self._in[:size])
             if not more and not parts:
                 return part
@@ -119,8 +121,8 @@ class Channel:
         self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
 
     def close(self) -> None:
-        """Ends the channel: a thread that waits, or waits later, receives ChannelClosed. Callable
-        from any thread."""
+        """Ends the channel: ChannelClosed is raised in a thread that waits, or waits later. Any
+        thread may call this method."""
         self._closed = True
         self._notify(self._mine)
 
@@ -145,7 +147,7 @@ class Channel:
         try:
             os.write(descriptor, _ONE)
         except BlockingIOError:
-            pass  # The counter is full, so that the reader has a notice already.
+            pass  # The counter is full, so the reader was notified before.
 
     def _wait(self) -> None:
         while True:
@@ -160,6 +162,6 @@ class Channel:
 
 
 def _seal(memory: int) -> None:
-    """Fixes the size of the memory: a process that shrinks it would end its reader by SIGBUS."""
+    """Fixes the size of the memory. If a process could shrink it, SIGBUS would end the reader."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

@@ -50,10 +50,10 @@ from .rights import drop_rights
 GRANT_BYTES = 4 * 1024 * 1024
 """Bytes of memory that the process requests from its tenant's share at a time."""
 SHARED_BIAS_BYTES = 4096
-"""Bytes from which a bias is written to shared memory."""
+"""Minimum bytes of a bias that is written to shared memory."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
-"""Duration of a round from which the next round gets a thread of its own, in seconds."""
+"""Duration of a round in seconds. After a longer round, the next round gets a separate thread."""
 
 
 class _ThisThread(threading.local):
@@ -66,7 +66,8 @@ _this_thread = _ThisThread()
 
 
 def _ask(what: str, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
-    """Asks the worker in the middle of a call; raises TokenbusError if the worker refuses."""
+    """Sends a question to the worker during a call, and returns the answer. Raises TokenbusError if
+    the worker refuses."""
     channel = _this_thread.channel
     channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
     told = messages.decode_to_guest(channel.receive())
@@ -81,17 +82,17 @@ class _Variables:
     """The variables of a sequence, which the worker reads and writes."""
 
     def get(self, name: str) -> Stored | None:
-        """As ``host.Variables`` says."""
+        """Reads a variable; None if it does not exist."""
         told = _ask("get", name)
         return Stored(told.version, told.value or b"") if told.version else None
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """Writes a variable, or only the given version of it."""
         told = _ask("set", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """Appends to a variable, or only to the given version of it."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
@@ -104,7 +105,7 @@ class _Memory:
         self._used = self._granted = 0
 
     def take(self, size: int) -> None:
-        """Counts further memory; raises ControllerError above the tenant's share."""
+        """Counts ``size`` more bytes; raises ControllerError above the tenant's share."""
         with self._lock:
             missing = self._used + size - self._granted
             if missing > 0:
@@ -112,12 +113,12 @@ class _Memory:
             self._used += size
 
     def give_back(self, size: int) -> None:
-        """Returns memory."""
+        """Counts ``size`` bytes less."""
         with self._lock:
             self._used -= size
 
     def return_surplus(self) -> None:
-        """Returns memory that no guest has had since the last grant."""
+        """Returns a large unused part of the granted memory to the tenant's share."""
         with self._lock:
             surplus = self._granted - self._used
             if surplus >= 4 * GRANT_BYTES:
@@ -141,7 +142,7 @@ def _granted(missing: int) -> int:
 
 @dataclass(slots=True)
 class _Seated:
-    """A controller, its host, and its log."""
+    """A controller with its host and its log."""
 
     controller: Controller
     host: Host
@@ -149,7 +150,7 @@ class _Seated:
 
 
 class GuestProcess:
-    """The controllers of this process."""
+    """Runs the requests of the worker on the controllers of this process."""
 
     def __init__(self, engine: Engine, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -283,8 +284,8 @@ def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
 def _run(
     seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
 ) -> None:
-    """The calls of an item, while their answers only continue. ``rooms``: for its mask and a large
-    bias."""
+    """Makes the calls of an item, up to an answer that does more than continue. ``rooms``: memory
+    for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
         seated.host.distributions = item.distributions
@@ -302,7 +303,7 @@ def _run(
 def _mid_answer(
     controller: Controller, group: list[int], mask: memoryview, after: memoryview
 ) -> MidAnswer:
-    """The answer of mid_process. ``after``: shared memory for a large bias."""
+    """Calls mid_process and returns its answer. ``after``: shared memory for a large bias."""
     answer = controller.mid_process(group, mask)
     made = MidAnswer(
         int(answer.action),
@@ -335,9 +336,9 @@ def _fault(error: BaseException) -> Fault:
 
 
 def run(control: socket.socket, engine: Engine, vocabulary: Vocabulary, memory_bytes: int) -> None:
-    """Serves until the worker closes ``control``. Called in a new process, by its only thread.
-    ``memory_bytes``: maximum memory of the process."""
-    # Blocked in all threads, so that only ``_tick`` receives the signal.
+    """Serves channels until the worker closes ``control``. Called in a new process, by its only
+    thread. ``memory_bytes``: maximum memory of the process."""
+    # The signal is blocked in all threads, so that only ``_tick`` receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     drop_rights(memory_bytes)
     threading.Thread(target=_tick, args=(engine,), daemon=True).start()
@@ -356,13 +357,13 @@ def _serve(process: GuestProcess, channel: Channel) -> None:
     try:
         process.serve(channel)
     finally:
-        # A thread that fails leaves its worker without an answer.
+        # If a thread fails, its worker does not receive an answer.
         os._exit(1)
 
 
 def _tick(engine: Engine) -> Any:
     """Increments the epoch whenever the process has used another millisecond of CPU time, so that
-    running guests check their limits. Without work the thread sleeps."""
+    running guests check their limits. The thread sleeps while the process uses no CPU time."""
     while True:
         signal.sigwait({signal.SIGPROF})
         engine.increment_epoch()

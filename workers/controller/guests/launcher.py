@@ -1,4 +1,4 @@
-"""Starts the zygote, and has it fork guest processes."""
+"""Starts the zygote, and orders it to fork guest processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SPAWN_S = 60.0
 """Maximum wait for a new process, in seconds: the zygote may be starting on a loaded machine."""
 PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
-"""The environment variables that guest processes inherit. Others may name keys."""
+"""The environment variables that guest processes inherit. Other variables may contain keys."""
 
 
 class Spawned(NamedTuple):
@@ -43,11 +43,11 @@ class _Spawning:
 
 
 class Launcher:
-    """One zygote. Thread-safe.
+    """A zygote and the connection to it. Thread-safe.
 
     ``died`` is called with the id of a process that has ended, and its exit code: the negative
-    number of a signal if one ended it. ``lost`` is called when the zygote has ended. All guest
-    processes end with the zygote.
+    number of the signal if a signal ended the process. ``lost`` is called when the zygote has
+    ended. All guest processes end with the zygote.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Launcher:
         return self._process.pid
 
     def add_vocabulary(self, number: int, vocabulary: Vocabulary) -> None:
-        """Makes a vocabulary available to later processes."""
+        """Sends a vocabulary to the zygote, for processes that are forked later."""
         memory = os.memfd_create("vocabulary", os.MFD_CLOEXEC)
         with os.fdopen(memory, "wb") as file:
             pickle.dump(vocabulary, file, pickle.HIGHEST_PROTOCOL)
@@ -89,11 +89,12 @@ class Launcher:
             self._command(("vocabulary", number, 0), [file.fileno()])
 
     def forget_vocabulary(self, number: int) -> None:
-        """Frees a vocabulary."""
+        """Makes the zygote free a vocabulary."""
         self._command(("forget", number, 0))
 
     def spawn(self, vocabulary: int) -> Spawned:
-        """Forks a process with a vocabulary. Raises UnavailableError if none can be forked."""
+        """Forks a process with a vocabulary. Raises UnavailableError if the process cannot be
+        forked."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawning = _Spawning()
         with self._lock:
@@ -153,7 +154,7 @@ class Launcher:
             with self._lock:
                 spawning = self._spawning.get(number)
             if spawning is None:
-                # The caller has given up. The process ends, because its socket is closed.
+                # The caller does not wait any more. The process ends, because its socket is closed.
                 os.close(files[0])
                 continue
             spawning.pid, spawning.pidfd = pid, files[0]

@@ -1,6 +1,6 @@
 """The messages between a worker and its guest processes.
 
-The worker decodes every answer with these types: a process that was taken over can send anything.
+The worker decodes every answer with these types: a compromised process can send any bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class HostSpec(Struct, array_like=True, frozen=True):
-    """The fields of a ``Host`` that a guest process gets."""
+    """The fields of a ``Host`` that are sent to a guest process."""
 
     request: int
     seq: int
@@ -55,8 +55,8 @@ class Prompt(Struct, array_like=True, tag="prompt"):
 
 
 class Item(Struct, array_like=True):
-    """Calls post_process if there are ``tokens``, then pre_process and mid_process while their
-    answers only continue."""
+    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, up to an
+    answer that does more than continue."""
 
     handle: int
     tokens: list[int] | None = None
@@ -65,7 +65,7 @@ class Item(Struct, array_like=True):
     """Whether only post_process is called, because the sequence has ended."""
     distributions: list[Distribution] = []
     limits: Limits | None = None
-    """The limits from now on, if they have changed."""
+    """The new limits; None if the limits have not changed."""
 
 
 class Advance(Struct, array_like=True, tag="advance"):
@@ -96,7 +96,7 @@ class Close(Struct, array_like=True, tag="close"):
 
 
 class Told(Struct, array_like=True, tag="told"):
-    """The answer to ``Asked``."""
+    """The worker's answer to an ``Asked``."""
 
     ok: bool = True
     version: int = 0
@@ -105,7 +105,7 @@ class Told(Struct, array_like=True, tag="told"):
 
 
 class Fault(Struct, array_like=True):
-    """A call that failed."""
+    """The error of a call that failed."""
 
     code: str
     message: str
@@ -133,14 +133,14 @@ class PreAnswer(Struct, array_like=True):
 
 
 class MidAnswer(Struct, array_like=True):
-    """The answer of mid_process. Its mask is in the place of the item."""
+    """The answer of mid_process. The mask is in the shared memory, at the place of the item."""
 
     action: int
     backtrack: Count = 0
     tokens: list[TokenId] = []
     masked: bool = False
     pairs: Count | None = None
-    """Pairs of the bias; None without a bias."""
+    """Number of pairs of the bias, 0 for a dense bias; None without a bias."""
     bias: bytes = b""
     shared: Count = 0
     """Bytes of a bias that follows the mask of the first item in shared memory; 0: ``bias`` has
@@ -151,7 +151,7 @@ class MidAnswer(Struct, array_like=True):
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
-    """The result of the calls of one controller. Calls that were not made have no answer.
+    """The result of the calls of one controller. The answer of a call that was not made is None.
 
     ``fault`` is the error of the call after the last answer.
     """
@@ -162,15 +162,15 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
     fault: Fault | None = None
     log: bytes = b""
     dropped: int = 0
-    """Bytes of the log that did not fit."""
+    """Number of bytes of the log that were dropped."""
     takes_drafts: bool = False
     slow: bool = False
-    """Whether the item took so long that it should run on a thread of its own."""
+    """Whether the item took so long that the next round should run on a separate thread."""
 
 
 class Done(Struct, array_like=True, tag="done"):
-    """The answer to a request. An item is None if it was usual: the controller accepted the tokens
-    and samples under the mask in the place of the item, without a log."""
+    """The answer to a request. An item is None if its round was usual: the controller accepted the
+    tokens, wrote only a mask, and logged nothing."""
 
     items: list[Outcome | None]
     cpu_s: float = 0.0

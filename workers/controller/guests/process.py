@@ -1,4 +1,4 @@
-"""A guest process as its worker sees it: channels, requests, and the watchdog."""
+"""The worker's side of a guest process: channels, requests, and the watchdog."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 log = logging.getLogger(__name__)
 
 MAX_CHANNELS = 300
-"""Maximum requests of a process at the same time. Those of a pool's waiting jobs fit."""
+"""Maximum number of simultaneous requests of a process. All waiting jobs of a pool may have a
+request."""
 GRACE_S = 1.0
 """CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
 stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
@@ -41,7 +42,7 @@ MAX_WALL_S = 60.0
 
 
 class Cause(Enum):
-    """The cause of the end of a process, for a request that it ran."""
+    """Why a process ended, from the point of view of a request that it ran."""
 
     KILLED = "killed"
     """The watchdog killed the process because of this request."""
@@ -70,25 +71,26 @@ class Guest(Protocol):
         """The limits of the sequence."""
 
     def answer(self, asked: Asked) -> Told:
-        """The answer to a question of the guest; raises TokenbusError."""
+        """Answers a question of the guest; raises TokenbusError if the question is refused."""
 
     def mark(self) -> VariablesMark | None:
-        """The variables before a call; None if the call cannot be repeated."""
+        """The state of the variables before a call; None if the call cannot be repeated."""
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Takes the outcome of a round in a batch; returns whether the round was usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was
+        usual."""
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
-        """Handles the end of the process during a batch. ``suspect``: whether a call of this
-        controller ran. ``mark``: the variables before the batch."""
+        """Handles the end of the process during a batch. ``suspect``: whether the process was
+        running this guest. ``mark``: the variables before the batch."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request that the process runs."""
+    """A request that the process is running."""
 
     limit_s: float
-    """CPU time of one item, in seconds."""
+    """CPU time limit of one item, in seconds."""
     items: int
     item: int = 0
     began_s: float = field(default_factory=time.monotonic)
@@ -97,7 +99,7 @@ class _Running:
     first_cpu_s: float | None = None
     """CPU time of the process when the request was first seen."""
     paused: bool = False
-    """Whether the process waits for an answer of this worker."""
+    """Whether the process waits for the worker's answer to a question."""
     killed: str = ""
 
 
@@ -122,13 +124,13 @@ class GuestProcess:
         """The live controllers by handle."""
         self._handles = 0
         self.dead = ""
-        """Why the process has ended; empty while it lives."""
+        """The reason why the process has ended; empty while the process runs."""
         self._killed = False
         self.last_used_s = time.monotonic()
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs."""
+        """Whether the process is running a request."""
         return bool(self._running)
 
     def new_handle(self) -> int:
@@ -139,7 +141,7 @@ class GuestProcess:
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
-        """A channel for one request; raises GuestDied."""
+        """A channel for one request. Raises GuestDied if the process has ended."""
         channel = self._take_channel()
         try:
             yield channel
@@ -153,7 +155,7 @@ class GuestProcess:
 
     def request(self, channel: Channel, request: ToGuest, limit_s: float, items: int = 1) -> Done:
         """Sends a request, answers the questions of its guests, and returns its answer. Raises
-        GuestDied. ``limit_s``: CPU time of each of its ``items``."""
+        GuestDied if the process ends. ``limit_s``: CPU time limit of each of the ``items``."""
         channel.current = 0
         running = self._running[channel] = _Running(limit_s, items)
         try:
@@ -180,7 +182,7 @@ class GuestProcess:
             self.last_used_s = time.monotonic()
 
     def watch(self, now_s: float) -> None:
-        """Kills the process if a request has used more than its time."""
+        """Kills the process if a request has exceeded its time."""
         for channel, running in list(self._running.items()):
             if running.paused:
                 continue
@@ -191,7 +193,7 @@ class GuestProcess:
                 self._check(running, now_s)
 
     def kill(self, why: str) -> None:
-        """Ends the process."""
+        """Kills the process, unless it has ended. ``why``: the reason for its other requests."""
         with self._lock:
             if self.dead:
                 return
@@ -235,7 +237,7 @@ class GuestProcess:
         if self._memory is None:
             return
         with self._lock:
-            # A process that was taken over may return more than it has.
+            # A compromised process may return more memory than it has.
             size = max(size, -self._granted)
             if self.dead:
                 raise ControllerError("controller_failed", "the process has ended")
@@ -291,7 +293,7 @@ class GuestProcess:
             self.kill(f"another call in its process was ended, because {running.killed}")
 
     def _end(self) -> None:
-        """Frees everything but the channels that threads still use."""
+        """Frees the resources of the process, except channels that threads still use."""
         with self._lock:
             channels = list(self._channels)
             granted, self._granted = self._granted, 0

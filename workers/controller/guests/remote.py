@@ -1,8 +1,8 @@
 """Controllers whose guests run in a guest process.
 
 A controller records its calls. If its process ends, the next call first repeats them in a new
-process, as a replay on another worker does. Guests decide by their inputs only, and operations on
-variables receive their recorded answers.
+process, as a replay on another worker does. The decisions of guests depend only on their inputs,
+and operations on variables receive their recorded answers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from .process import Cause, GuestDied, GuestProcess
 from .table import ProcessTable
 
 MAX_LOSSES = 2
-"""Number of processes that may crash during one call. The controller of that call is then ended."""
+"""Number of processes that may crash during one call. After this number, the controller of the call
+ends."""
 MAX_TRIES = 10
-"""Number of processes in which one call is tried."""
+"""Maximum number of processes in which one call is tried."""
 LOAD_S = 10.0
-"""CPU time in which a process may load a module, in seconds."""
+"""CPU time limit of loading a module, in seconds."""
 MAX_REPEATED = 64
-"""Rounds that a replay repeats in one request."""
+"""Maximum number of rounds that a replay repeats in one request."""
 
 
 class Place(NamedTuple):
@@ -63,7 +64,7 @@ class Place(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """The beginning of a sequence."""
+    """The creation or the fork of a controller, as a recorded call."""
 
     host: Host
 
@@ -73,7 +74,7 @@ _Event: TypeAlias = "_Begun | Prompt | Item | Mid | array.array[int]"
 
 
 class RemoteController:
-    """The controller of one sequence (``interface.Controller``)."""
+    """The controller of one sequence, whose guest runs in a guest process."""
 
     def __init__(self, place: Place, host: Host, events: list[_Event] | None = None) -> None:
         """``events``: the recorded calls of the sequence that is forked."""
@@ -84,39 +85,41 @@ class RemoteController:
         self._process: GuestProcess | None = None
         self._handle = 0
         self._variables = host.variables
-        """The variables for the questions of the guest: the host's, or in a replay a copy."""
+        """The variables for the questions of the guest: those of the host, or a copy during a
+        replay."""
         self._limits = host.limits
-        """The limits that the guest has."""
+        """The limits that were last sent to the guest."""
         self._ahead: deque[Answer | TokenbusError] = deque()
         self._ahead_mask = b""
         self._ending = self._asks = self._slow = self._waits = False
         self._fault: ControllerError | None = None
-        """The reason why the sequence ends at its next call."""
+        """The error with which the sequence ends at its next call."""
         self._losses = 0
         self.takes_drafts = False
 
     # --- interface.Controller -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Creates the guest; raises TokenbusError."""
+        """Creates the guest. Raises TokenbusError if the creation fails."""
         limit_s = 3 * self._host.limits.init_s
         self._run(lambda: Begin(self._handle, self._place.module, spec(self._host)), limit_s, True)
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As ``interface.Controller`` says."""
+        """Calls init_prompt of the guest."""
         tokens = list(prompt)
         outcome = self._run(lambda: Prompt(self._handle, tokens), self._host.limits.init_s)
         self._events.append(Prompt(0, tokens))
         self.takes_drafts = outcome.takes_drafts
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """The answer of pre_process, which may have been computed with an earlier call."""
         if not self._ahead:
             self._advance(Item(0))
         return self._next()
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """As ``interface.Controller`` says."""
+        """The answer and the mask of mid_process, which may have been computed with an earlier
+        call."""
         if not self._ahead:
             group = list(fork_group)
             self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
@@ -128,23 +131,24 @@ class RemoteController:
         return answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """As ``interface.Controller`` says. The calls that usually follow are made too."""
+        """Also makes the calls that usually follow, and stores their answers
+        (``interface.Controller``)."""
         if not self._ahead:
             distributions = list(self._host.distributions)
             self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))
         return self._next()
 
     def ends(self) -> None:
-        """As ``interface.DecidesAhead`` says."""
+        """Records that the next post_process is the last call."""
         self._ending = True
 
     @property
     def has_decided(self) -> bool:
-        """As ``interface.DecidesAhead`` says."""
+        """Whether the answer of the next call is stored."""
         return bool(self._ahead)
 
     def fork(self, host: Host) -> RemoteController:
-        """As ``interface.Controller`` says."""
+        """Copies the controller and its guest for the sequence of ``host``."""
         child = RemoteController(self._place, host, self._events)
         child.takes_drafts = self.takes_drafts
         child._asks, child._slow, child._waits = self._asks, self._slow, self._waits
@@ -162,7 +166,7 @@ class RemoteController:
         return child
 
     def close(self) -> None:
-        """As ``interface.Controller`` says."""
+        """Frees the guest, if its process runs."""
         process, self._process = self._process, None
         if process is None or process.controllers.pop(self._handle, None) is None:
             return
@@ -174,13 +178,14 @@ class RemoteController:
 
     @property
     def limits(self) -> Limits:
-        """As ``process.Guest`` says."""
+        """The limits of the sequence."""
         return self._host.limits
 
     # --- interface.Batched ----------------------------------------------------------------------
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """As ``interface.Batched`` says."""
+        """The batch of the process and the number of the guest there; None if the round after
+        ``token`` may not be usual."""
         process = self._process
         alone = self._slow or self._asks or self._waits or self._fault is not None or self._losses
         if process is None or process.dead or alone:
@@ -190,14 +195,14 @@ class RemoteController:
         return ProcessBatch(process), self._handle
 
     def batched(self, token: int) -> None:
-        """As ``interface.Batched`` says; ``ProcessBatch`` has recorded the call."""
+        """Does nothing, because ``ProcessBatch`` has recorded the round."""
 
     # --- the guest's side -----------------------------------------------------------------------
 
     def answer(self, asked: Asked) -> Told:
-        """As ``process.Guest`` says."""
+        """Answers a question of the guest; raises TokenbusError if the question is refused."""
         variables = self._variables
-        # The other sequences of a batch would wait for the state worker too.
+        # In a batch, the other sequences would also wait for the state worker.
         self._waits = True
         if asked.what == "get":
             stored = variables.get(asked.name)
@@ -209,7 +214,7 @@ class RemoteController:
         return Told(written.ok, written.version, written.value)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """As ``process.Guest`` says."""
+        """Records a round that ran in a batch, and its outcome; returns whether it was usual."""
         self._record(Item(0, [token]))
         if outcome is None:
             return True
@@ -217,13 +222,14 @@ class RemoteController:
         return False
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
-        """As ``process.Guest`` says."""
+        """Restores the variables of ``mark``. Counts the end of the process if ``suspect`` is
+        true."""
         self._rewind(mark)
         if suspect:
             self._note(died)
 
     def mark(self) -> VariablesMark | None:
-        """As ``process.Guest`` says."""
+        """The state of the variables before a call; None if the call cannot be repeated."""
         variables = self._host.variables
         return variables.mark() if isinstance(variables, SequenceVariables) else None
 
@@ -242,7 +248,7 @@ class RemoteController:
         self._take(outcome)
 
     def _record(self, item: Item) -> None:
-        """Records a round. Rounds of one sampled token take four bytes."""
+        """Records a round. A round of one sampled token takes four bytes."""
         if item != Item(0, item.tokens) or item.tokens is None or len(item.tokens) != 1:
             self._events.append(item)
             return
@@ -253,8 +259,8 @@ class RemoteController:
             self._events.append(array.array("I", item.tokens))
 
     def _run(self, request: Callable[[], ToGuest], limit_s: float, first: bool = False) -> Outcome:
-        """Makes a call, in a new process if the old one has ended. Raises TokenbusError for the
-        fault of a call that has no answers."""
+        """Makes a call, in a new process if the old process has ended. Raises TokenbusError if the
+        call fails before its first answer."""
         mark = self.mark()
         for _ in range(MAX_TRIES):
             if self._fault is not None:
@@ -311,7 +317,7 @@ class RemoteController:
         return 4 * -(-self._host.vocabulary.size // 32)
 
     def _take(self, outcome: Outcome, mask: memoryview | None = None) -> None:
-        """Stores the answers of an outcome for the calls that ask for them."""
+        """Stores the answers of an outcome, which later calls return."""
         if mask is not None:
             self._log(outcome)
             if outcome.mid is not None and outcome.mid.masked:
@@ -320,8 +326,8 @@ class RemoteController:
         try:
             self._ahead += answers_of(outcome, self._host.vocabulary.size)
         except (ValueError, TokenbusError) as error:
-            # The guest's runtime checks all this, so that only a process that was taken over
-            # sends such answers.
+            # The guest's runtime checks these values, so only a compromised process sends such
+            # answers.
             text = f"its process sent an answer that is not valid: {error}"
             self._ahead.append(ControllerError(Code.CONTROLLER_FAILED, text))
 
@@ -340,7 +346,8 @@ class RemoteController:
     # --- replay ---------------------------------------------------------------------------------
 
     def _home(self, first: bool) -> GuestProcess:
-        """The process of the guest. After its end, a new one in which all calls were repeated."""
+        """The process of the guest. If that process has ended, a new process in which all calls
+        were repeated."""
         process = self._process
         if process is not None and not process.dead:
             return process
@@ -383,7 +390,7 @@ class RemoteController:
                             raise item.fault.error()
         finally:
             self._variables = self._host.variables
-        # The guest has the limits of a replay.
+        # The guest still has the limits of the replay.
         self._limits = replayed_limits(self._host.limits)
 
     def _requests(self, process: GuestProcess, event: _Event) -> list[tuple[ToGuest, float]]:
@@ -416,7 +423,7 @@ class RemoteController:
 
 
 def spec(host: Host, limits: Limits | None = None) -> HostSpec:
-    """The fields of a host that its guest process gets."""
+    """The fields of a host that are sent to the guest process."""
     return HostSpec(
         host.request,
         host.seq,

@@ -1,7 +1,7 @@
 """The rights that a guest process gives up before it runs code of clients.
 
-Each layer is independent of the others. A layer that the system does not have is reported, and the
-others hold. System calls are refused by ``system_calls.py``.
+The layers are independent of each other. A layer that the system does not have is reported, and the
+other layers still apply. System calls are refused by ``system_calls.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .system_calls import ARCHITECTURE, program
 MAX_FILES = 1024
 """Maximum descriptors of a guest process. Each channel has two."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a file. wasmtime keeps the initial memory of a module in a file in memory."""
+"""Maximum bytes of a file. wasmtime stores the initial memory of a module in a file in memory."""
 
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22
@@ -31,15 +31,16 @@ _LANDLOCK_CREATE_RULESET = 444
 _LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_VERSION = 1
 _LANDLOCK_FILES = (0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
-"""By version of landlock, from 1 on: all rights to files, as bits."""
+"""All rights to files, as bits, for each version of landlock from 1 on."""
 _LANDLOCK_NET, _LANDLOCK_SCOPES = 3, 3
-"""From version 4: TCP connections. From version 6: abstract Unix sockets and signals."""
+"""Rights to TCP connections (from version 4), and to abstract Unix sockets and signals (from
+version 6), as bits."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def isolate_network() -> list[str]:
-    """Moves this process, and later forks of it, to an empty network. Called by its only thread.
+    """Moves this process and its later forks to an empty network. Called by its only thread.
     Returns the layers that are missing."""
     if not _libc.unshare(_CLONE_NEWNET | _CLONE_NEWIPC):
         return []
@@ -51,7 +52,7 @@ def isolate_network() -> list[str]:
 def drop_rights(memory_bytes: int = resource.RLIM_INFINITY) -> list[str]:
     """Gives up the rights of this process. Called by its only thread. Returns the layers that are
     missing. ``memory_bytes``: memory that the process may write to, without shared files."""
-    # wasmtime reserves 4 GiB of addresses for each memory, so that RLIMIT_AS would not fit.
+    # wasmtime reserves 4 GiB of addresses for each memory, so RLIMIT_AS would be too small.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
@@ -61,7 +62,7 @@ def drop_rights(memory_bytes: int = resource.RLIM_INFINITY) -> list[str]:
 
 
 def _not_dumpable() -> str:
-    """Other processes of the same user cannot read the memory of this one."""
+    """Prevents other processes of the same user from reading the memory of this process."""
     failed = _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     return _missing("PR_SET_DUMPABLE") if failed else ""
 
@@ -72,7 +73,8 @@ def _no_new_privileges() -> str:
 
 
 def _landlock() -> str:
-    """No file can be opened or changed, and no connection made."""
+    """Makes landlock refuse the opening and changing of files, TCP connections, and signals to
+    other processes."""
     call = _libc.syscall
     version = call(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     if version < 1:
@@ -95,7 +97,7 @@ def _landlock() -> str:
 
 
 def _seccomp() -> str:
-    """System calls other than those in ``system_calls.py`` fail with EPERM."""
+    """Makes system calls fail with EPERM, except those in ``system_calls.py``."""
     if not ARCHITECTURE:
         return "seccomp (no list of system calls for this architecture)"
     code = program(os.getpid())

@@ -1,4 +1,4 @@
-"""The runtime that runs the modules of each tenant in a process of the tenant's own."""
+"""The runtime that runs the modules of each tenant in a separate process."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from .table import ProcessTable
 
 
 class ProcessRuntime:
-    """Runs guests in guest processes (``runtime.GuestRuntime``)."""
+    """Runs guests in guest processes, one for each tenant (``runtime.GuestRuntime``)."""
 
     def __init__(self, limits: Limits, max_processes: int) -> None:
         self.table = ProcessTable(limits, max_processes)
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
-        """As ``runtime.GuestRuntime`` says."""
+        """The program of a tenant's module, which ``load`` reads."""
         return RemoteProgram(Place(self.table, tenant, module, load))
 
     def tick(self) -> None:
-        """As ``runtime.GuestRuntime`` says."""
+        """Checks the time limits of requests, and ends idle processes."""
         self.table.tick()
 
     def series(self) -> list[Series]:
-        """As ``runtime.GuestRuntime`` says."""
+        """The metrics of the processes."""
         return self.table.series()
 
     def close(self) -> None:
-        """As ``runtime.GuestRuntime`` says."""
+        """Ends all processes."""
         self.table.close()
 
 
 class RemoteProgram:
-    """A module of a tenant."""
+    """The program of a tenant's module."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def start(self, host: Host) -> Controller:
-        """A controller in the tenant's process; raises TokenbusError."""
+        """Creates a controller in the tenant's process. Raises TokenbusError if the creation
+        fails."""
         self._place.table.deaths.check(self._place.module)
         controller = RemoteController(self._place, host)
         try:

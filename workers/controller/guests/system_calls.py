@@ -1,7 +1,7 @@
 """The system calls of a guest process, and the seccomp program that refuses all others.
 
-The list is the whole interface between a guest process and the kernel. A process that was taken
-over cannot open files or sockets, start programs, send signals to others or read their memory.
+The list is the whole interface between a guest process and the kernel. A compromised process cannot
+open files or sockets, start programs, send signals to other processes or read their memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import struct
 
 ALLOWED = {
-    # Waiting for and answering the worker.
+    # Calls that wait for the worker and answer it.
     "poll": (7, None),
     "ppoll": (271, 73),
     "read": (0, 63),

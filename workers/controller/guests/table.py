@@ -21,20 +21,21 @@ from .process import GuestProcess
 log = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""Time without controllers after which a process ends, in seconds."""
+"""Time without controllers and requests after which a process ends, in seconds."""
 KEEP_S = 1.0
-"""Time since its last call for which a process with controllers is not ended to make room."""
+"""Minimum time, in seconds, between the last call of a process with controllers and its end to make
+room."""
 MAX_DEATHS = 3
-"""Sequences of a module that ended with their processes within ``DEATHS_S``, after which the module
-is refused."""
+"""Number of sequences of a module that killed their process within ``DEATHS_S`` seconds, after
+which the module is refused."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
-"""The tenant, and the number of the vocabulary."""
+"""The tenant of a process, and the number of its vocabulary."""
 
 
 class Deaths:
-    """The sequences that were ended because of the death of their process, by module.
+    """The times at which sequences ended because they killed their process, by module.
     Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,14 +44,14 @@ class Deaths:
         self._times: dict[str, deque[float]] = {}
 
     def add(self, module: str) -> None:
-        """Counts a death."""
+        """Records that a sequence of a module killed its process."""
         with self._lock:
             self._forget()
             times = self._times.setdefault(module, deque(maxlen=MAX_DEATHS))
             times.append(self._clock())
 
     def check(self, module: str) -> None:
-        """Raises ControllerError if a module is refused at present."""
+        """Raises ControllerError while a module is refused."""
         with self._lock:
             self._forget()
             times = self._times.get(module, deque())
@@ -75,17 +76,18 @@ class Deaths:
 
 
 class _Known(NamedTuple):
-    """A vocabulary that the launcher has."""
+    """A vocabulary that the launcher has sent to the zygote."""
 
     number: int
     vocabulary: ReferenceType[Vocabulary]
 
 
 class ProcessTable:
-    """The processes. Thread-safe.
+    """The guest processes of a worker. Thread-safe.
 
-    At most ``max_processes`` live. If another one is needed, the process whose last call is longest
-    ago ends. Its controllers are repeated in a new process at their next calls.
+    At most ``max_processes`` processes run. If another process is needed, a process without
+    controllers ends, or else the least recently used process. Its controllers are repeated in a new
+    process at their next calls.
     """
 
     def __init__(self, limits: Limits, max_processes: int) -> None:
@@ -94,16 +96,16 @@ class ProcessTable:
         self.deaths = Deaths()
         self._lock = threading.Lock()
         self._spawning = threading.Lock()
-        """Held while a process is started."""
+        """The lock that is held while a process is started."""
         self._processes: dict[_Key, GuestProcess] = {}
         self._known: dict[int, _Known] = {}
-        """By id of a vocabulary."""
+        """The vocabularies that the zygote has, by the id of the Python object."""
         self._numbers = 0
         self._launcher = self._launch()
 
     def take(self, tenant: str, host: Host) -> GuestProcess:
-        """The process of a tenant, which is started if necessary. Raises UnavailableError if it
-        cannot be started now."""
+        """The process of a tenant, which is started if necessary. Raises UnavailableError if the
+        process cannot be started now."""
         with freeing_slot():
             self._spawning.acquire()
         try:
@@ -123,7 +125,7 @@ class ProcessTable:
             self._spawning.release()
 
     def tick(self) -> None:
-        """Ends requests that use too much time, and idle processes."""
+        """Kills processes whose requests use too much time, and processes that are idle."""
         now_s = time.monotonic()
         with self._lock:
             processes = list(self._processes.values())
@@ -134,11 +136,11 @@ class ProcessTable:
                 self._retire(process, "it was idle")
 
     def series(self) -> list[Series]:
-        """The metrics."""
+        """The metrics of the processes."""
         return [Series("num_guest_processes", {}, len(self._processes))]
 
     def pids(self) -> list[int]:
-        """The ids of the processes."""
+        """The ids of the running processes."""
         with self._lock:
             return [process.pid for process in self._processes.values()]
 
@@ -171,11 +173,12 @@ class ProcessTable:
         return self._numbers
 
     def _make_room(self) -> None:
-        """Ends a process if there are too many. Raises UnavailableError if all of them run."""
+        """Ends a process if ``max_processes`` are running. Raises UnavailableError if all of them
+        are in use."""
         with self._lock:
             if len(self._processes) < self._max:
                 return
-            # A process without controllers goes first.
+            # Processes without controllers are first.
             unused = [each for each in self._processes.values() if not each.busy]
             unused.sort(key=lambda each: (bool(each.controllers), each.last_used_s))
         recent_s = time.monotonic() - KEEP_S

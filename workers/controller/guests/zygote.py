@@ -1,8 +1,9 @@
 """The zygote: the warm parent from which guest processes are forked.
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR LIMITS`` reads commands from the
-socket DESCRIPTOR. The process has one thread, because a fork copies no others. Its vocabularies,
-its engine and the libraries are shared with the guest processes until one of them writes a page.
+socket DESCRIPTOR. The process has one thread, because a fork copies only the thread that calls it.
+Its vocabularies, its engine and the libraries are shared with the guest processes until one of them
+writes a page.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from .rights import drop_rights, isolate_network
 
 MEMORY_PART = 2
 """A guest process may have 1 / MEMORY_PART of the machine's memory. The shares of tenants bound
-guests earlier; this bound also holds for a process that was taken over."""
+guests earlier; this bound also applies to a compromised process."""
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
 
 class Zygote:
-    """The commands of the worker."""
+    """Handles the commands of the worker."""
 
     def __init__(self, control: socket.socket, limits: Limits) -> None:
         self._control = control
@@ -47,7 +48,7 @@ class Zygote:
         self._vocabularies: dict[int, Vocabulary] = {}
 
     def report_layers(self) -> None:
-        """Reports to the worker which layers of isolation are missing."""
+        """Reports the missing layers of isolation to the worker."""
         missing = isolate_network()
         read, write = os.pipe()
         if not os.fork():
@@ -63,7 +64,7 @@ class Zygote:
         self._control.send(msgspec.json.encode(("layers", 0, 0, text)))
 
     def run(self) -> None:
-        """Serves until the worker closes the socket."""
+        """Handles commands until the worker closes the socket."""
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -79,7 +80,7 @@ class Zygote:
                 return
 
     def _command(self) -> bool:
-        """Handles a command; returns whether the worker lives."""
+        """Handles a command; returns False if the worker has closed the socket."""
         try:
             body, files, _, _ = socket.recv_fds(self._control, 4096, 1)
         except ConnectionResetError:
@@ -114,7 +115,7 @@ class Zygote:
             os.close(pidfd)
 
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
-        """Runs the new process."""
+        """Runs a guest process in the new fork."""
         try:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
