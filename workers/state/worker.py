@@ -85,9 +85,9 @@ class StateWorker:
         which its operations came, or all links for a request that was restored from the log. A
         request that has moved to another broker is also reported as ended by its first broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, and when this began, in seconds of the
-        monotonic clock. The earliest time is first. An operation of such a request may still come
-        over another link."""
+        """Requests that no broker is known to have, each with the time since when, in seconds of
+        the monotonic clock. The earliest time is first. An operation of such a request may still
+        come over another link."""
         self._ops = 0
         self._stop_reason = ""
 

@@ -26,8 +26,9 @@ MAX_SEQ = 2**32 - 1
 class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """The result of a step for one sequence: a token, the end of the sequence, or both.
 
-    An output is the entry that clients receive. The engine does not have the streams of requests:
-    ``LiveStreams`` sets ``stream_id``, and clears the fields that clients do not receive.
+    An output is the entry that clients receive. The engine does not know the streams of requests,
+    so ``LiveStreams`` sets ``stream_id``. ``LiveStreams`` also clears the fields that clients do
+    not receive.
     """
 
     request: int = 0
@@ -44,7 +45,7 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
         logprob: float | None = None,
         reason: FinishReason | None = None,
     ) -> Self:
-        """An output at the end of a sequence."""
+        """An output for the last token of a sequence, or for its end."""
         return cls(
             token=token,
             stream_id=0,

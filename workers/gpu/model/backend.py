@@ -19,10 +19,10 @@ class ForwardBackend(ABC):
     why_no_graphs = ""
     """Why CUDA graphs cannot capture ``compute``; empty if they can."""
     why_no_kernels = ""
-    """Why the Triton kernels do not compute the layers; empty if they do."""
+    """The reason why the Triton kernels do not compute the layers; empty if they do."""
     why_not_exact = "the kernels of its device were not compared in batches of all sizes"
-    """Why a row's logits may depend on the other rows of a step; empty if they do not, to the last
-    bit."""
+    """The reason why a row's logits may depend on the other rows of a step; empty if their bits do
+    not."""
     num_graphs = 0
     """The number of batch sizes that have a CUDA graph."""
 

@@ -19,7 +19,7 @@ from ..engine.sequence import Sequence, TokenColumns
 from .streams import ROW, Form, Stream, TokenMessage
 
 _ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
-"""``ROW`` as a dtype."""
+"""The fields of ``ROW`` as a NumPy type."""
 MAX_STEPS = 16
 """Maximum number of steps whose rows are stored in one pass over the streams."""
 
@@ -106,7 +106,7 @@ class Recipients:
 
     def settle(self) -> None:
         """Stores the rows of the last steps, and their time, for the streams. Must be called before
-        these are read, and before other entries of the streams are stored."""
+        the rows of the streams are read, and before other entries of the streams are stored."""
         steps, self._steps = self._steps, 0
         if steps:
             rows = np.ascontiguousarray(self._block[:, :steps]).view((np.void, steps * ROW.size))

@@ -1,8 +1,8 @@
 /* Attention of the tokens of a step over keys and values in blocks, which are read in place.
  *
- * The scores of a query are added up in one order, and so are its weighted values: in the order of
- * the positions. So the result of a token does not depend on the other tokens of the step, on the
- * size of the blocks or on the number of threads, to the last bit. */
+ * The scores of a query and its weighted values are added up in the order of the positions. The
+ * bits of a token's result do not depend on the other tokens of the step, on the size of the blocks
+ * or on the number of threads. */
 
 #ifndef TOKENBUS_ATTENTION_H
 #define TOKENBUS_ATTENTION_H
@@ -42,7 +42,7 @@ static int64_t find_runs(const Step *step, int64_t *runs) {
     return count;
 }
 
-/* Softmax: turns scores into weights whose sum is 1. */
+/* Softmax: replaces scores by weights whose sum is 1. */
 static void softmax(float *scores, int64_t count) {
     float greatest = -INFINITY, total = 0;
     Vector most_of = all(-INFINITY), total_of = {0};

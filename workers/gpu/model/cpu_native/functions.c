@@ -1,4 +1,4 @@
-/* Single operations of a forward, with the bits that decode.c gives them. */
+/* Single operations of a forward, whose results have the same bits as in decode.c. */
 
 #include <stdlib.h>
 

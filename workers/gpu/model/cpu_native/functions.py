@@ -1,7 +1,7 @@
-"""The operations of the native forward for a plain forward of a transformers model on a CPU.
+"""Replaces operations of a transformers model by those of the native forward, on a CPU.
 
-A trainer that computes a whole text with these products, norms, activations and attention gets the
-log-probabilities of the worker's stream, to the last bit. The functions have no gradients.
+A trainer that computes a whole text with these operations gets the log-probabilities of the
+worker's stream, to the last bit. The functions have no gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def exact_functions(model: Any) -> Iterator[None]:
 
 
 def _declared() -> CDLL:
-    """The native code, with the types of its functions."""
+    """The native library, after the types of its functions were declared."""
     native = library()
     if native is None:
         raise Unsupported("no native code was compiled for this machine")

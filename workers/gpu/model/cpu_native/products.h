@@ -1,8 +1,8 @@
 /* Products of rows with a matrix of weights, in float32.
  *
  * For any number of rows, an output is summed up in the same order: a vector of sums along its
- * weights, then its lanes, two neighbours at a time. So the result of a row does not depend on the
- * other rows, to the last bit. */
+ * weights, then its lanes, two neighbours at a time. The bits of a row's result do not depend on
+ * the other rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
@@ -23,10 +23,11 @@ enum {
     MAX_SUMS = 16,                 /* Maximum number of sums: of a tile, or LANES. */
     FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
     LINE = 16,                      /* Floats of a line of the processor's cache. */
-    PART_FLOATS = 1 << 13, /* Approximate number of weights of a part of a product, */
-    MANY_PARTS = 64,       /* except that a product has at most about this number. */
-    PANEL_FLOATS = 1 << 16, /* Floats of the rows of x that are multiplied with each part before the */
-    MIN_PANEL = 64,         /* next rows: a part of the second cache. The least number of rows. */
+    PART_FLOATS = 1 << 13,  /* Approximate number of weights of a part of a product. */
+    MANY_PARTS = 64,        /* Approximate maximum number of parts of a product. */
+    PANEL_FLOATS = 1 << 16, /* Floats of the rows of x that are multiplied with each part before the
+                             * next rows. They occupy a fraction of the second cache. */
+    MIN_PANEL = 64,         /* Minimum number of these rows. */
 };
 
 /* The weights to prefetch: for each vector of a tile, `vectors` vectors are fetched. */
