@@ -1,4 +1,4 @@
-"""Ends the workers in a Ray cluster whose system does not run any more."""
+"""Ends the workers in a Ray cluster whose system is not running any more."""
 
 from __future__ import annotations
 

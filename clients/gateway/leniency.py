@@ -1,9 +1,10 @@
 """Decides which fields of a request have no effect, and which fields are refused.
 
-Programs send more than this gateway implements. By default, an unknown field at the top level has
-no effect and is named in the header ``x-tokenbus-ignored``; unknown fields inside it are dropped. A
-list leaves out elements of an unknown ``type``, such as hosted tools, and the header names them.
-With the setting ``strict_fields``, both are refused, except fields in ``WITHOUT_EFFECT``.
+Programs send fields that this gateway does not implement. By default, the header
+``x-tokenbus-ignored`` names unknown fields at the top level, and unknown fields at deeper levels
+are dropped. Elements of an unknown ``type``, such as hosted tools, are left out of lists, and the
+header names these elements. With the setting ``strict_fields``, unknown fields and elements are
+refused, except fields in ``WITHOUT_EFFECT``.
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ _ANTHROPIC = {
     "input_examples",
     "strict",
 }
-"""Prefixes of prompts are always cached, and schemas are always enforced."""
+"""Fields of Anthropic's interface. ``cache_control`` has no effect, because prefixes are always
+cached."""
 WITHOUT_EFFECT = frozenset(_OPENAI | _SENT_BACK | _ANTHROPIC)
-"""Fields of other servers that never change an answer here. ``strict_fields`` accepts them."""
+"""Fields of other servers that never change an answer of this gateway. ``strict_fields`` accepts
+them."""
 CHANGES_ANSWER = {
     "prompt": "prompts are not stored; send the messages",
     "prompt_embeds": "prompts are text or token ids",
@@ -83,7 +86,8 @@ REFERENCES = frozenset({"item_reference"})
 
 
 class Ignored:
-    """Names the parts of one request that have no effect, or refuses them."""
+    """Collects the names of the parts of one request that have no effect, or refuses these
+    parts."""
 
     def __init__(self, strict: bool = False, accepted: frozenset[str] = WITHOUT_EFFECT) -> None:
         """``strict``: unknown fields are refused, except those in ``accepted``."""
@@ -92,12 +96,12 @@ class Ignored:
         self.names: dict[str, None] = {}
 
     def add(self, name: str) -> None:
-        """Names a field that has no effect."""
+        """Records a field that has no effect."""
         self.names[name] = None
 
     def leave_out(self, name: str, message: str) -> None:
-        """Names a part that is left out. Raises ApiError 400 with ``message`` under
-        ``strict_fields``."""
+        """Records a part that is left out. With ``strict_fields``, raises ApiError 400 with
+        ``message``."""
         if self.strict:
             raise invalid_field(name, message)
         self.add(name)
@@ -112,7 +116,7 @@ class Ignored:
 
 
 def _printable(name: str) -> str:
-    """A name as the value of a header. A client has chosen its characters."""
+    """A name with only those characters that a header may have. The client chose the name."""
     shown = name[:MAX_NAME_CHARS].encode("ascii", "backslashreplace").decode()
     return "".join(c if " " <= c <= "~" and c != "," else "?" for c in shown)
 
@@ -160,7 +164,8 @@ def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
-    """A value without its unknown elements and fields. ``path`` is its place in the body."""
+    """A value without its unknown elements and fields. ``path``: the place of the value in the
+    body."""
     if isinstance(value, float) and value.is_integer():
         kinds = {type(one) for one in _kinds(kind)}
         return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
@@ -234,7 +239,7 @@ def _kinds(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 
 def _anywhere(place: str) -> str:
-    """A place without the numbers of elements: ``messages[].id``."""
+    """A place without the indices of elements, for example ``messages[].id``."""
     return re.sub(r"\[\d+\]", "[]", place)
 
 

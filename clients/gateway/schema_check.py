@@ -24,7 +24,7 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
         for error in validator.iter_errors(value):
             failed = {*error.absolute_schema_path, error.validator} & checked.keys()
             checked |= dict.fromkeys(failed, "failed")
-    except Exception:  # A schema of a client raises errors of several packages.
+    except Exception:  # The schema of a client can cause errors of several packages.
         return dict.fromkeys(keywords, "not checked")
     finally:
         # The patterns of clients would otherwise stay in the memory of the process.

@@ -152,7 +152,8 @@ class GrowingMessage:
 
 
 def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
-    """The block of a part. ``empty``: the block is as it was at its beginning."""
+    """The block of a part. ``empty``: without the text and input of the part, as at the beginning
+    of the block."""
     match part:
         case Text(text):
             return TextAnswer("" if empty else text)

@@ -1,5 +1,5 @@
-"""Conversations and answers, which every interface translates to and from.
+"""The conversations and answers to which every HTTP interface translates its messages.
 
 A conversation has turns, and a turn has parts. The chat template renders a conversation to a
-prompt. An answer is a list of parts again, so that it can become a turn of the next request.
+prompt. An answer is a list of parts too, so that it can become a turn of the next request.
 """

@@ -1,4 +1,4 @@
-"""Assembles the parts of an answer while it grows."""
+"""Assembles the parts of an answer while its text arrives."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ AnswerPart = Text | Thinking | Call
 
 
 class Piece(NamedTuple):
-    """A change of an answer: more text of one part."""
+    """A change of an answer: a new part, or more text of a part."""
 
     place: int
     """The place of the part in the answer."""
     part: AnswerPart
-    """The part, which may have grown further since."""
+    """The part, which may have received more text since this change."""
     text: str
     """The new text of the part. A call begins with an empty text; its arguments follow."""
     begins: bool
     """Whether the part is new."""
     number: int
-    """The number of calls before this part."""
+    """Number of calls before this part."""
 
 
 def entry_text(form: AnswerForm | None, entry: Token, text: str | None = None) -> str:
@@ -38,7 +38,7 @@ def entry_text(form: AnswerForm | None, entry: Token, text: str | None = None) -
 
 
 class Answer:
-    """The parts of one sequence. Each method returns the changes that it makes."""
+    """The parts of one sequence. ``feed`` and ``end`` return the changes that they make."""
 
     def __init__(self, form: AnswerForm | None, call_prefix: str = "call_") -> None:
         """``form``: the form of the answer; None: the answer is one text. ``call_prefix``: the

@@ -1,4 +1,4 @@
-"""The constraint of an answer, and the receipt that reports how it was held."""
+"""The constraint of an answer, and the receipt that reports how the constraint was enforced."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ class Constraint:
 
 
 def json_object(name: str) -> Constraint:
-    """Any JSON object. ``name`` is the field that requested it."""
+    """The constraint of any JSON object. ``name``: the field that requested the constraint."""
     return Constraint("json_object", "json_schema", {"type": "object"}, name)
 
 
 def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constraint:
-    """A value that ``schema`` allows; without a schema, any object."""
+    """The constraint of a value that ``schema`` allows; without a schema, of any object."""
     arg = {"type": "object"} if schema is None else schema
     return Constraint("json_schema", "json_schema", arg, name, bool(strict))
 
 
 class Receipt(Struct, kw_only=True, omit_defaults=True):
-    """``tokenbus`` of an answer: the enforced constraint, and the report of its controller."""
+    """The field ``tokenbus`` of an answer: the enforced constraint, and the report of its
+    controller."""
 
     constraint: str | None = None
     """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
@@ -47,7 +48,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """The keywords of schemas that masks did not enforce. The finished text was checked instead."""
+    """The outcome of each keyword that masks did not enforce. The finished text was checked
+    instead."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """Arranges the turns of a conversation for templates that refuse their order.
 
-Agents send a system message in the middle, several of them, or two messages of one role in a row.
-Many templates refuse this. A conversation is rendered as it is first. If the template refuses it,
-its turns are arranged in two steps; the second step follows only if the template refuses the first.
+Agents send a system message in the middle, several system messages, or consecutive messages of one
+role. Many templates refuse this. A conversation is first rendered unchanged. If the template
+refuses its order, the turns are arranged in two steps; the second step follows only if the template
+refuses the first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ BREAK = "\n\n"
 
 
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """The turns as they are, with one system message at the beginning, and without one."""
+    """Yields the turns unchanged, then with one system message at the beginning, then without a
+    system message. Leaves out an arrangement that equals the previous one."""
     given = list(turns)
     yield given
     merged = _merged(_hoisted(given))
@@ -29,13 +31,12 @@ def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 def without_developers(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, in which the developer's messages are system messages."""
+    """The turns with system messages in place of developer messages."""
     return [_as(turn, "system") if turn.role == "developer" else turn for turn in turns]
 
 
 def _hoisted(turns: list[Turn]) -> list[Turn]:
-    """The turns after one system message, which has the text of all system and developer
-    messages."""
+    """One turn with the text of all system and developer messages, and then the other turns."""
     system = [turn for turn in turns if turn.role in ("system", "developer")]
     others = [turn for turn in turns if turn.role in ("user", "assistant")]
     if not system:
@@ -45,8 +46,8 @@ def _hoisted(turns: list[Turn]) -> list[Turn]:
 
 
 def _merged(turns: list[Turn]) -> list[Turn]:
-    """The turns, of which those of one role in a row are one. The results of calls stay before the
-    texts that follow them."""
+    """The turns after consecutive turns of one role were joined. The results of calls stay before
+    the texts that follow them."""
     rows: list[list[Turn]] = []
     for turn in turns:
         if rows and rows[-1][0].role == turn.role and not of_kind(turn.parts, Result):
@@ -69,8 +70,8 @@ def _one(row: list[Turn]) -> Turn:
 
 
 def _folded(turns: list[Turn]) -> list[Turn]:
-    """The turns, whose system message is the beginning of the user's first message. A user's text
-    after the results of calls is the end of the last result."""
+    """The turns with a user's turn in place of the system message. A user's text after the results
+    of calls becomes the end of the last result."""
     system = [turn for turn in turns[:1] if turn.role in ("system", "developer")]
     others = [_in_result(turn) for turn in turns[len(system) :]]
     users = [_as(turn, "user") for turn in system]

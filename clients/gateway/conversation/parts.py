@@ -43,9 +43,9 @@ class Result:
     call_id: str
     parts: Sequence[Text]
     name: str | None = None
-    """The name of the called function; None: the name in the call."""
+    """The name of the called function; None: the name is that of the call."""
     failed: bool = False
-    """Whether the call failed. If so, the model reads ``Error: `` before the text."""
+    """Whether the call failed. The text of a failed call begins with ``Error: `` in the prompt."""
 
 
 Part = Text | Thinking | Call | Result
@@ -54,7 +54,7 @@ Role = Literal["system", "developer", "user", "assistant"]
 
 @dataclass
 class Turn:
-    """A message. The results of calls are parts of a user's turn."""
+    """A message of a conversation. The results of calls are parts of a user's turn."""
 
     role: Role
     parts: list[Part]
@@ -64,7 +64,7 @@ class Turn:
 
 @dataclass
 class Rendering:
-    """The variables of a chat template besides the messages and tools."""
+    """The variables of a chat template, except the messages and tools."""
 
     chat_template: str | None = None
     """A Jinja template that replaces the model's template."""
@@ -78,7 +78,7 @@ class Rendering:
     effort_field: str = "reasoning_effort"
     """The name of the field with the effort."""
     special: bool = False
-    """Whether the tokenizer adds special tokens, which most templates have written already."""
+    """Whether the tokenizer adds special tokens. Most templates write special tokens themselves."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class AnswerRules:
     """The requested form of an answer."""
 
     choice: str = "auto"
-    """``none``, ``auto``, ``required``, or the name of the function to call after a colon."""
+    """``none``, ``auto``, ``required``, or a colon and the name of the function to call."""
     parallel: bool = True
     """Whether an answer may have several calls."""
     constraint: Constraint | None = None
@@ -112,12 +112,12 @@ class Conversation:
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model reads about."""
+        """The tools that the prompt describes."""
         return [] if self.rules.choice == "none" else self.tools
 
 
 def text_of(parts: Iterable[Part]) -> str:
-    """The text of some parts, joined by line breaks, as in vLLM."""
+    """The texts of the parts, joined by line breaks as in vLLM."""
     return "\n".join(part.text for part in parts if isinstance(part, Text))
 
 

@@ -1,4 +1,5 @@
-"""Prepares an answer: the model, the prompt, and the constraint and form of the answer."""
+"""Prepares an answer: chooses its model, renders its prompt, and determines its constraint and
+form."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def _variables(template: str, how: Rendering, ignored: Ignored) -> dict[str, Any
 
 
 def for_template(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The turns as messages for templates. Each content is a text, and arguments are objects.
-    Raises ApiError 413 if the arguments have too many values."""
+    """Converts the turns to messages for templates. Each content is a text, and arguments are
+    objects. Raises ApiError 413 if the arguments have too many values."""
     calls = [call for turn in turns for call in of_kind(turn.parts, Call)]
     check_inner([call.arguments for call in calls if isinstance(call.arguments, str)])
     names = {call.id: call.name for call in calls}

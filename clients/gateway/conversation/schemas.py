@@ -1,7 +1,7 @@
-"""Schemas with keywords that token masks cannot enforce.
+"""Checks the keywords of schemas that token masks cannot enforce.
 
-The masks leave such keywords out. Another process checks the finished text with ``jsonschema``, and
-the receipt reports the outcome of each keyword.
+Masks are computed from the schema without these keywords. Another process checks the finished text
+with ``jsonschema``, and the receipt reports the outcome of each keyword.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ MAX_CHECKED_BYTES = 16 * 1024 * 1024
 
 
 def enforceable(schema: Schema) -> tuple[Schema, list[str]]:
-    """The part of a schema that masks enforce, and the names of the keywords that it lacks."""
+    """The schema without the keywords that masks cannot enforce, and the names of these
+    keywords."""
     left_out: dict[str, None] = {}
     return _part(schema, left_out, 0), list(left_out)
 
@@ -72,7 +73,7 @@ def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
 
 
 def _is_unknown(name: str, value: Any) -> bool:
-    """Whether a pattern or a format is not implemented."""
+    """Whether llguidance does not implement the value of this keyword: a pattern or a format."""
     if name == "pattern":
         return isinstance(value, str) and _LOOK_AROUND.search(value) is not None
     return name == "format" and isinstance(value, str) and value not in FORMATS
@@ -92,7 +93,7 @@ def _without_one_of(schema: Schema, left_out: dict[str, None]) -> Schema:
 
 @dataclass(frozen=True)
 class Checked:
-    """A schema that is checked after the end, and its keywords that masks do not enforce."""
+    """A schema against which a finished text is checked, and the keywords to check."""
 
     schema: Schema
     keywords: list[str]
@@ -105,7 +106,7 @@ class Checked:
 
 @dataclass
 class Checks:
-    """Checks the ended sequences of one request."""
+    """Checks the finished sequences of one request."""
 
     templates: Templates
     """The processes in which untrusted programs run, such as a schema with expensive references."""
@@ -121,7 +122,7 @@ class Checks:
     """Bytes that may still be checked; 0 after a check that took too long."""
 
     async def read(self, entries: Sequence[Token]) -> None:
-        """Adds entries, and checks the sequences that end with them."""
+        """Stores the texts of entries, and checks the sequences that end with these entries."""
         if self.text is None and not self.functions:
             return
         for entry in entries:
@@ -182,6 +183,6 @@ _ORDER: tuple[KeywordState, ...] = ("checked", "not checked", "failed")
 
 
 def _add(found: dict[str, KeywordState], more: dict[str, KeywordState]) -> None:
-    """Adds the states of one value. The worst state of a keyword remains."""
+    """Adds the states of one value to ``found``, which keeps the worst state of each keyword."""
     for name, state in more.items():
         found[name] = max(state, found.get(name, state), key=_ORDER.index)

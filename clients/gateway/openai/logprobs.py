@@ -21,8 +21,8 @@ UNLIKELY = -9999.0
 
 
 MAX_ALTERNATIVES = 524_288
-"""Maximum number of log-probabilities of alternatives in one answer. The gateway composes each in
-about 2 to 4 µs, and stores all of an answer until its end."""
+"""Maximum number of log-probabilities of alternatives in one answer. The gateway composes each
+alternative in about 2 to 4 µs, and stores all alternatives of an answer until its end."""
 MAX_ON_LOOP = 4_096
 """The event loop composes an answer with at most this number of alternatives; a thread composes
 larger answers."""

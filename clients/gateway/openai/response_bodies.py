@@ -87,7 +87,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """Number of alternatives that are reported with each token. Requires
     ``message.output_text.logprobs`` in ``include``."""
     include: list[str] | None = None
-    """Further parts of the answer: ``message.output_text.logprobs``. Others have no effect."""
+    """Further parts of the answer: ``message.output_text.logprobs``. Other parts have no effect."""
     reasoning: ReasoningSettings | None = None
     max_thinking_tokens: MaxThinkingTokens | None = None
     truncation: Literal["disabled"] | None = None
