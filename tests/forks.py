@@ -1,16 +1,15 @@
 """Processes of Tokenbus that are forked from a process with their imports.
 
-A GPU worker takes four seconds of CPU to import torch and transformers, a gateway one, and a broker
-a quarter; the tests start hundreds. A fork of a server that has done nothing but import is the same
-process from there on: it has its own environment, folder, log, sockets and threads, it runs the
-same ``main``, and it is killed by its id. Each process of tests has a server of its own for each
-module.
+A GPU worker takes four seconds of CPU time to import torch and transformers, a gateway one second,
+and a broker a quarter. The tests start hundreds of these processes. A server has only imported the
+modules. Its fork has a separate environment, folder, log, sockets and threads, runs the same
+``main``, and is killed by its id. Each process of tests has a separate server for each module.
 
-What a fork would not be the same for is started as ever: other interpreters, an environment that
-differs in more than Tokenbus's settings (libraries read theirs when they are imported), more than
-one thread for torch, and machines with CUDA, which does not outlive a fork. And the workers that
-supervisord starts, in the tests of ``tokenbus up`` and ``supervisord.conf``, the ranks of tensor
-parallelism and the tests of start-up errors go through ``python -m`` itself.
+A process is started without a fork if it has another interpreter or several threads of torch, or if
+its machine has CUDA, which does not work after a fork. A fork's environment may differ only in
+Tokenbus's settings, because libraries read the environment when they are imported. Tests of
+``tokenbus up``, ``supervisord.conf``, tensor parallelism and start-up errors also start processes
+by ``python -m``.
 """
 
 from __future__ import annotations
@@ -46,17 +45,18 @@ IMPORTS = {
         "tokenbus.clients.gateway.server",
     ),
 }
-"""The imports of the server of a module: those of the module itself."""
+"""The modules that the server of a module imports: the imports of the module itself."""
 
 OWN = ("TOKENBUS_", "PYTEST_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Beginnings of the environment's names that no library reads for good when it is imported. (The
-last two torch sets itself, when it compiles.)"""
+"""Prefixes of environment variables that no library stores at its import. torch sets the last two
+itself when it compiles."""
 
 _servers: dict[str, ForkServer] = {}
 
 
 class Forked:
-    """A process that a server has forked; as ``subprocess.Popen``, as far as tests use it."""
+    """A process that a server has forked, with the methods of ``subprocess.Popen`` that tests
+    use."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
@@ -64,15 +64,16 @@ class Forked:
         self._pipe = pipe
 
     def poll(self) -> int | None:
-        """Its return code; None while it runs."""
+        """The return code of the process; None while the process runs."""
         if self.returncode is None and self._ended(0.0):
-            # Without a code, the server was killed, and it with the server.
+            # Without a code, the server was killed, and the process with the server.
             self.returncode = int(os.read(self._pipe, 16) or -signal.SIGKILL)
             os.close(self._pipe)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its return code when it has ended. Raises subprocess.TimeoutExpired."""
+        """Waits for the end of the process, and returns its return code. Raises
+        subprocess.TimeoutExpired."""
         if self.returncode is None and not self._ended(timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -81,12 +82,12 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, if it runs."""
+        """Sends a signal to the process if it is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self.send_signal(signal.SIGKILL)
 
     def _ended(self, timeout: float | None) -> bool:
@@ -114,12 +115,12 @@ class ForkServer:
             )
 
     def close(self) -> None:
-        """Ends the server, and what it has started."""
+        """Ends the server and the processes that it has forked."""
         self._orders.close()
         self._process.wait()
 
     def suits(self, environment: dict[str, str]) -> bool:
-        """Whether a fork is what a process with this environment would be."""
+        """Whether a fork would equal a new process with this environment."""
         return _of_libraries(environment) == self._environment
 
     def start(

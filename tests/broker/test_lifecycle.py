@@ -1,4 +1,4 @@
-"""The table of a request's transitions, and the tables that follow it."""
+"""Tests of the transitions of a request, and of the broker's tables after each transition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAYS = {
 
 
 class Table:
-    """A broker with one request and one worker, whose transitions a test makes itself."""
+    """A broker's state with one request and one worker. Tests make the transitions."""
 
     def __init__(self, state: RequestState) -> None:
         self.bench = Bench()
@@ -53,7 +53,7 @@ class Table:
         transition(self.state, self.request, event, self.worker if event in TAKEN else None)
 
     def places(self) -> dict[str, bool]:
-        """In which tables the request is."""
+        """For each table, whether the request is in it."""
         request = self.request
         return {
             "open": request.session.streams.get(1) is request,
@@ -65,7 +65,7 @@ class Table:
 
 
 def places_of(state: RequestState) -> dict[str, bool]:
-    """The tables in which a request of this state is."""
+    """For each table, whether a request of this state is in it."""
     return {
         "open": state in OPEN,
         "queued": state is RequestState.QUEUED,

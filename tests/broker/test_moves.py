@@ -430,7 +430,7 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(benc
 
 
 def test_two_deaths_by_chance_put_a_request_on_trial_only(bench: Bench) -> None:
-    """The request's third worker stays alive, or has a new token of the request, before the worker
+    """The request's third worker survives, or has a new token of the request before the worker
     dies."""
     bench.worker("a")
     header = begun(bench, "a")
@@ -563,8 +563,8 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
 
 
 def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request() -> None:
-    """The silent worker's process was stopped and has not died: three more workers have to die of
-    the request."""
+    """The silent worker's process was stopped and has not died, so the request must kill three more
+    workers."""
     bench = Bench()
     bench.worker("a", process=1)
     begun(bench, "a", 1)

@@ -1,16 +1,16 @@
 """Searches all short sequences of failures in a small system: ``python -m tests.model.search``.
 
-The system has a real broker, two workers, and a client with three streams (``world.py``). Its
-processes take turns in a fixed order, and each turn handles one message. A run is this schedule
-with up to ``--failures`` failures. The search makes one run for each choice of the failures, of the
-turns at which they happen, and of the processes that they hit. After its failures, a run continues
-until all streams have ended. A run fails if a stream has a wrong, missing or repeated token, ends
-twice or never, if the broker's tables disagree (``tests/broker/invariants.py``), or if something is
-left of a stream.
+The system has a real broker, two workers, and a client with three streams (``world.py``). The
+processes take turns in a fixed order. A turn handles one message or computes one step. A run is
+this schedule with up to ``--failures`` failures. The search makes one run for each choice of the
+failures, of the turns at which they happen, and of the processes that they hit. After its failures,
+a run continues until all streams have ended. A run fails if a stream has a wrong, missing or
+repeated token, ends twice or never, if the broker's tables disagree
+(``tests/broker/invariants.py``), or if a table still has an ended stream.
 
-Two reductions keep the search exhaustive. A failure of a process between two turns that do not
-concern the process has the same effect as at the earlier turn, so only the earlier one is tried.
-Likewise, failures of different processes at the same turn are tried in one order only.
+Two reductions shorten the search, which remains exhaustive. A failure of a process has the same
+effect after each turn of other processes, so it is tried only once between two turns of the
+process. Failures of different processes at the same turn are tried in one order only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .workers import Worker
 from .world import World
 
 LENGTHS = (1, 2, 3)
-"""Tokens of each stream."""
+"""Number of tokens of each stream."""
 TICK_TURNS = 12
-"""A tick of the clock follows this number of turns."""
+"""Number of turns between two ticks of the clock."""
 LONG_S = 6.0
-"""A pause that is longer than a lease."""
+"""Duration of a pause in seconds, which is longer than a lease."""
 
 
 @dataclass(frozen=True, order=True)
@@ -67,7 +67,7 @@ class Run:
         self._client = world.start_client()
         world.tick()
         self.touched: list[str] = []
-        """The process that each turn concerned."""
+        """The process of each turn so far."""
 
     def play(self) -> None:
         """Plays the run to its end; raises AssertionError if it violates a promise."""
@@ -144,13 +144,14 @@ class Run:
             network.go_on()
 
     def _pass_time(self) -> None:
-        """Lets the time of a lease pass, while the other processes continue."""
+        """Lets the clock pass the time of a lease, with ticks of the other processes."""
         end = self.world.network.now + LONG_S
         while self.world.network.now < end:
             self.world.tick()
 
     def _turns(self) -> Iterator[str]:
-        """Gives each process its turns until all streams have ended; yields the process."""
+        """Gives the processes their turns until all streams have ended; yields the process after
+        each turn."""
         while not all(reader.over or reader.cancelled for reader in self.world.readers()):
             idle = True
             for process in ("client", "0", "1"):
@@ -161,7 +162,8 @@ class Run:
                 return
 
     def _turns_of(self, process: str) -> Iterator[None]:
-        """One message from a process to the broker, one to it, and one step of a worker."""
+        """Handles one message from a process to the broker, one message to the process, and one
+        step of a worker; yields after each."""
         one: Client | Worker
         one = self._client if process == "client" else self._workers[int(process)]
         if isinstance(one, Worker) and one.gone:
@@ -180,8 +182,8 @@ class Run:
 
 
 def choices(touched: list[str], earliest: Failure | None) -> Iterator[Failure]:
-    """The failures that may follow an earlier one of a run whose turns concerned these processes:
-    each process after each turn that concerned it, and right after the earlier failure."""
+    """The failures that may follow ``earliest`` in a run. ``touched``: the process of each turn of
+    the run. A process may fail after each of its turns, and right after ``earliest``."""
     first = earliest.turn if earliest is not None else 1
     for turn in range(first, len(touched) + 1):
         for process, kinds in KINDS.items():
@@ -204,8 +206,8 @@ def play(failures: tuple[Failure, ...]) -> tuple[tuple[Failure, ...], list[str],
 
 
 def search(failures: int, seconds: float, processes: int) -> tuple[int, bool, list[str]]:
-    """Plays all runs with up to this number of failures, shorter ones first. Returns the number of
-    runs, whether all were played in time, and the violations."""
+    """Plays all runs with up to this number of failures, runs with fewer failures first. Returns
+    the number of runs, whether all were played in time, and the violations."""
     ends, count, violations = time.monotonic() + seconds, 0, []
     level: list[tuple[Failure, ...]] = [()]
     with mp.Pool(processes) as pool:
@@ -227,7 +229,7 @@ def search(failures: int, seconds: float, processes: int) -> tuple[int, bool, li
 
 
 def main() -> None:
-    """Searches, and prints the violations."""
+    """Searches as the command line says, and prints the violations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
     parser.add_argument("--seconds", type=float, default=600, help="time limit (default: 600)")

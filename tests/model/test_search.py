@@ -1,5 +1,4 @@
-"""The search over short sequences of failures: all runs with one failure, and runs with two that
-once violated a promise."""
+"""Plays all runs with one failure, and the runs with two failures that once violated a promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that several processes write at a time are there as a whole, and nothing else is left."""
+"""A file that several processes write at the same time is complete, and no other file is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every answer is valid input of the next turn, and renders to the text that the model wrote."""
+"""Every answer is valid input of the next request, and renders to the text that the model wrote."""
 
 from __future__ import annotations
 

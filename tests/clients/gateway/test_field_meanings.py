@@ -1,4 +1,4 @@
-"""Values of fields that other servers accept, at the interfaces that have them."""
+"""Values that other servers accept have the same meaning at the interfaces with these fields."""
 
 from __future__ import annotations
 

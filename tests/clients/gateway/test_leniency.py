@@ -1,4 +1,5 @@
-"""Fields that a gateway does not know: named, dropped, or refused under ``strict_fields``."""
+"""Fields that a gateway does not implement are named, dropped, or refused with
+``strict_fields``."""
 
 from __future__ import annotations
 

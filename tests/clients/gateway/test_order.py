@@ -1,4 +1,4 @@
-"""The order of messages for templates that refuse what agents send."""
+"""Arranges the messages of agents for templates that refuse their order."""
 
 from __future__ import annotations
 

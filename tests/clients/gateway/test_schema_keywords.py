@@ -1,4 +1,5 @@
-"""Keywords of schemas that masks cannot enforce: left out, checked after the end, and reported."""
+"""Keywords of schemas that masks cannot enforce are left out, checked after the end, and
+reported."""
 
 from __future__ import annotations
 

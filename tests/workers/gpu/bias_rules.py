@@ -1,5 +1,5 @@
-"""Controllers of each kind with the same biases, masks, splices and forks, and the effect of these
-on the logits."""
+"""Controllers of each kind with the same biases, masks, splices and forks, and the expected
+logits."""
 
 from __future__ import annotations
 

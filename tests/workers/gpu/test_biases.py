@@ -121,7 +121,7 @@ def test_rows_with_biases_are_sampled_as_from_logits_with_the_biases_added(
         if row.sampling.top_logprobs:
             most = row.sampling.top_logprobs
             shown = sorted((every[i, token].item() for token in got.top[i]), reverse=True)
-            # Of equal logits, either one may be among the best.
+            # If two logits are equal, either token may be among the likeliest.
             assert shown[:most] == pytest.approx(every[i].topk(most).values.tolist())
             assert got.tokens[i] in got.top[i]
             assert len(got.top[i]) <= most + 1

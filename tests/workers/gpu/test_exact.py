@@ -1,4 +1,4 @@
-"""A sequence has the same bits in every batch: its tokens and its log-probabilities.
+"""The tokens and log-probabilities of a sequence have the same bits in every batch.
 
 The reference of each request is an engine that runs only this request, with one token of a prompt
 in each step. Both engines use the kernels of this processor, so that bits may be compared.
@@ -45,10 +45,10 @@ class Job:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt."""
+        """The token ids of the prompt."""
         of = random.Random(self.own)
         period = [of.randrange(4096) for _ in range(5)]
-        # The end repeats itself, so that the text has drafts.
+        # The end of the text repeats itself, so that the engine has drafts.
         return [*random.Random(0).choices(range(4096), k=self.shared), *period * 3]
 
 
@@ -89,7 +89,7 @@ def reference() -> Engine:
 
 
 _alone: dict[str, dict[int, Stream]] = {}
-"""The results of ``alone``."""
+"""The results of ``alone``, which are computed once."""
 
 
 def alone(job: Job) -> dict[int, Stream]:
@@ -118,7 +118,7 @@ def jobs() -> st.SearchStrategy[Job]:
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The number of threads of a forward."""
+    """The number of threads that each forward of a test uses."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -1,4 +1,4 @@
-"""A row is sampled with equal bits alone and in a batch, whatever the other rows request."""
+"""Sampling a row gives equal bits alone and in a batch, whatever the other rows request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ pytestmark = pytest.mark.skipif(
     library() is None, reason="no native code was compiled for this machine"
 )
 SIZES = (500, 4096, 131_072)
-"""A vocabulary below a part, an even one, and one that torch divides among threads."""
+"""Sizes of vocabularies: not a multiple of ``races.PART``, a multiple, and so large that torch
+divides a row among threads."""
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Two threads, so that torch may divide a row."""
+    """Gives torch two threads, so that it may divide a row."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

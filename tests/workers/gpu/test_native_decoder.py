@@ -92,7 +92,7 @@ def both(request: pytest.FixtureRequest) -> Both:
 
 def test_logits_are_those_of_torch(both: Both) -> None:
     long, short, other = (both.sequence(length) for length in (60, 5, 11))
-    # A prompt within one step, one in two parts, and a longer one.
+    # Lengths of prompts: within one step, in two chunks, and longer.
     assert both.difference((short, 5)) < 1e-3
     assert both.difference((other, 6)) < 1e-3
     assert both.difference((other, 5)) < 1e-3

@@ -1,4 +1,4 @@
-"""Guests in processes for tests: a runtime whose watchdog runs, and its modules."""
+"""Runs guests in processes for tests: a runtime with a running watchdog, and modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..played import engine
 from ..wasm.guests import compile_guest
 
 LIMITS = Limits(init_s=0.4, pre_s=0.1, mid_s=0.1, post_s=0.1)
-"""Wider than usual: these tests do not depend on milliseconds."""
+"""Limits above the usual ones, because these tests do not check times."""
 
 
 class Runtime:
-    """A runtime with up to ``most`` processes."""
+    """A runtime with at most ``most`` processes."""
 
     def __init__(self, most: int) -> None:
         self.runtime = ProcessRuntime(LIMITS, most)
@@ -32,7 +32,7 @@ class Runtime:
     def program(
         self, source: str | Path, tenant: str = "tenant", module: str = "module"
     ) -> Program:
-        """The program of a C guest, as a module of a tenant."""
+        """The program of a C guest, which is a module of the tenant."""
         compiled = wasmtime.Module(engine, compile_guest(source, "-Wno-unused-parameter"))
         return self.runtime.program(tenant, module, lambda: Loaded("native", compiled))
 
@@ -44,7 +44,7 @@ class Runtime:
 
 @contextmanager
 def running(most: int = 8) -> Iterator[Runtime]:
-    """A runtime, with the ticks that a worker makes."""
+    """A runtime that gets ticks as from a worker."""
     made = Runtime(most)
     over = threading.Event()
 

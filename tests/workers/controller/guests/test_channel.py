@@ -1,4 +1,4 @@
-"""A channel carries messages of any size, and its worker's side survives any content."""
+"""A channel carries messages of any size, and the worker's side handles any content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Guests in processes decide as on threads, also if their processes end at any time."""
+"""Guests in processes make the same decisions as guests on threads, even if their processes end at
+any time."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample(mask);
 }
 """
-"""Allows one token, which is another one in each round."""
+"""Allows one token, a different token in each round."""
 READS = """
 #include "tokenbus.h"
 tb_answer tb_pre_process(void) {
@@ -95,7 +96,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample_bias(0, bias);
 }
 """
-"""Biases that are dense and sparse in turn."""
+"""Dense and sparse biases in turn."""
 LOOPS = """
 #include "tokenbus.h"
 static volatile uint32_t rounds;
@@ -186,7 +187,7 @@ def test_biases_arrive_as_on_a_thread(runtime: Runtime) -> None:
 
 
 class Sequence:
-    """A sequence whose calls the test makes. ``perform`` answers operations on variables."""
+    """Begins a sequence; the test makes its calls. ``perform`` answers operations on variables."""
 
     def __init__(
         self,

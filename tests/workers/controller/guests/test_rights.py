@@ -1,4 +1,4 @@
-"""A guest process cannot do what a guest does not need: each layer holds by itself."""
+"""A guest process is refused everything that guests do not need, and each layer works alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole system whose modules run in guest processes: the deaths of these change no token."""
+"""Runs modules in guest processes of a whole system. The tokens do not change if these processes
+die."""
 
 from __future__ import annotations
 
