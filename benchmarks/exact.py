@@ -1,5 +1,5 @@
-"""Compares the bits of streams in batches with the bits of each stream alone, and the throughput
-with ``exact`` on with the throughput with ``exact`` off.
+"""Compares the bits of streams in batches with the bits of each stream alone. Also compares the
+throughput with ``exact`` on and off.
 
 The model is the embedded one. Batches of 1 to 64 streams run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache and moves to another engine. Everything runs in one
@@ -22,7 +22,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.gpu.sampling.sampler import score
 
 NEW = 48
-"""Tokens of each stream."""
+"""Number of tokens of each stream."""
 CHUNKS = (17, 100, 2048)
 """The maximum numbers of tokens of a step."""
 Job = tuple[list[int], Sampling]
@@ -31,14 +31,15 @@ Streams = dict[tuple[int, int], list[tuple[int, float]]]
 
 
 def engine_of(loaded: LoadedModel, exact: bool, **options: Any) -> Engine:
-    """An engine whose number of threads is fixed, so that both engines use equally many."""
+    """An engine whose number of threads is fixed, so that compared engines use the same number of
+    threads."""
     given = {"kv_cache_bytes": 2**26, "fixed_threads": True, **options}
     return Engine(loaded, EngineConfig(exact="on" if exact else "off", **given))
 
 
 def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
-    """Requests, half of which share a prefix. The ends repeat themselves, so that they have
-    drafts."""
+    """Requests, half of which share a prefix. The end of each prompt repeats itself, so that the
+    engine has drafts."""
     shared = [rng.randrange(vocab) for _ in range(100)]
     found = []
     for i in range(count):
@@ -52,8 +53,8 @@ def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
 
 
 def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
-    """Runs requests together. ``moved``: every third request of one sequence continues after some
-    tokens of this earlier run."""
+    """Runs requests together. ``moved``: an earlier run. Every third request, if it has one
+    sequence, continues after some tokens of that run."""
     found: Streams = {}
     for number, (prompt, sampling) in enumerate(jobs):
         continued = None
@@ -72,8 +73,8 @@ def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> St
 
 
 def compare(loaded: LoadedModel, tokens: int) -> dict[str, float]:
-    """The number of entries that differ from those of the same request alone, over ``tokens``
-    compared tokens."""
+    """Compares at least ``tokens`` tokens of batches with the same requests alone; counts the
+    tokens whose bits differ."""
     rng, compared, differing = random.Random(1), 0, 0
     alone = engine_of(loaded, True, max_num_batched_tokens=64)
     small = {"kv_cache_bytes": 2**22}
@@ -106,8 +107,8 @@ def compare(loaded: LoadedModel, tokens: int) -> dict[str, float]:
 
 
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
-    """The number of log-probabilities of streams in batches that differ from those of a plain
-    forward of the whole text in transformers, with the native functions."""
+    """Compares log-probabilities of streams in batches with a forward of the whole text in
+    transformers, with the native functions; counts those that differ."""
     rng, differing, compared = random.Random(2), 0, 0
     jobs = jobs_of(rng, texts, loaded.vocab_size)
     found = run(engine_of(loaded, True, speculation=True, max_num_batched_tokens=100), jobs)
@@ -122,7 +123,8 @@ def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
 
 
 def throughput(loaded: LoadedModel, streams: int, rounds: int) -> float:
-    """The throughput with ``exact`` on over the throughput with it off. The engines run in turn."""
+    """The ratio of the throughput with ``exact`` on to the throughput with ``exact`` off. The
+    engines take turns."""
     rng = random.Random(streams)
     times: tuple[list[float], list[float]] = ([], [])
     engines = [engine_of(loaded, exact) for exact in (False, True)]
