@@ -6,7 +6,7 @@ text, so that the same continuations are possible after each of them. The automa
 states for each byte of text.
 
 The automaton is built directly over bytes. In UTF-8, the first byte of a character differs from its
-other bytes. So strings that begin inside a character can be left out: the empty string continues
+other bytes. Strings that begin inside a character are left out, because the empty string continues
 only with a first byte. A state accepts if its strings end between two characters. All strings of a
 state end at the same places, so either all of them end between two characters, or none.
 

@@ -80,8 +80,8 @@ def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
     the other lexemes by the grammar's lexer rules. If several lexemes match the same text, the
     first of them wins.
 
-    Under AICI's rules, a regular expression that is written with more bytes is preferred; if two
-    have the same number of bytes, the regular expression that is used first is preferred.
+    Under AICI's rules, a regular expression that is written with more bytes is preferred. If the
+    numbers of bytes are equal, the regular expression that is used first is preferred.
     """
     by_length = grammar.lexer_rules is LexerRules.AICI
 
