@@ -42,7 +42,7 @@ MAX_WALL_S = 60.0
 
 
 class Cause(Enum):
-    """Why a process ended, from the point of view of a request that it ran."""
+    """The cause of the end of a process, from the point of view of a request that it ran."""
 
     KILLED = "killed"
     """The watchdog killed the process because of this request."""

@@ -3,8 +3,8 @@
 A step computes at most ``max_num_batched_tokens``. Decodes need one token each and go first, so
 that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
 admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
-waits and is computed again later. If the first waiting sequence finds no slot or too few blocks,
-and its client has no running sequence, sequences of the clients with the most running sequences are
+waits and is computed again later. The first waiting sequence may find no slot or too few blocks. If
+its client has no running sequence, sequences of the clients with the most running sequences are
 preempted (``preemption.py``).
 """
 

@@ -62,7 +62,7 @@ class SampledBatch:
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:
         """The rows whose tokens of this step are not plain: the first and the last token of a
-        sequence, and all tokens of a sequence that reports more than columns contain."""
+        sequence, and tokens with more fields than columns contain."""
         positions = rows.positions
         others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
         stops = compress(count(), map(contains, self._stop_ids, tokens))

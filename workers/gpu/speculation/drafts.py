@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 MIN_PROBABILITY = 0.2
 """Minimum expected acceptance of a sequence for which the draft model writes drafts."""
 RETRY_STEPS = 32
-"""After this number of steps without a draft from the draft model, a sequence gets a trial draft in
-the next step that has no other drafts from the model: its new text may be easier to predict."""
+"""Number of steps without a draft from the draft model, after which a sequence gets a trial draft,
+because its new text may be easier to predict. The trial is in a step without other drafts from the
+model."""
 RETRY_TOKENS = 3
 
 

@@ -21,8 +21,8 @@ class Kept(Generic[K, T]):
 
     If the values exceed the bound of their sizes, the least recently used value of the tenant with
     the largest sum is removed. If the values exceed the bound of their number, the least recently
-    used value of the tenant with the most values is removed. So a tenant with many grammars does
-    not evict the values of other tenants.
+    used value of the tenant with the most values is removed. A tenant with many grammars does not
+    evict the values of other tenants.
     """
 
     def __init__(self, max_values: int, max_size: int) -> None:
