@@ -154,7 +154,7 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 def sequences(world: World, count: int) -> dict[str, float]:
     """The cost of another sequence under the C grammar: the microseconds to its first mask, and the
-    growth of the sandbox, in bytes, for a sequence in the middle of a file. The first mask is
+    bytes by which the sandbox grows for a sequence in the middle of a file. The first mask is
     cached."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")

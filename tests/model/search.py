@@ -5,7 +5,7 @@ processes take turns in a fixed order. A turn handles one message or computes on
 this schedule with up to ``--failures`` failures. The search makes one run for each choice of the
 failures, of the turns at which they happen, and of the processes that they hit. After its failures,
 a run continues until all streams have ended. A run fails if a stream has a wrong, missing or
-repeated token, ends twice or never, if the broker's tables disagree
+repeated token, or ends twice or never. A run also fails if the broker's tables disagree
 (``tests/broker/invariants.py``), or if a table still has an ended stream.
 
 Two reductions shorten the search, which remains exhaustive. A failure of a process has the same

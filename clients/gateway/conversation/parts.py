@@ -74,7 +74,7 @@ class Rendering:
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message, which the answer continues."""
     effort: str | None = None
-    """How much the model thinks, for templates with the variable ``reasoning_effort``."""
+    """The amount of thinking, for templates with the variable ``reasoning_effort``."""
     effort_field: str = "reasoning_effort"
     """The name of the field with the effort."""
     special: bool = False
