@@ -1,1 +1,2 @@
-"""Guests in processes of their own: one process for each tenant, which pays for its guests."""
+"""Runs the guests of each tenant in a separate process, whose CPU time and memory count for the
+tenant."""

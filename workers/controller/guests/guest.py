@@ -59,7 +59,7 @@ SLOW_S = 0.0005
 class _ThisThread(threading.local):
     channel: Channel
     handle: int
-    """The controller whose call runs."""
+    """The handle of the controller whose call this thread runs."""
 
 
 _this_thread = _ThisThread()

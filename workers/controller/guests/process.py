@@ -56,7 +56,7 @@ class GuestDied(Exception):
     """The process of a request has ended."""
 
     def __init__(self, why: str, cause: Cause = Cause.OTHER, item: int = 0) -> None:
-        """``item``: the number of the item that ran."""
+        """``item``: the number of the item that the process was running."""
         super().__init__(why)
         self.why = why
         self.cause = cause

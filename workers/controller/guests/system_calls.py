@@ -20,7 +20,7 @@ ALLOWED = {
     "futex": (202, 98),
     "clock_gettime": (228, 113),
     "rt_sigtimedwait": (128, 137),
-    # Receiving the descriptors of channels.
+    # Calls that receive the descriptors of channels.
     "recvmsg": (47, 212),
     "close": (3, 57),
     "fstat": (5, 80),
@@ -59,17 +59,18 @@ ALLOWED = {
     "getrandom": (318, 278),
 }
 """System calls with any arguments: their numbers on x86-64 and on arm64. None: the architecture
-does not have the call. The most frequent ones come first."""
+does not have the call. The most frequent calls come first."""
 
 CLONE = (56, 220)
-"""Only new threads, not processes. The bits of its first argument say which."""
+"""May start threads, but not processes; the bits of its first argument distinguish these."""
 CLONE_THREAD = 0x0001_0000
 CLONE3 = (435, 435)
 """Refused with ENOSYS, because seccomp cannot read its arguments: libc then uses ``clone``."""
 TGKILL = (234, 131)
-"""Only to the process itself, as abort() sends it."""
+"""May send signals only to the process itself, as abort() does."""
 FCNTL = (72, 25)
-"""Only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's descriptor."""
+"""May have only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's
+descriptor."""
 FCNTL_COMMANDS = (
     fcntl.F_GETFD,
     fcntl.F_SETFD,
@@ -80,7 +81,7 @@ FCNTL_COMMANDS = (
 )
 
 _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
-"""The column of the numbers, and the kernel's name of the architecture."""
+"""The column of the numbers of system calls, and the kernel's number of the architecture."""
 _COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
 """``ARCHITECTURE`` is 0 if the architecture is unknown."""
 
