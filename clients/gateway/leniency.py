@@ -153,7 +153,7 @@ def _fields(kind: Hashable) -> frozenset[str]:
 
 @cache
 def _type_of(kind: Hashable) -> inspect.Type:
-    """The description of a body's type. To make it takes up to 10 ms."""
+    """The description of a body's type. Making the description takes up to 10 ms."""
     return inspect.type_info(kind)
 
 

@@ -105,8 +105,8 @@ class Templates:
     async def validate(
         self, schema: bytes, value: Any, keywords: Sequence[str]
     ) -> dict[str, KeywordState]:
-        """Whether a value passes each of these keywords of a schema, which is JSON. Raises ApiError
-        if the check takes too long."""
+        """Checks whether a value passes each of these keywords of a schema, which is JSON. Raises
+        ApiError if the check takes too long."""
         rest = json.dumps({"value": value, "keywords": keywords}).encode()
         answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
         return {name: cast(KeywordState, state) for name, state in answer.items()}

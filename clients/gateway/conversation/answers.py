@@ -31,7 +31,8 @@ class Piece(NamedTuple):
 
 
 def entry_text(form: AnswerForm | None, entry: Token, text: str | None = None) -> str:
-    """The text of an entry for ``Answer.feed``. ``text`` replaces the text that the entry has."""
+    """The text of an entry for ``Answer.feed``. ``text``, if given, replaces the text of the
+    entry."""
     if text is None:
         text = "" if entry.text is UNSET else entry.text
     return text if form is None else form.text_of(entry, text)

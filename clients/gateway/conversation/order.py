@@ -58,7 +58,7 @@ def _merged(turns: list[Turn]) -> list[Turn]:
 
 
 def _one(row: list[Turn]) -> Turn:
-    """The turns of one role as one turn. Several texts become one text after the other parts."""
+    """Joins consecutive turns of one role. Several texts become one text after the other parts."""
     if len(row) == 1:
         return row[0]
     parts = [part for turn in row for part in turn.parts]

@@ -113,8 +113,9 @@ def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]
 
 
 def _answered(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
-    """Adds parts to the assistant's turn at the end. A new turn begins if there is none, or if its
-    last part is of a kind in ``ends``. Thinking precedes text, and text precedes calls."""
+    """Adds parts to the assistant's turn at the end. A new turn begins if the last turn is not the
+    assistant's, or if its last part is of a kind in ``ends``. Thinking precedes text, and text
+    precedes calls."""
     last = turns[-1] if turns else None
     ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)
     if last is None or last.role != "assistant" or ended:
