@@ -149,7 +149,7 @@ def test_a_request_that_lost_its_worker_leaves_nothing_behind() -> None:
 def test_a_client_that_leaves_while_its_stream_returns_costs_the_worker_no_place(
     over: dict[str, bool],
 ) -> None:
-    """The worker does not have the stream any more, so that it reports no end after a CANCEL."""
+    """The worker does not have the stream any more, so it does not report an end after a CANCEL."""
     bench = Bench()
     bench.worker("a", process=1)
     bench.client("c", "GENERATE", generate(1))

@@ -149,7 +149,7 @@ def test_the_receipt_of_each_interface_reports_the_keywords(
 
 
 class Counting(Templates):
-    """Counts the checks, which fail as those that take too long if ``slow``."""
+    """Counts the checks. If ``slow`` is true, they fail like checks that take too long."""
 
     def __init__(self, slow: bool = False) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Counting(Templates):
 
 
 def checked(templates: Counting, num_bytes: int, sequences: int) -> list[Any]:
-    """The outcomes of sequences whose text is checked against a schema of so many bytes."""
+    """The outcomes of sequences whose text is checked against a schema of ``num_bytes`` bytes."""
     schema = {"not": {"const": "x" * (num_bytes - len(b'{"not":{"const":""}}'))}}
     checks = Checks(templates, None, Checked(schema, ["not"]))
 
