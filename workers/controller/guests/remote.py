@@ -7,10 +7,9 @@ and operations on variables receive their recorded answers.
 
 from __future__ import annotations
 
-import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
@@ -40,6 +39,7 @@ from .messages import (
     Told,
 )
 from .process import Cause, GuestDied, GuestProcess
+from .recording import Begun, Call, Recording, addressed, repetitions
 from .table import ProcessTable
 
 MAX_LOSSES = 2
@@ -49,8 +49,6 @@ MAX_TRIES = 10
 """Maximum number of processes in which one call is tried."""
 LOAD_S = 10.0
 """CPU time limit of loading a module, in seconds."""
-MAX_REPEATED = 64
-"""Maximum number of rounds that a replay repeats in one request."""
 
 
 class Place(NamedTuple):
@@ -63,25 +61,14 @@ class Place(NamedTuple):
     """Reads the compiled module."""
 
 
-class _Begun(NamedTuple):
-    """The creation or the fork of a controller, as a recorded call."""
-
-    host: Host
-
-
-_Event: TypeAlias = "_Begun | Prompt | Item | Mid | array.array[int]"
-"""A recorded call. An array has the tokens of rounds without other inputs."""
-
-
 class RemoteController:
     """The controller of one sequence, whose guest runs in a guest process."""
 
-    def __init__(self, place: Place, host: Host, events: list[_Event] | None = None) -> None:
-        """``events``: the recorded calls of the sequence that is forked."""
+    def __init__(self, place: Place, host: Host, parent: Recording | None = None) -> None:
+        """``parent``: the recorded calls of the sequence that is forked."""
         self._place = place
         self._host = host
-        copied = (event[:] if isinstance(event, array.array) else event for event in events or ())
-        self._events: list[_Event] = [*copied, _Begun(host)]
+        self._recording = Recording(host, parent)
         self._process: GuestProcess | None = None
         self._handle = 0
         self._variables = host.variables
@@ -108,7 +95,7 @@ class RemoteController:
         """Calls init_prompt of the guest."""
         tokens = list(prompt)
         outcome = self._run(lambda: Prompt(self._handle, tokens), self._host.limits.init_s)
-        self._events.append(Prompt(0, tokens))
+        self._recording.add(Prompt(0, tokens))
         self.takes_drafts = outcome.takes_drafts
 
     def pre_process(self) -> Answer:
@@ -123,7 +110,7 @@ class RemoteController:
         if not self._ahead:
             group = list(fork_group)
             self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
-            self._events.append(Mid(0, group))
+            self._recording.add(Mid(0, group))
         answer = self._next()
         if answer.masked:
             mask[:] = self._ahead_mask
@@ -149,7 +136,7 @@ class RemoteController:
 
     def fork(self, host: Host) -> RemoteController:
         """Copies the controller and its guest for the sequence of ``host``."""
-        child = RemoteController(self._place, host, self._events)
+        child = RemoteController(self._place, host, self._recording)
         child.takes_drafts = self.takes_drafts
         child._asks, child._slow, child._waits = self._asks, self._slow, self._waits
 
@@ -215,7 +202,7 @@ class RemoteController:
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
         """Records a round that ran in a batch, and its outcome; returns whether it was usual."""
-        self._record(Item(0, [token]))
+        self._recording.add_round(Item(0, [token]))
         if outcome is None:
             return True
         self._take(outcome, mask)
@@ -241,22 +228,11 @@ class RemoteController:
         def request() -> ToGuest:
             changed = None if limits is self._limits else limits
             self._limits = limits
-            return Advance([_addressed(item, self._handle, changed)])
+            return Advance([addressed(item, self._handle, changed)])
 
         outcome = self._run(request, limits.round_s)
-        self._record(item)
+        self._recording.add_round(item)
         self._take(outcome)
-
-    def _record(self, item: Item) -> None:
-        """Records a round. A round of one sampled token takes four bytes."""
-        if item != Item(0, item.tokens) or item.tokens is None or len(item.tokens) != 1:
-            self._events.append(item)
-            return
-        last = self._events[-1]
-        if isinstance(last, array.array):
-            last.append(item.tokens[0])
-        else:
-            self._events.append(array.array("I", item.tokens))
 
     def _run(self, request: Callable[[], ToGuest], limit_s: float, first: bool = False) -> Outcome:
         """Makes a call, in a new process if the old process has ended. Raises TokenbusError if the
@@ -379,7 +355,7 @@ class RemoteController:
     def _repeat(self, process: GuestProcess) -> None:
         """Repeats the recorded calls in a process."""
         try:
-            for event in self._events:
+            for event in self._recording.events:
                 for request, limit_s in self._requests(process, event):
                     with process.channel() as channel:
                         done = process.request(channel, request, limit_s)
@@ -393,33 +369,27 @@ class RemoteController:
         # The guest still has the limits of the replay.
         self._limits = replayed_limits(self._host.limits)
 
-    def _requests(self, process: GuestProcess, event: _Event) -> list[tuple[ToGuest, float]]:
+    def _requests(
+        self, process: GuestProcess, event: Begun | Call
+    ) -> Iterable[tuple[ToGuest, float]]:
         limits = replayed_limits(self._host.limits)
-        if isinstance(event, _Begun):
-            before, handle = self._handle, process.new_handle()
-            is_fork = self._process is process
-            self._seat(process, handle)
-            variables = event.host.variables
-            if isinstance(variables, SequenceVariables):
-                self._variables = variables.again()
-            if not is_fork:
-                begin = Begin(handle, self._place.module, spec(event.host, limits))
-                return [(begin, 3 * limits.init_s)]
-            process.controllers.pop(before, None)
-            fork = Fork(before, handle, spec(event.host, limits))
-            return [(fork, 1.0), (Close(before), 1.0)]
-        if isinstance(event, Prompt):
-            return [(Prompt(self._handle, event.tokens), limits.init_s)]
-        if isinstance(event, Mid):
-            return [(Mid(self._handle, event.group), limits.mid_s)]
-        if isinstance(event, Item):
-            return [(Advance([_addressed(event, self._handle, None)]), limits.round_s)]
-        most = min(MAX_REPEATED, MASK_BYTES // self._row)
-        items = [Item(self._handle, [token]) for token in event]
-        return [
-            (Advance(items[at : at + most]), most * limits.round_s)
-            for at in range(0, len(items), most)
-        ]
+        if isinstance(event, Begun):
+            return self._begin_again(process, event.host, limits)
+        return repetitions(event, self._handle, limits, MASK_BYTES // self._row)
+
+    def _begin_again(
+        self, process: GuestProcess, host: Host, limits: Limits
+    ) -> list[tuple[ToGuest, float]]:
+        before, handle = self._handle, process.new_handle()
+        is_fork = self._process is process
+        self._seat(process, handle)
+        variables = host.variables
+        if isinstance(variables, SequenceVariables):
+            self._variables = variables.again()
+        if not is_fork:
+            return [(Begin(handle, self._place.module, spec(host, limits)), 3 * limits.init_s)]
+        process.controllers.pop(before, None)
+        return [(Fork(before, handle, spec(host, limits)), 1.0), (Close(before), 1.0)]
 
 
 def spec(host: Host, limits: Limits | None = None) -> HostSpec:
@@ -432,10 +402,4 @@ def spec(host: Host, limits: Limits | None = None) -> HostSpec:
         host.max_tokens,
         host.ignore_eos,
         host.memory is not None,
-    )
-
-
-def _addressed(item: Item, handle: int, limits: Limits | None) -> Item:
-    return Item(
-        handle, item.tokens, item.backtrack, item.last, item.distributions, limits or item.limits
     )

@@ -1,0 +1,75 @@
+"""The recorded calls of a controller, which a new process repeats."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from ..host import Host
+from ..limits import Limits
+from .messages import Advance, Item, Mid, Prompt, ToGuest
+
+MAX_REPEATED = 64
+"""Rounds that a replay repeats in one request."""
+
+
+class Begun(NamedTuple):
+    """The beginning of a sequence."""
+
+    host: Host
+
+
+Call: TypeAlias = "Prompt | Item | Mid | array.array[int]"
+"""A recorded call. An array has the tokens of rounds without other inputs."""
+
+
+class Recording:
+    """The calls of a sequence, after those of the sequences that it was forked from."""
+
+    def __init__(self, host: Host, parent: Recording | None = None) -> None:
+        before = parent.events if parent is not None else []
+        copied = (event[:] if isinstance(event, array.array) else event for event in before)
+        self.events: list[Begun | Call] = [*copied, Begun(host)]
+        """The calls in order. Each sequence of the line of forks has a beginning."""
+
+    def add(self, call: Prompt | Mid) -> None:
+        """Records a call."""
+        self.events.append(call)
+
+    def add_round(self, item: Item) -> None:
+        """Records a round. Rounds of one sampled token take four bytes."""
+        if item != Item(0, item.tokens) or item.tokens is None or len(item.tokens) != 1:
+            self.events.append(item)
+            return
+        last = self.events[-1]
+        if isinstance(last, array.array):
+            last.append(item.tokens[0])
+        else:
+            self.events.append(array.array("I", item.tokens))
+
+
+def repetitions(
+    call: Call, handle: int, limits: Limits, max_items: int
+) -> Iterator[tuple[ToGuest, float]]:
+    """The requests that repeat a call for the controller ``handle``, and the CPU time of each in
+    seconds. ``max_items``: maximum items of a request."""
+    match call:
+        case Prompt():
+            yield Prompt(handle, call.tokens), limits.init_s
+        case Mid():
+            yield Mid(handle, call.group), limits.mid_s
+        case Item():
+            yield Advance([addressed(call, handle)]), limits.round_s
+        case _:
+            most = min(MAX_REPEATED, max_items)
+            items = [Item(handle, [token]) for token in call]
+            for at in range(0, len(items), most):
+                yield Advance(items[at : at + most]), most * limits.round_s
+
+
+def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:
+    """An item for the controller ``handle``. ``limits``: its limits, if they have changed."""
+    return Item(
+        handle, item.tokens, item.backtrack, item.last, item.distributions, limits or item.limits
+    )
