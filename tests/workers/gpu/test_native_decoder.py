@@ -49,7 +49,9 @@ class Both:
         loaded = wrap_model(name, make(name))
         layout = choose_layout(loaded)
         self.runners = [Runner(loaded, BLOCKS, layout), Runner(loaded, BLOCKS, layout)]
-        assert native_of(self.runners[0]) is not None
+        native = native_of(self.runners[0])
+        assert native is not None
+        self.native = native
         backend = self.runners[1].backend
         assert isinstance(backend, CpuBackend)
         backend.native = None
@@ -118,6 +120,13 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.cache_clear()
 
 
+@pytest.fixture(params=["", "x86_64_v3"])
+def processor(request: pytest.FixtureRequest) -> None:
+    """This processor, and one with narrower vectors."""
+    if request.param:
+        request.getfixturevalue("narrow")
+
+
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the processor has no AVX-512"
 )
@@ -138,24 +147,17 @@ def test_narrower_vectors_give_the_same(name: str) -> None:
         assert both.decode(sequence) < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
-def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    if kind:
-        request.getfixturevalue("narrow")
+@pytest.mark.usefixtures("processor")
+def test_a_row_does_not_depend_on_the_others_or_on_the_threads() -> None:
     both = Both("llama")
-    runner = both.runners[0]
-    native = native_of(runner)
-    assert native is not None
     sequences = [both.sequence(4) for _ in range(22)]
     for sequence in sequences:
         both.difference((sequence, 4))
         sequence.num_computed_tokens = 3
 
     def logits(some: list[Sequence], threads: int) -> Any:
-        _, packed = runner.pack(Batch([Chunk(one, 3, 4) for one in some]))
-        return native.forward(packed.ids, packed, threads)
+        _, packed = both.runners[0].pack(Batch([Chunk(one, 3, 4) for one in some]))
+        return both.native.forward(packed.ids, packed, threads)
 
     together = logits(sequences, 1)
     assert torch.equal(logits(sequences, 3), together)
@@ -163,7 +165,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
         assert torch.equal(logits(sequences[first:end], 2), together[first:end])
 
 
-@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     "name",
     [
@@ -173,24 +175,19 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(
         "mistral with a sliding window",
     ],
 )
-def test_rows_of_a_draft_are_those_of_single_tokens(
-    name: str, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_rows_of_a_draft_are_those_of_single_tokens(name: str) -> None:
     """Whose attention is computed for several at once, where windows do not begin together."""
-    if kind:
-        request.getfixturevalue("narrow")
     both = Both(name)
-    runner = both.runners[0]
-    native = native_of(runner)
-    assert native is not None
     sequence = both.sequence(68)
     both.difference((sequence, 68))
     ids = sequence.tokens[37:]
 
     def logits(start: int, draft: list[int]) -> Any:
         sequence.tokens[37:] = ids[: start - 36]
-        _, packed = runner.pack(Batch([Chunk(sequence, start, start + 1 + len(draft), draft)]))
-        return native.forward(packed.ids, packed, 2)
+        _, packed = both.runners[0].pack(
+            Batch([Chunk(sequence, start, start + 1 + len(draft), draft)])
+        )
+        return both.native.forward(packed.ids, packed, 2)
 
     together = logits(37, ids[1:])
     assert len(together) == len(ids) == 31
@@ -285,7 +282,7 @@ def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
         assert both.difference((few, 1, list(range(40, 40 + MAX_TOKENS - 1)))) < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["", "x86_64_v3"])
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     "name",
     [
@@ -296,26 +293,19 @@ def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
         "granite",
     ],
 )
-def test_rows_of_a_prompt_are_the_same_in_chunks_of_any_size(
-    name: str, kind: str, request: pytest.FixtureRequest
-) -> None:
-    if kind:
-        request.getfixturevalue("narrow")
+def test_rows_of_a_prompt_are_the_same_in_chunks_of_any_size(name: str) -> None:
     both = Both(name)
-    runner = both.runners[0]
-    native = native_of(runner)
-    assert native is not None
     sequence, beside = both.sequence(150), both.sequence(90)
     for one in (sequence, beside):
         both.difference((one, len(one.tokens)))
 
     def logits(threads: int, *chunks: Chunk) -> Any:
         """The logits of all tokens of the last of these chunks."""
-        placed, packed = runner.pack(Batch(list(chunks)))
+        placed, packed = both.runners[0].pack(Batch(list(chunks)))
         first = sum(c.end - c.start for c in placed[: placed.index(chunks[-1])])
         count = chunks[-1].end - chunks[-1].start
         packed.rows = first + torch.arange(count).numpy()
-        return native.forward(packed.ids, packed, threads)
+        return both.native.forward(packed.ids, packed, threads)
 
     whole = logits(1, Chunk(sequence, 0, 150))
     for start, end in ((0, 1), (1, 38), (38, 39), (39, 103), (103, 150)):
