@@ -233,7 +233,6 @@ def test_a_model_that_cannot_be_exact_says_why(name: str, why: str) -> None:
             module = type(module)(module.config).eval()
         model = wrap_model(name, module)
     engine = Engine(model, EngineConfig(kv_cache_bytes=2**22))
-    assert not engine.exact
     assert not engine.path.exact
     assert why in engine.path.why_not_exact
     with pytest.raises(ModelLoadError, match=r"exact is on, but .* batch"):
@@ -242,7 +241,7 @@ def test_a_model_that_cannot_be_exact_says_why(name: str, why: str) -> None:
 
 def test_exact_can_be_off() -> None:
     engine = Engine(loaded(), EngineConfig(kv_cache_bytes=2**22, exact="off"))
-    assert not engine.exact
+    assert not engine.path.exact
     assert isinstance(engine._runner.backend, CpuBackend)
     if library() is not None:
         assert engine.path.why_not_exact == "the setting exact is off"

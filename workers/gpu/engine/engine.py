@@ -143,8 +143,6 @@ class Engine:
                 f"{loaded.name} is not served: exact is on, but its logits may depend on the "
                 f"batch: {why_not_exact}"
             )
-        self.exact = not why_not_exact
-        """Whether the logits of a sequence have the same bits in every batch."""
         self.max_length = min(loaded.context_length, self._blocks.capacity)
         self._intake = Intake(loaded, self.max_length)
         model: DraftModel | None = None
