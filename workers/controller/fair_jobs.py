@@ -97,12 +97,10 @@ class FairJobs:
                 turn.used_s = max(turn.used_s, self._now_s)
                 self._place(turn)
 
-    def take(self, ended: Taken | None = None, cpu_s: float = 0.0) -> Taken | None:
+    def take(self) -> Taken | None:
         """The next job that may begin, which has a slot until ``end`` or ``pause``; None if no job
-        may begin. ``ended``, ``cpu_s``: a job that has ended, for which ``end`` is called first."""
+        may begin."""
         with self._lock:
-            if ended is not None:
-                self._end(ended, cpu_s)
             if not self._order:
                 if not self._size:
                     self._now_s = self._latest_s
@@ -121,7 +119,11 @@ class FairJobs:
     def end(self, ended: Taken, cpu_s: float) -> None:
         """Takes the slot from a job that has ended, and counts its CPU time."""
         with self._lock:
-            self._end(ended, cpu_s)
+            turn = ended.turn
+            turn.used_s += cpu_s - ended.expected_s
+            turn.expected_s = cpu_s
+            self._latest_s = max(self._latest_s, turn.used_s)
+            self._free_slot(turn)
 
     def pause(self, taken: Taken) -> None:
         """Takes the slot from a job that waits."""
@@ -156,13 +158,6 @@ class FairJobs:
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1
-
-    def _end(self, ended: Taken, cpu_s: float) -> None:
-        turn = ended.turn
-        turn.used_s += cpu_s - ended.expected_s
-        turn.expected_s = cpu_s
-        self._latest_s = max(self._latest_s, turn.used_s)
-        self._free_slot(turn)
 
     def _free_slot(self, turn: Turn) -> None:
         turn.running -= 1

@@ -171,7 +171,8 @@ class Pool:
                 # This includes SystemExit and panics of native libraries: the pool's threads
                 # survive them.
                 log.exception("a job of the thread pool %r failed", self._name)
-            taken = self._jobs.take(taken, clock.lap())
+            self._jobs.end(taken, clock.lap())
+            taken = self._jobs.take()
         _this_thread.job = None
         return True
 
