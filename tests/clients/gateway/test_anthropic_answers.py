@@ -19,13 +19,9 @@ from tokenbus.clients.gateway.anthropic.bodies import (
 )
 from tokenbus.clients.gateway.conversation.answers import Piece
 from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
-from tokenbus.clients.gateway.conversation.planning import Prepared
-from tokenbus.clients.gateway.conversation.schemas import Checks
-from tokenbus.clients.gateway.models import ServedModel
-from tokenbus.clients.gateway.templates import Templates
-from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenbus.protocol.messages import Token
+
+from .small_model import prepared
 
 FORM = AnswerForm(
     structure_of(HERMES, Wanted([Function("a", {"type": "object"}), Function("b", {})])), {}
@@ -33,9 +29,7 @@ FORM = AnswerForm(
 
 
 def message_of(form: AnswerForm | None, constraint: Constraint | None = None) -> GrowingMessage:
-    info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
-    model = ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
-    return GrowingMessage(Prepared(model, [1], form, constraint, Checks(Templates(), form)), 1000)
+    return GrowingMessage(prepared(form, constraint), 1000)
 
 
 def entry(text: str, **more: Any) -> Token:

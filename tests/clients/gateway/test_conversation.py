@@ -19,12 +19,9 @@ from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
 from tokenbus.clients.gateway.anthropic.conversation import to_conversation
 from tokenbus.clients.gateway.bodies import decode_body
 from tokenbus.clients.gateway.conversation.parts import Conversation
-from tokenbus.clients.gateway.conversation.planning import Prepared
 from tokenbus.clients.gateway.conversation.rendering import for_template
-from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.json import encode
 from tokenbus.clients.gateway.leniency import Ignored
-from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat import message_of
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
@@ -32,13 +29,11 @@ from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.template_process import render
-from tokenbus.clients.gateway.templates import Templates
-from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenbus.protocol.messages import Token
 
 from ...counts import examples
 from ...work import num_calls
+from .small_model import prepared
 
 TEMPLATE = """
 {%- for m in messages %}
@@ -59,12 +54,6 @@ TEMPLATE = """
 """Writes thinking and calls as the Hermes family does."""
 FUNCTIONS = [Function("weather", {"type": "object"}), Function("ping", {"type": "object"})]
 FORM = AnswerForm(structure_of(HERMES, Wanted(FUNCTIONS, thinking="first")), {})
-
-
-def prepared() -> Prepared:
-    info = ModelInfo(name="m", vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
-    model = ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
-    return Prepared(model, [1], FORM, None, Checks(Templates(), FORM))
 
 
 class Case(NamedTuple):
@@ -108,14 +97,14 @@ cases = st.builds(Case, words, words, some_calls, st.lists(st.integers(1, 20), m
 
 
 def whole_chat(case: Case) -> dict[str, Any]:
-    message = message_of(prepared(), GeneratedSequence(0, _pieces=[case.written]))
+    message = message_of(prepared(FORM), GeneratedSequence(0, _pieces=[case.written]))
     return json.loads(encode(message))
 
 
 def streamed_chat(case: Case) -> dict[str, Any]:
     """The message that a client assembles from the chunks."""
     request = msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, ChatRequest)
-    chunks = ChatChunks("chatcmpl-1", 1, request, prepared())
+    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(FORM))
     data = b"".join(chunks.write([entry]) for entry in case.entries).decode()
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for event in data.split("\n\n")[:-1]:
@@ -156,7 +145,7 @@ def next_chat(message: dict[str, Any]) -> tuple[Conversation, Ignored]:
 
 
 def responses(case: Case) -> list[dict[str, Any]]:
-    output = Output(prepared(), None)
+    output = Output(prepared(FORM), None)
     output.feed(case.entries)
     output.end("completed")
     return json.loads(encode(output.items))
@@ -180,7 +169,7 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
 
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
-    message = GrowingMessage(prepared(), 1000)
+    message = GrowingMessage(prepared(FORM), 1000)
     message.add(case.entries)
     found: list[dict[str, Any]] = json.loads(encode(message.message().content))
     return found

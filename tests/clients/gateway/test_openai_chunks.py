@@ -8,28 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.clients.gateway.conversation.constraints import Constraint
-from tokenbus.clients.gateway.conversation.planning import Prepared
-from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks
 from tokenbus.clients.gateway.openai.usage import Counter
-from tokenbus.clients.gateway.templates import Templates
-from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenbus.protocol.messages import Token
 
+from .small_model import prepared, small_model
+
+NAME = 'a "text": b'
 CONTROLLER = Constraint("mine", "mine", None, "controller")
 
 
 @pytest.fixture
 def model() -> ServedModel:
-    info = ModelInfo(
-        name='a "text": b', vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f"
-    )
-    return ServedModel(info, TokenizerFiles(fingerprint="f", json="{}"), Tokenizer(BPE()))
+    return small_model(NAME)
 
 
 def entry(text: str, pos: int, seq: int = 0, **more: Any) -> Token:
@@ -42,7 +37,7 @@ def choices(data: bytes) -> list[dict[str, Any]]:
     assert data.endswith(b"\n\n")
     events = data.decode().split("\n\n")[:-1]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert all(chunk["model"] == 'a "text": b' for chunk in chunks)
+    assert all(chunk["model"] == NAME for chunk in chunks)
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
@@ -106,13 +101,11 @@ def test_one_failed_sequence_does_not_hide_the_others(model: ServedModel) -> Non
     assert choice["tokenbus"] == {"error": "it failed", "code": "deadlock"}
 
 
-def test_chats_take_back_too(model: ServedModel) -> None:
+def test_chats_take_back_too() -> None:
     request = msgspec.convert(
         {"messages": [{"role": "user", "content": "x"}], "controller": "mine"}, ChatRequest
     )
-    chunks = ChatChunks(
-        "chatcmpl-1", 1, request, Prepared(model, [1], None, CONTROLLER, Checks(Templates(), None))
-    )
+    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(None, CONTROLLER, NAME))
     first, second = choices(chunks.write([entry("ab", 0)]))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert second["delta"] == {"content": "ab"}

@@ -13,10 +13,9 @@ from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 from tokenbus.clients.gateway.template_process import TemplateFault, render
 from tokenbus.clients.gateway.templates import Templates
 from tokenbus.clients.gateway.turns import Turns, current_user
-from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .small_model import small_model
 
 CHATML = """\
 {%- if tools %}
@@ -194,9 +193,7 @@ def test_a_template_that_cannot_be_rendered_says_why(template: str, why: str) ->
 
 @pytest.fixture
 def model() -> ServedModel:
-    info = ModelInfo(name="m", vocab_size=1, context_length=16, eos_token_ids=[0], fingerprint="f")
-    files = TokenizerFiles(fingerprint="f", json="{}", chat_template=CHATML, special_tokens=SPECIAL)
-    return ServedModel(info, files, Tokenizer(BPE()))
+    return small_model(chat_template=CHATML, special_tokens=SPECIAL)
 
 
 @pytest.fixture
