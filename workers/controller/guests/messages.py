@@ -30,7 +30,17 @@ class HostSpec(Struct, array_like=True, frozen=True):
     """Whether the guest's memory counts towards its tenant's share."""
 
 
-class Load(Struct, array_like=True, tag="load"):
+class Message(Struct, array_like=True, tag=str.lower):
+    """A message with its type, the lower-case name of its class."""
+
+
+class OfController(Message):
+    """A message about the controller ``handle``."""
+
+    handle: int
+
+
+class Load(Message):
     """Loads a compiled module."""
 
     module: str
@@ -39,18 +49,16 @@ class Load(Struct, array_like=True, tag="load"):
     code: bytes
 
 
-class Begin(Struct, array_like=True, tag="begin"):
+class Begin(OfController):
     """Creates the controller ``handle`` of a module."""
 
-    handle: int
     module: str
     host: HostSpec
 
 
-class Prompt(Struct, array_like=True, tag="prompt"):
+class Prompt(OfController):
     """Calls init_prompt."""
 
-    handle: int
     tokens: list[int]
 
 
@@ -68,34 +76,30 @@ class Item(Struct, array_like=True):
     """The new limits; None if the limits have not changed."""
 
 
-class Advance(Struct, array_like=True, tag="advance"):
+class Advance(Message):
     """Runs the rounds of several controllers one after another."""
 
     items: list[Item]
 
 
-class Mid(Struct, array_like=True, tag="mid"):
+class Mid(OfController):
     """Calls mid_process of a controller after a fork."""
 
-    handle: int
     group: list[int]
 
 
-class Fork(Struct, array_like=True, tag="fork"):
+class Fork(OfController):
     """Copies a controller to ``child``."""
 
-    handle: int
     child: int
     host: HostSpec
 
 
-class Close(Struct, array_like=True, tag="close"):
+class Close(OfController):
     """Frees a controller."""
 
-    handle: int
 
-
-class Told(Struct, array_like=True, tag="told"):
+class Told(Message):
     """The worker's answer to an ``Asked``."""
 
     ok: bool = True
@@ -168,7 +172,7 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
     """Whether the item took so long that the next round should run on a separate thread."""
 
 
-class Done(Struct, array_like=True, tag="done"):
+class Done(Message):
     """The answer to a request. An item is None if its round was usual: the controller accepted the
     tokens, wrote only a mask, and logged nothing."""
 
@@ -177,11 +181,10 @@ class Done(Struct, array_like=True, tag="done"):
     """CPU time that the request took."""
 
 
-class Asked(Struct, array_like=True, tag="asked"):
+class Asked(OfController):
     """A question of a guest to its worker during a call: ``get``, ``set`` or ``append`` of a
     variable, or ``memory`` (``number`` bytes)."""
 
-    handle: int
     what: str
     name: str = ""
     value: bytes = b""
