@@ -198,8 +198,8 @@ class GuestProcess:
             if self.dead:
                 return
             self.dead, self._killed = why, True
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self._end()
 
     def died(self, code: int) -> None:
@@ -295,27 +295,26 @@ class GuestProcess:
     def _end(self) -> None:
         """Frees the resources of the process, except channels that threads still use."""
         with self._lock:
-            channels = list(self._channels)
             granted, self._granted = self._granted, 0
             self._changed.notify_all()
+            for channel in self._channels:
+                channel.close()
         self._control.close()
-        for channel in channels:
-            channel.close()
         if self._memory is not None and granted:
             self._memory.give_back(granted)
         self._free_channels()
 
     def _free_channels(self) -> None:
+        # ``_end`` closes channels, and ``kill`` uses the pidfd: the lock keeps both from closed
+        # descriptors.
         with self._lock:
-            free, self._free = self._free, []
-            self._channels = [each for each in self._channels if each not in free]
-            last, pidfd = not self._channels, self._pidfd
-            if last:
+            for channel in self._free:
+                self._channels.remove(channel)
+                channel.free()
+            self._free.clear()
+            if not self._channels and self._pidfd >= 0:
+                os.close(self._pidfd)
                 self._pidfd = -1
-        for channel in free:
-            channel.free()
-        if last and pidfd >= 0:
-            os.close(pidfd)
 
 
 def _why(code: int) -> str:
