@@ -103,7 +103,8 @@ class Launcher:
             self._spawning[number] = spawning
         with theirs:
             self._command(("spawn", number, vocabulary), [theirs.fileno()])
-        arrived = spawning.ready.wait(SPAWN_S)
+        # If the zygote has ended, the reader has already woken the requests that it found.
+        arrived = self.alive and spawning.ready.wait(SPAWN_S)
         with self._lock:
             self._spawning.pop(number, None)
         if not arrived or spawning.pid < 0:
