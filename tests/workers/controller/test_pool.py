@@ -219,7 +219,7 @@ class Gates:
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self.open = False
-        self.over = False
+        self.over = threading.Event()
         threading.Thread(target=self._open, daemon=True).start()
 
     def wait(self) -> None:
@@ -231,12 +231,39 @@ class Gates:
             happens(gate, "no answer")
 
     def _open(self) -> None:
-        while not self.over:
+        while not self.over.wait(0.0002):
             with self._lock:
                 if self._closed and self.open:
                     place = self._random.randrange(len(self._closed))
                     self._closed.pop(place).set()
-            time.sleep(0.0002)
+
+
+class Load:
+    """Jobs of a pool that wait, take CPU time, and submit further jobs."""
+
+    def __init__(self, pool: Pool, gates: Gates) -> None:
+        self.submitted = self.ended = 0
+        self._pool = pool
+        self._gates = gates
+        self._lock = threading.Lock()
+
+    def submit(self, jobs: list[Job], hands: int, tenant: str) -> None:
+        with self._lock:
+            self.submitted += len(jobs)
+        self._pool.submit(jobs, hands, tenant)
+
+    def job(self, waits: int, slow: bool, more: str | None) -> None:
+        """``more``: the tenant for which the job submits another job."""
+        for _ in range(waits):
+            self._gates.wait()
+        if slow:
+            end_s = time.thread_time() + 0.001
+            while time.thread_time() < end_s:
+                pass
+        if more is not None:
+            self.submit([partial(self.job, waits, slow, None)], 1, more)
+        with self._lock:
+            self.ended += 1
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -245,41 +272,24 @@ def test_every_job_runs_however_jobs_arrive_wait_and_end(seed: int) -> None:
     max_waiting = draw.choice([0, 2, 4, 256])
     pool = Pool(draw.randint(1, 4), max_waiting=max_waiting)
     tenants = ["", "ann", "ben", "eve"][: draw.randint(1, 4)]
-    gates, ended, submitted = Gates(seed), [0], [0]
-    lock = threading.Lock()
+    gates = Gates(seed)
+    load = Load(pool, gates)
     gates.open = seed % 2 == 0 or not max_waiting
-
-    def submit(jobs: list[Job], hands: int, tenant: str) -> None:
-        with lock:
-            submitted[0] += len(jobs)
-        pool.submit(jobs, hands, tenant)
-
-    def job(waits: int, slow: bool, more: str | None) -> None:
-        for _ in range(waits):
-            gates.wait()
-        if slow:
-            end_s = time.thread_time() + 0.001
-            while time.thread_time() < end_s:
-                pass
-        if more is not None:
-            submit([partial(job, waits, slow, None)], 1, more)
-        with lock:
-            ended[0] += 1
 
     for _ in range(60):
         waits, slow = draw.choice([0, 0, 1, 2]), draw.random() < 0.2
         more = draw.choice([None, *tenants])
         count = draw.randint(1, 6)
-        submit(
-            [partial(job, waits, slow, more)] * count,
+        load.submit(
+            [partial(load.job, waits, slow, more)] * count,
             draw.choice([1, 2, count]),
             draw.choice(tenants),
         )
     if not gates.open:
         waits_only = "all jobs that do not wait have run"
-        until(lambda: submitted[0] - ended[0] == pool.waiting_jobs, BOUND_S, waits_only)
+        until(lambda: load.submitted - load.ended == pool.waiting_jobs, BOUND_S, waits_only)
         gates.open = True
-    until(lambda: ended == submitted and not pool.busy, BOUND_S, "every job runs")
-    gates.over = True
+    until(lambda: load.ended == load.submitted and not pool.busy, BOUND_S, "every job runs")
+    gates.over.set()
     assert not any(turn.running or turn.waiting for turn in pool._jobs._turns.values())
     pool.close()
