@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..answer_forms import Function, Rest, Wanted
+from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
-from ..answer_plan import answer_form
 from ..context import Gateway
 from ..leniency import Ignored
 from ..models import ServedModel
 from ..templates import template_of
 from .constraints import Constraint
-from .parts import Conversation
+from .parts import AnswerRules, Conversation
 from .rendering import prompt_ids
 from .schemas import Checked, Checks, enforceable
 from .tools import Calling, calling
@@ -24,6 +23,8 @@ WITH_PARTS = frozenset(
     ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
 )
 """Names of constraints that apply to the text of an answer after its thinking."""
+PROMPT_END = 8
+"""Number of tokens at the end of a prompt that are searched for the beginning of thinking."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +48,40 @@ async def prepare(
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)
     ids = await prompt_ids(gateway, model, conversation, ignored)
-    checks = Checks(gateway.templates, None)
+    checked: dict[str, Checked] = {}
     if called is not None:
         loose = {tool.name for tool in conversation.tools if not tool.strict}
-        called.functions[:] = [
-            _enforceable_function(function, checks) if function.name in loose else function
+        functions = [
+            _enforceable_function(function, checked) if function.name in loose else function
             for function in called.functions
         ]
-    own = rules.constraint
-    if own is not None and not own.strict and isinstance(own.arg, dict):
-        arg, keywords = enforceable(own.arg)
-        if keywords:
-            checks.text = Checked(own.arg, keywords)
-            rules.constraint = replace(own, arg=arg)
-    form, constraint = _plan(model, ids, conversation, called, ignored)
-    checks.form = form
+        called = replace(called, functions=functions)
+    own, checked_text = _enforceable_constraint(rules.constraint)
+    wanted = _wanted(rules, called, own)
+    form, constraint = None, own
+    if called is not None or own is None or own.controller in WITH_PARTS:
+        form = _form(model, ids, conversation, wanted, ignored)
+    if form is not None:
+        constraint = _of_form(form, wanted, rules, own)
+    checks = Checks(gateway.templates, form, checked_text, checked)
     return Prepared(model, ids, form, constraint, checks)
 
 
-def _enforceable_function(function: Function, checks: Checks) -> Function:
+def _enforceable_function(function: Function, checked: dict[str, Checked]) -> Function:
     parameters, keywords = enforceable(function.parameters)
     if keywords:
-        checks.functions[function.name] = Checked(function.parameters, keywords)
+        checked[function.name] = Checked(function.parameters, keywords)
     return Function(function.name, parameters)
 
 
-def _plan(
-    model: ServedModel,
-    ids: list[int],
-    conversation: Conversation,
-    called: Calling | None,
-    ignored: Ignored,
-) -> tuple[AnswerForm | None, Constraint | None]:
-    """The form of the answer to the prompt ``ids``, and its constraint. An answer without a
-    constraint is only split into its parts."""
-    rules = conversation.rules
-    own = rules.constraint
-    if called is None and own is not None and own.controller not in WITH_PARTS:
-        return None, own
+def _enforceable_constraint(own: Constraint | None) -> tuple[Constraint | None, Checked | None]:
+    if own is None or own.strict or not isinstance(own.arg, dict):
+        return own, None
+    arg, keywords = enforceable(own.arg)
+    return (replace(own, arg=arg), Checked(own.arg, keywords)) if keywords else (own, None)
+
+
+def _wanted(rules: AnswerRules, called: Calling | None, own: Constraint | None) -> Wanted:
     wanted = Wanted(max_thinking_tokens=rules.max_thinking_tokens)
     if called is not None:
         wanted.functions, wanted.parallel = called.functions, called.parallel
@@ -92,21 +89,46 @@ def _plan(
         wanted.rest = None
     elif own is not None:
         wanted.rest = Rest(own.controller, own.arg)
-    template = conversation.rendering.chat_template
-    form = answer_form(
-        model,
-        template_of(model) if template is None else template,
-        ids,
-        wanted,
-        separate_reasoning=rules.separate_reasoning,
-        thinking_field=rules.thinking_field,
-        ignored=ignored if rules.thinking_is_optional else Ignored(strict=True),
-    )
-    if form is None or (called is None and own is None and wanted.max_thinking_tokens is None):
-        return form, own
-    arg = msgspec.to_builtins(form.automaton.structure)
-    if called is not None:
-        return form, Constraint("tools", "structural", arg, "tools")
-    if own is not None:
-        return form, Constraint(own.label, "structural", arg, own.field)
-    return form, Constraint("thinking", "structural", arg, rules.thinking_field)
+    return wanted
+
+
+def _form(
+    model: ServedModel,
+    ids: list[int],
+    conversation: Conversation,
+    wanted: Wanted,
+    ignored: Ignored,
+) -> AnswerForm | None:
+    """The form of the answer to the prompt ``ids``; None if the answer is one text. ``wanted``
+    receives the kind of thinking that the template of the prompt supports."""
+    rules, template = conversation.rules, conversation.rendering.chat_template
+    template = template_of(model) if template is None else template
+    family = family_of(template)
+    if rules.separate_reasoning or family is HARMONY:
+        wanted.thinking = thinking_of(template, model.decode(ids[-PROMPT_END:]))
+    if wanted.max_thinking_tokens is not None and wanted.thinking == "none":
+        name = rules.thinking_field
+        (ignored if rules.thinking_is_optional else Ignored(strict=True)).leave_out(
+            name,
+            f"{name} is given, but the model's chat template does not support thinking; "
+            f"leave {name} out",
+        )
+        wanted.max_thinking_tokens = None
+    if wanted.thinking == "none" and not wanted.functions:
+        return None
+    return AnswerForm.of(model, structure_of(family, wanted))
+
+
+def _of_form(
+    form: AnswerForm, wanted: Wanted, rules: AnswerRules, own: Constraint | None
+) -> Constraint | None:
+    """The constraint that enforces a form; None if the answer is only split into its parts."""
+    if wanted.functions:
+        label, field = "tools", "tools"
+    elif own is not None:
+        label, field = own.label, own.field
+    elif wanted.max_thinking_tokens is not None:
+        label, field = "thinking", rules.thinking_field
+    else:
+        return None
+    return Constraint(label, "structural", msgspec.to_builtins(form.automaton.structure), field)
