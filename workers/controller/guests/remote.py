@@ -261,7 +261,7 @@ class RemoteController:
             return
         self._losses += 1
         if died.cause is Cause.KILLED or self._losses >= MAX_LOSSES:
-            self._place.table.deaths.add(self._place.module)
+            self._place.table.deaths.add(self._place.tenant, self._place.module)
             self._fault = ControllerError(
                 Code.CONTROLLER_TIMEOUT if died.cause is Cause.KILLED else Code.CONTROLLER_FAILED,
                 f"the process of the controller was ended during its call: {died.why}",

@@ -43,10 +43,10 @@ class RemoteProgram:
         self._place = place
 
     def start(self, host: Host) -> Controller:
-        """Creates a controller in the tenant's process. Raises TokenbusError if the creation
-        fails."""
-        self._place.table.deaths.check(self._place.module)
-        controller = RemoteController(self._place, host)
+        """A controller in the tenant's process; raises TokenbusError."""
+        place = self._place
+        place.table.deaths.check(place.tenant, place.module)
+        controller = RemoteController(place, host)
         try:
             controller.begin()
         except BaseException:

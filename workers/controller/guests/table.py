@@ -26,8 +26,8 @@ KEEP_S = 1.0
 """Minimum time, in seconds, between the last call of a process with controllers and its end to make
 room."""
 MAX_DEATHS = 3
-"""Number of sequences of a module that killed their process within ``DEATHS_S`` seconds, after
-which the module is refused."""
+"""Sequences of a module that ended with their processes within ``DEATHS_S``, after which the module
+is refused to their tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -35,26 +35,26 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """The times at which sequences ended because they killed their process, by module.
-    Thread-safe."""
+    """The sequences that were ended because of the death of their process, by tenant and module.
+    Another tenant may have uploaded the same module. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._times: dict[str, deque[float]] = {}
+        self._times: dict[tuple[str, str], deque[float]] = {}
 
-    def add(self, module: str) -> None:
-        """Records that a sequence of a module killed its process."""
+    def add(self, tenant: str, module: str) -> None:
+        """Counts a death."""
         with self._lock:
             self._forget()
-            times = self._times.setdefault(module, deque(maxlen=MAX_DEATHS))
+            times = self._times.setdefault((tenant, module), deque(maxlen=MAX_DEATHS))
             times.append(self._clock())
 
-    def check(self, module: str) -> None:
-        """Raises ControllerError while a module is refused."""
+    def check(self, tenant: str, module: str) -> None:
+        """Raises ControllerError if a module of a tenant is refused at present."""
         with self._lock:
             self._forget()
-            times = self._times.get(module, deque())
+            times = self._times.get((tenant, module), deque())
             if len(times) < MAX_DEATHS:
                 return
             left_s = times[0] + DEATHS_S - self._clock()
@@ -68,11 +68,11 @@ class Deaths:
     def _forget(self) -> None:
         """Removes old deaths. Called under the lock."""
         oldest = self._clock() - DEATHS_S
-        for module, times in list(self._times.items()):
+        for key, times in list(self._times.items()):
             while times and times[0] < oldest:
                 times.popleft()
             if not times:
-                del self._times[module]
+                del self._times[key]
 
 
 class _Known(NamedTuple):

@@ -343,7 +343,7 @@ def test_a_call_whose_processes_die_twice_ends_with_an_error(runtime: Runtime) -
     sequence = Sequence(runtime.program(READS, "twice", "twice"), perform)
     with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
         sequence.round()
-    assert len(runtime.table.deaths._times["twice"]) == 1
+    assert len(runtime.table.deaths._times["twice", "twice"]) == 1
     with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
         sequence.controller.pre_process()
 
@@ -396,15 +396,16 @@ def test_a_module_is_refused_after_three_deaths_in_a_minute(runtime: Runtime) ->
     now = 100.0
     deaths = Deaths(lambda: now)
     for _ in range(MAX_DEATHS):
-        deaths.check("module")
-        deaths.add("module")
+        deaths.check("tenant", "module")
+        deaths.add("tenant", "module")
         now += 10
     with pytest.raises(ControllerError, match="it is refused for 30 s") as caught:
-        deaths.check("module")
+        deaths.check("tenant", "module")
     assert caught.value.code == "quarantined"
-    deaths.check("another")
+    deaths.check("tenant", "another")
+    deaths.check("another", "module")
     now = 100 + DEATHS_S + 1
-    deaths.check("module")
+    deaths.check("tenant", "module")
 
 
 def test_each_tenant_and_vocabulary_has_a_process(runtime: Runtime) -> None:
