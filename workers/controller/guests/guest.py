@@ -43,6 +43,7 @@ from .messages import (
     Outcome,
     PreAnswer,
     Prompt,
+    Question,
     Told,
 )
 from .rights import drop_rights
@@ -65,9 +66,8 @@ class _ThisThread(threading.local):
 _this_thread = _ThisThread()
 
 
-def _ask(what: str, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
-    """Sends a question to the worker during a call, and returns the answer. Raises TokenbusError if
-    the worker refuses."""
+def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
+    """Asks the worker in the middle of a call; raises TokenbusError if the worker refuses."""
     channel = _this_thread.channel
     channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
     told = messages.decode_to_guest(channel.receive())

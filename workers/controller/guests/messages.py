@@ -13,8 +13,12 @@ from msgspec import Meta, Struct
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import Distribution, Override, Query, TokenId
 from ..limits import Limits
+from ..wasm.aici_storage import NAME_BYTES
 
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+"""CPU time, which counts towards the tenant's share of the threads."""
+VariableName = Annotated[str, Meta(max_length=NAME_BYTES)]
 
 
 class HostSpec(Struct, array_like=True, frozen=True):
@@ -165,8 +169,8 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
     mid: MidAnswer | None = None
     fault: Fault | None = None
     log: bytes = b""
-    dropped: int = 0
-    """Number of bytes of the log that were dropped."""
+    dropped: Count = 0
+    """Bytes of the log that did not fit."""
     takes_drafts: bool = False
     slow: bool = False
     """Whether the item took so long that the next round should run on a separate thread."""
@@ -177,16 +181,20 @@ class Done(Message):
     tokens, wrote only a mask, and logged nothing."""
 
     items: list[Outcome | None]
-    cpu_s: float = 0.0
+    cpu_s: Seconds = 0.0
     """CPU time that the request took."""
 
 
-class Asked(OfController):
+Question = Literal["get", "set", "append", "memory"]
+
+
+class Asked(Struct, array_like=True, tag="asked"):
     """A question of a guest to its worker during a call: ``get``, ``set`` or ``append`` of a
     variable, or ``memory`` (``number`` bytes)."""
 
-    what: str
-    name: str = ""
+    handle: int
+    what: Question
+    name: VariableName = ""
     value: bytes = b""
     number: int | None = None
 
