@@ -23,6 +23,11 @@ MASK_BYTES = 2 * 1024 * 1024
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
+MAX_ANSWER_BYTES = 128 * 1024 * 1024
+"""Maximum bytes of a message of the guest process. The biases of a batch have up to 64 MiB."""
+CLOSED_MS = 1000
+"""Time after which a waiting thread of the worker checks whether the channel is closed. A process
+that was taken over may have consumed the notice of ``close``."""
 QUICK_MS = 1
 """Time that the worker waits for an answer before it frees the slot of its thread."""
 
@@ -71,6 +76,8 @@ class Channel:
         self.masks = view[HEAD_BYTES + 2 * AREA_BYTES :]
         self._theirs = files.to_worker if guest else files.to_guest
         self._mine = files.to_guest if guest else files.to_worker
+        self._max_received = MAX_MESSAGE_BYTES if guest else MAX_ANSWER_BYTES
+        self._check_ms = None if guest else CLOSED_MS
         self._poll = select.poll()
         self._poll.register(self._mine, select.POLLIN)
         self._closed = False
@@ -100,8 +107,8 @@ class Channel:
             self._wait()
             size, more = _PART.unpack_from(self._head, self._in_at)
             total += size
-            if size > AREA_BYTES or total > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"a part has {size} bytes, and the message has {total}")
+            if size > AREA_BYTES or total > self._max_received:
+                raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
             part = bytes(self._in[:size])
             if not more and not parts:
                 return part
@@ -151,7 +158,7 @@ class Channel:
 
     def _wait(self) -> None:
         while True:
-            self._poll.poll()
+            self._poll.poll(self._check_ms)
             if self._closed:
                 raise ChannelClosed("the process has ended")
             try:

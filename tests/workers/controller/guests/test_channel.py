@@ -9,6 +9,7 @@ import pytest
 from tokenbus.workers.controller.guests.channel import (
     AREA_BYTES,
     HEAD_BYTES,
+    MAX_ANSWER_BYTES,
     Channel,
     ChannelClosed,
     ChannelFiles,
@@ -75,3 +76,30 @@ def test_a_reader_ends_when_the_channel_is_closed() -> None:
     worker.close()
     thread.join()
     assert ended == ["the process has ended"]
+
+
+def test_a_reader_ends_although_the_other_side_has_consumed_the_notice() -> None:
+    files = ChannelFiles.make()
+    copied = os.dup(files.to_worker)
+    worker = Channel(files, guest=False)
+    ended = threading.Event()
+
+    def read() -> None:
+        with pytest.raises(ChannelClosed):
+            worker.receive()
+        ended.set()
+
+    worker.close()
+    os.read(copied, 8)
+    threading.Thread(target=read, daemon=True).start()
+    assert ended.wait(60)
+
+
+def test_the_answers_of_a_process_have_a_bound_of_their_own() -> None:
+    worker, guest = both_sides()
+    thread = threading.Thread(target=lambda: guest.send(bytes(MAX_ANSWER_BYTES + 1)), daemon=True)
+    thread.start()
+    with pytest.raises(ChannelClosed, match=f"all have {MAX_ANSWER_BYTES + 1}"):
+        worker.receive()
+    guest.close()
+    thread.join()
