@@ -97,7 +97,7 @@ class _Running:
     cpu_s: float | None = None
     """CPU time of the process when the item was first seen."""
     first_cpu_s: float | None = None
-    """CPU time of the process when the request was first seen."""
+    """CPU time of the process when the request was first seen, and the CPU time of its pauses."""
     paused: bool = False
     """Whether the process waits for the worker's answer to a question."""
     killed: str = ""
@@ -127,6 +127,9 @@ class GuestProcess:
         """The reason why the process has ended; empty while the process runs."""
         self._killed = False
         self.last_used_s = time.monotonic()
+        self._idle_since = 0.0
+        """The end of the last call when ``_idle_cpu_s`` was read."""
+        self._idle_cpu_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -165,9 +168,8 @@ class GuestProcess:
                 if isinstance(answer, Done):
                     add_guest_cpu(answer.cpu_s)
                     return answer
-                running.paused = True
-                told = messages.encode(self._told(answer))
-                running.paused, running.item = False, -1
+                with self._paused(running):
+                    told = messages.encode(self._told(answer))
                 channel.send(told)
         except (ChannelClosed, msgspec.MsgspecError) as error:
             if not isinstance(error, ChannelClosed) or not self.dead:
@@ -187,10 +189,21 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            if current != running.item:
+            # Items run in order. A process that was taken over could otherwise begin without end.
+            if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
                 self._check(running, now_s)
+
+    def watch_idle(self) -> None:
+        """Kills the process if it uses CPU time although no request runs."""
+        with contextlib.suppress(OSError):
+            cpu_s = time.clock_gettime(self._clock)
+            if self._idle_since != self.last_used_s:
+                self._idle_since, self._idle_cpu_s = self.last_used_s, cpu_s
+            elif cpu_s - self._idle_cpu_s > GRACE_S:
+                log.warning("guest process %d is killed, because it runs without a call", self.pid)
+                self.kill("it used CPU time without a call")
 
     def kill(self, why: str) -> None:
         """Kills the process, unless it has ended. ``why``: the reason for its other requests."""
@@ -220,6 +233,27 @@ class GuestProcess:
                 body = channel.receive()
         answer: messages.FromGuest = messages.decode_from_guest(body)
         return answer
+
+    @contextlib.contextmanager
+    def _paused(self, running: _Running) -> Iterator[None]:
+        """Wraps the answer to a question, whose time does not count as the time of the call."""
+        running.paused = True
+        began_s, began_cpu_s = time.monotonic(), self._cpu_s()
+        yield
+        cpu_s = self._cpu_s() - began_cpu_s
+        running.began_s += time.monotonic() - began_s
+        if running.cpu_s is not None:
+            running.cpu_s += cpu_s
+        if running.first_cpu_s is not None:
+            running.first_cpu_s += cpu_s
+        running.paused = False
+
+    def _cpu_s(self) -> float:
+        """The CPU time of the process; 0 when it has ended."""
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return 0.0
 
     def _told(self, asked: Asked) -> Told:
         try:

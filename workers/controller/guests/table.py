@@ -125,7 +125,8 @@ class ProcessTable:
             self._spawning.release()
 
     def tick(self) -> None:
-        """Kills processes whose requests use too much time, and processes that are idle."""
+        """Ends requests that use too much time, idle processes, and processes that run without a
+        request."""
         now_s = time.monotonic()
         with self._lock:
             processes = list(self._processes.values())
@@ -134,6 +135,8 @@ class ProcessTable:
                 process.watch(now_s)
             elif not process.controllers and now_s - process.last_used_s > IDLE_S:
                 self._retire(process, "it was idle")
+            else:
+                process.watch_idle()
 
     def series(self) -> list[Series]:
         """The metrics of the processes."""

@@ -3,6 +3,8 @@ any time."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -310,6 +312,52 @@ def test_a_process_that_hangs_is_killed_and_only_its_call_fails(
     other.round()
     assert calm.allowed() == other.allowed() == [2]
     assert other.controller._process is before  # type: ignore[attr-defined]
+
+
+def test_a_process_cannot_begin_its_items_again_without_end(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = Sequence(runtime.program(CALM, "items", "items"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    stop(sequence)
+    monkeypatch.setattr(process_module, "MAX_WALL_S", 0.5)
+    failed = threading.Event()
+
+    def call() -> None:
+        with pytest.raises(ControllerError, match="it did not answer within"):
+            sequence.round()
+        failed.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    numbers = itertools.count(1)
+
+    def begun_again() -> bool:
+        for channel in list(process._running):
+            channel.current = next(numbers)
+        return failed.is_set()
+
+    until(begun_again, 60, "the process is killed")
+
+
+def test_a_process_that_runs_without_a_call_is_killed(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that handles SIGPROF stands for one that was taken over."""
+    sequence = Sequence(runtime.program(CALM, "idle", "idle"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_module, "GRACE_S", 0.02)
+
+    def runs() -> bool:
+        for _ in range(100):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGPROF)
+        return bool(process.dead)
+
+    until(runs, 60, "the process is killed")
+    assert process.dead == "it used CPU time without a call"
+    monkeypatch.undo()
+    sequence.round()
+    assert sequence.allowed() == [2]
 
 
 def test_a_call_whose_process_dies_once_is_made_again_and_writes_once(runtime: Runtime) -> None:
