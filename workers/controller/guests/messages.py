@@ -188,7 +188,7 @@ class Done(Message):
 Question = Literal["get", "set", "append", "memory"]
 
 
-class Asked(Struct, array_like=True, tag="asked"):
+class Asked(Message):
     """A question of a guest to its worker during a call: ``get``, ``set`` or ``append`` of a
     variable, or ``memory`` (``number`` bytes)."""
 

@@ -141,8 +141,9 @@ class StructuralController:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
             if state.mode == "value":
-                whole = self._inner is not None and self._state.mode == "value"
-                return self._inner.text_end(stop) if whole else "cut"
+                if self._inner is None or self._state.mode != "value":
+                    return "cut"
+                return self._inner.text_end(stop)
             return "complete" if self._automaton.may_end(state) else "cut"
         if self._state.mode == "value" and self._inner is not None:
             return self._inner.text_end()
