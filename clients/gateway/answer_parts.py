@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...protocol.messages import Token
-from ...protocol.structure import Automaton, Piece, Reader, Structure, special
+from ...protocol.structure import Automaton, Kind, Piece, Reader, Structure, special
 from .. import GeneratedSequence
 from .models import ServedModel
 
@@ -48,33 +48,14 @@ class AnswerForm:
         return data.decode("utf-8", "surrogateescape")
 
 
-class Text(NamedTuple):
-    """A piece of text outside calls."""
+class Part(NamedTuple):
+    """More text of a part of an answer."""
 
+    kind: Kind
     text: str
-
-
-class Reasoning(NamedTuple):
-    """A piece of thinking."""
-
-    text: str
-
-
-class CallBegin(NamedTuple):
-    """A call of the function ``name`` begins; its arguments follow."""
-
-    number: int
-    name: str
-
-
-class Arguments(NamedTuple):
-    """A piece of the arguments of call ``number``, as JSON text."""
-
-    number: int
-    text: str
-
-
-Part = Text | Reasoning | CallBegin | Arguments
+    """The text; for a call, its arguments as JSON text."""
+    called: str | None = None
+    """The name of the function whose call begins; the text is then empty."""
 
 
 class PartReader:
@@ -83,21 +64,17 @@ class PartReader:
     def __init__(self, form: AnswerForm) -> None:
         self._structure = form.automaton.structure
         self._reader = Reader(form.automaton)
-        self._number = -1
+        self._called = False
+        """Whether a call has begun."""
         self._space = ""
         """White space at the current end of a text or thinking part. It is dropped if the part ends
         there."""
         self._spoke = False
         """Whether the current part contains more than white space."""
-        self._kind = "text"
+        self._kind: Kind = "text"
         self._after_tag = self._structure.inside is not None
         """Whether a part of another kind precedes the text. If so, white space at the beginning of
         the text is dropped."""
-
-    @property
-    def called(self) -> bool:
-        """Whether a call has begun."""
-        return self._number >= 0
 
     def feed(self, text: str) -> list[Part]:
         """The parts that ``text`` completes."""
@@ -107,8 +84,8 @@ class PartReader:
         """The remaining parts when the answer ends. An incomplete tag becomes text."""
         parts = self._parts(self._reader.end())
         begun = self._spoke or not self._after_tag
-        if self._space and begun and not self.called and self._kind == "text":
-            parts.append(Text(self._space))
+        if self._space and begun and not self._called and self._kind == "text":
+            parts.append(Part("text", self._space))
         self._space = ""
         return parts
 
@@ -126,10 +103,10 @@ class PartReader:
         if piece.kind == "call":
             assert piece.tag is not None
             if piece.begins:
-                self._number += 1
-                parts.append(CallBegin(self._number, self._structure.tags[piece.tag].name))
+                self._called = True
+                parts.append(Part("call", "", self._structure.tags[piece.tag].name))
             elif text:
-                parts.append(Arguments(self._number, text))
+                parts.append(Part("call", text))
             return
         text = self._space + text
         kept = text.rstrip()
@@ -140,4 +117,4 @@ class PartReader:
         if not self._spoke and self._after_tag:
             kept = kept.lstrip()
         self._spoke = True
-        parts.append(Reasoning(kept) if piece.kind == "reasoning" else Text(kept))
+        parts.append(Part(piece.kind, kept))

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from ....protocol.messages import Token
-from .. import answer_parts
-from ..answer_parts import AnswerForm, PartReader
+from ..answer_parts import AnswerForm, Part, PartReader
 from ..new_ids import new_id
 from .parts import Call, Text, Thinking
 
@@ -59,29 +58,24 @@ class Answer:
         """Adds text of the sequence, which ``entry_text`` returned."""
         if self._reader is None:
             return [self._write(Text, text)] if text else []
-        return [self._take(piece) for piece in self._reader.feed(text)]
+        return [self._take(part) for part in self._reader.feed(text)]
 
     def end(self) -> list[Piece]:
         """Adds the rest of the text when the sequence has ended."""
         rest = self._reader.end() if self._reader is not None else []
-        return [self._take(piece) for piece in rest]
+        return [self._take(part) for part in rest]
 
-    def _take(self, piece: answer_parts.Part) -> Piece:
-        match piece:
-            case answer_parts.Text(text):
-                return self._write(Text, text)
-            case answer_parts.Reasoning(text):
-                return self._write(Thinking, text)
-            case answer_parts.CallBegin(_, name):
-                call = Call(new_id(self._call_prefix), name, "")
-                self.parts.append(call)
-                self._num_calls += 1
-                return Piece(len(self.parts) - 1, call, "", True, self._num_calls - 1)
-            case answer_parts.Arguments(_, text):
-                last = self.parts[-1]
-                assert isinstance(last, Call)
-                last.arguments = f"{last.arguments}{text}"
-                return Piece(len(self.parts) - 1, last, text, False, self._num_calls - 1)
+    def _take(self, part: Part) -> Piece:
+        if part.kind != "call":
+            return self._write(Thinking if part.kind == "reasoning" else Text, part.text)
+        if part.called is not None:
+            self.parts.append(Call(new_id(self._call_prefix), part.called, ""))
+            self._num_calls += 1
+        call = self.parts[-1]
+        assert isinstance(call, Call)
+        call.arguments = f"{call.arguments}{part.text}"
+        begins = part.called is not None
+        return Piece(len(self.parts) - 1, call, part.text, begins, self._num_calls - 1)
 
     def _write(self, kind: type[Text | Thinking], text: str) -> Piece:
         last = self.parts[-1] if self.parts else None
