@@ -59,8 +59,6 @@ class Launcher:
         self._spawning: dict[int, _Spawning] = {}
         self._number = 0
         self.alive = True
-        self.missing_layers = ""
-        """The layers of isolation that this system does not have."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {name: os.environ[name] for name in PASSED if name in os.environ}
         # The zygote must have one thread, and these libraries would start more.
@@ -148,7 +146,6 @@ class Launcher:
                 self._died(pid, number)
                 continue
             if name == "layers":
-                self.missing_layers = text
                 if text:
                     log.warning("guest processes run without %s", text)
                 continue
