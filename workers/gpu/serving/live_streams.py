@@ -117,11 +117,10 @@ class LiveStreams:
                 self.metrics.errors.add(output.code or Code.INTERNAL)
         stream.live += output.parent is not None
         self._announce(stream)
-        if not stream.started:
-            stream.started = True
-            if stream.usage is not None:
-                output.prompt_tokens = stream.usage.tokens
-                output.cached_tokens = stream.usage.cached or 0
+        # The first output of a stream is never a row of a batch.
+        if not stream.entries and stream.usage is not None:
+            output.prompt_tokens = stream.usage.tokens
+            output.cached_tokens = stream.usage.cached or 0
         output.stream_id, output.request, output.shortened = stream.stream_id, 0, False
         self._settle(stream)
         stream.add(output)

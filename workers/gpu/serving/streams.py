@@ -80,8 +80,6 @@ class Stream:
     """The request of a generation; None until it is passed to the engine."""
     usage: PromptUsage | None = None
     """The usage of the prompt; None until the request is passed to the engine."""
-    started: bool = False
-    """Whether any token was sent."""
     rows: bytearray = field(default_factory=bytearray)
     """The plain tokens that were sent, as ``ROW``: 20 bytes each, and no Python objects."""
     row_texts: list[str | None] = field(default_factory=list)
@@ -155,7 +153,6 @@ class Stream:
         received. ``moves``: number of its moves so far."""
         self.moves = moves
         self.entries = [(0, entry) for entry in sent]
-        self.started = bool(sent)
         self.move = move
         if self.num_tokens:
             # The time to first token is not counted again. The pause counts as an interval between
