@@ -71,6 +71,12 @@ class System:
             assert reader.began.wait(BOUND_S), "a stream did not begin"
         return readers
 
+    def check_ends(self, *readers: Reader) -> None:
+        """Checks that streams end without an error, with the tokens of the reference."""
+        for reader in readers:
+            assert reader.end() is None
+            assert reader.tokens == self.reference.tokens
+
     def wait_until_free(self) -> None:
         """Waits until the workers have no requests and the controller workers no sessions."""
 

@@ -63,9 +63,7 @@ def test_the_streams_of_a_killed_controller_worker_go_on_at_the_next_one(system:
     readers = system.streams(10, retry_s=0)
     system.controllers[0].kill()
     system.with_controllers(1)
-    for reader in readers:
-        assert reader.end() is None
-        assert reader.tokens == system.reference.tokens
+    system.check_ends(*readers)
     system.wait_until_free()
 
 
@@ -87,9 +85,7 @@ def test_two_controller_workers_share_the_load_and_one_takes_over_the_others_par
     for reader in readers:
         assert reader.began.wait(BOUND_S), "a stream has not begun"
     system.controllers[0].kill()
-    for reader in readers:
-        assert reader.end() is None
-        assert reader.tokens == system.reference.tokens
+    system.check_ends(*readers)
     system.wait_until_free()
 
 
@@ -303,9 +299,7 @@ def test_the_streams_of_a_killed_gpu_worker_go_on_at_another(system: System) -> 
     killed.kill()
     system.bus.workers.clear()
     system.bus.start_worker()
-    for reader in readers:
-        assert reader.end() is None
-        assert reader.tokens == system.reference.tokens
+    system.check_ends(*readers)
     for reader in suspended:
         reader.stream.close()
     until(

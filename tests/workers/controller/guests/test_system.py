@@ -46,9 +46,7 @@ def test_streams_continue_when_their_process_is_killed(system: System, controlle
         until(lambda n=tokens: len(readers[0].tokens) >= n, BOUND_S, "tokens")  # type: ignore[misc]
         [pid] = guests(system)
         os.kill(pid, signal.SIGKILL)
-    for reader in readers:
-        assert reader.end() is None
-        assert reader.tokens == system.reference.tokens
+    system.check_ends(*readers)
     system.wait_until_free()
 
 
@@ -56,9 +54,7 @@ def test_streams_continue_when_the_parent_of_all_processes_is_killed(system: Sys
     readers = system.streams(6, retry_s=0)
     [zygote] = children(system.controllers[0].pid)
     os.kill(zygote, signal.SIGKILL)
-    for reader in readers:
-        assert reader.end() is None
-        assert reader.tokens == system.reference.tokens
+    system.check_ends(*readers)
     system.wait_until_free()
 
 
@@ -68,5 +64,4 @@ def test_guest_processes_end_with_their_worker(system: System) -> None:
     system.controllers[0].kill()
     until(lambda: not Path(f"/proc/{pid}").exists(), BOUND_S, "the process has ended")
     system.with_controllers(1)
-    assert reader.end() is None
-    assert reader.tokens == system.reference.tokens
+    system.check_ends(reader)
