@@ -29,11 +29,9 @@ class Piece(NamedTuple):
     """Number of calls before this part."""
 
 
-def entry_text(form: AnswerForm | None, entry: Token, text: str | None = None) -> str:
-    """The text of an entry for ``Answer.feed``. ``text``, if given, replaces the text of the
-    entry."""
-    if text is None:
-        text = "" if entry.text is UNSET else entry.text
+def entry_text(form: AnswerForm | None, entry: Token) -> str:
+    """The text of an entry for ``Answer.feed``."""
+    text = "" if entry.text is UNSET else entry.text
     return text if form is None else form.text_of(entry, text)
 
 

@@ -18,8 +18,9 @@ from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
 from ..templates import Templates
-from .answers import Answer, entry_text
+from .answers import Answer
 from .constraints import KeywordState, Schema
+from .growing import GrowingChoices
 from .parts import Call, of_kind, text_of
 
 NOT_ENFORCED = frozenset(
@@ -117,9 +118,12 @@ class Checks:
     """The schemas of arguments by the names of functions."""
     outcomes: dict[int, dict[str, KeywordState]] = field(default_factory=dict)
     """The outcome of each keyword by sequence."""
-    _pieces: dict[int, list[str]] = field(default_factory=dict)
+    _choices: GrowingChoices = field(init=False)
     _bytes_left: int = MAX_CHECKED_BYTES
     """Bytes that may still be checked; 0 after a check that took too long."""
+
+    def __post_init__(self) -> None:
+        self._choices = GrowingChoices(self.form)
 
     @property
     def _has_schemas(self) -> bool:
@@ -130,16 +134,9 @@ class Checks:
         if not self._has_schemas:
             return
         for entry in entries:
-            pieces = self._pieces.setdefault(entry.seq, [])
-            if entry.backtrack:
-                del pieces[max(0, len(pieces) - entry.backtrack) :]
-            text = entry_text(self.form, entry)
-            if entry.token is not None or not pieces:
-                pieces.append(text)
-            else:
-                pieces[-1] += text
+            _, _, choice = self._choices.take(entry)
             if entry.finish_reason is not None:
-                await self.check(entry.seq, "".join(pieces))
+                await self.check(entry.seq, "".join(choice.pieces))
 
     async def check(self, seq: int, text: str) -> None:
         """Checks the whole text of a sequence, which ``entry_text`` returned."""

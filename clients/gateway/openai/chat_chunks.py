@@ -9,12 +9,13 @@ from msgspec import UNSET, UnsetType
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
+from ..conversation.growing import GrowingChoice, GrowingChoices
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
 from ..events import DONE, event
 from ..json import encode
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
-from .choices import GrowingChoice, GrowingChoices, finish_reason, receipt_of
+from .choices import finish_reason, receipt_of
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
 from .usage import Counter
 
@@ -37,7 +38,7 @@ class ChatChunks:
         self._checks = prepared.checks
         self._form = prepared.form
         self._answers: dict[int, Answer] = {}
-        self._choices = GrowingChoices()
+        self._choices = GrowingChoices(prepared.form)
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = prepared.constraint is None and self._tops is None
         """Whether all entries before the last have only text."""
@@ -61,7 +62,6 @@ class ChatChunks:
                     texts[seq] = texts.get(seq, "") + text
                 continue
             removed, text, choice = self._choices.take(entry)
-            text = entry_text(self._form, entry, text)
             before = texts.pop(seq, "")
             if not removed and entry.finish_reason is None and self._tops is None:
                 texts[seq] = before + text

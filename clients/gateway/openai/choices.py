@@ -1,68 +1,17 @@
-"""Tracks the choices of an answer while they grow: their texts, ends and receipts."""
+"""The numbers, ends and receipts of the choices of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
-
 from ....protocol.messages import Token
 from ... import GeneratedSequence
 from ..conversation.constraints import Constraint, Receipt
+from ..conversation.growing import GrowingChoice
 from ..errors import ApiError
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
 """OpenAI's names of the bus's finish reasons."""
-
-
-class GrowingChoice:
-    """The text of one sequence so far, from which forks begin and tokens are removed."""
-
-    def __init__(self, pieces: Sequence[str] = ()) -> None:
-        self.pieces = list(pieces)
-        self.logs = ""
-        self.storage: list[object] = []
-
-    def take(self, entry: Token) -> tuple[int, str]:
-        """Adds an entry; returns the number of characters that it removes, and its text."""
-        removed = 0
-        if entry.backtrack:
-            cut = max(0, len(self.pieces) - entry.backtrack)
-            removed = sum(map(len, self.pieces[cut:]))
-            del self.pieces[cut:]
-        text = "" if entry.text is UNSET else entry.text
-        if entry.token is not None or not self.pieces:
-            self.pieces.append(text)
-        else:
-            self.pieces[-1] += text
-        self.logs += entry.logs
-        self.storage += entry.storage
-        return removed, text
-
-
-class GrowingChoices:
-    """The choices of one prompt's stream, by their sequences."""
-
-    def __init__(self) -> None:
-        self._by_seq: dict[int, GrowingChoice] = {}
-
-    def take(self, entry: Token) -> tuple[int, str, GrowingChoice]:
-        """Adds an entry; returns the number of removed characters, the new text, and its choice.
-
-        The text of a fork begins with that of the sequence from which it was forked.
-        """
-        choice = self._by_seq.get(entry.seq)
-        inherited = ""
-        if choice is None:
-            parent = self._by_seq.get(entry.parent) if entry.parent is not None else None
-            before = parent.pieces[: entry.pos + entry.backtrack] if parent is not None else []
-            choice = self._by_seq[entry.seq] = GrowingChoice(before)
-            inherited = "".join(before)
-        removed, text = choice.take(entry)
-        if inherited:
-            # The client has not received a part of this choice.
-            return 0, inherited[: len(inherited) - removed] + text, choice
-        return removed, text, choice
 
 
 class Indexes:

@@ -8,10 +8,11 @@ from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
 from ..conversation.constraints import Receipt
+from ..conversation.growing import GrowingChoice, GrowingChoices
 from ..events import DONE, event
 from ..json import encode
 from ..models import ServedModel
-from .choices import GrowingChoice, GrowingChoices, Indexes, finish_reason, receipt_of
+from .choices import Indexes, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
 from .usage import Counter, Usage

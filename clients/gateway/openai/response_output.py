@@ -8,11 +8,11 @@ from typing import Any, Literal
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
+from ..conversation.growing import GrowingChoices
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
 from ..events import event
 from ..new_ids import new_id
-from .choices import GrowingChoices
 from .logprobs import Sampled, TokenLogprob, token_logprobs
 from .response_bodies import (
     AnsweredText,
@@ -39,7 +39,7 @@ class Output:
         self._logprobs = logprobs
         self._plain = prepared.constraint is None and logprobs is None
         """Whether all entries before the last have only text."""
-        self._choices = GrowingChoices()
+        self._choices = GrowingChoices(prepared.form)
         self._number = 0
         self.growing = False
         """Whether the last item is unfinished."""
@@ -62,7 +62,6 @@ class Output:
                 text += entry_text(self._form, entry)
                 continue
             removed, more, choice = self._choices.take(entry)
-            more = entry_text(self._form, entry, more)
             if removed:
                 parts += [*self._text_parts(text), self._take_back(removed)]
                 text = ""

@@ -13,6 +13,7 @@ from weakref import ref
 import anthropic
 import httpx
 import pytest
+from tokenbus.clients.gateway.conversation.constraints import KeywordState
 from tokenbus.clients.gateway.conversation.schemas import (
     MAX_CHECKED_BYTES,
     MAX_SCHEMA_BYTES,
@@ -23,6 +24,7 @@ from tokenbus.clients.gateway.conversation.schemas import (
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.schema_check import states_of
 from tokenbus.clients.gateway.templates import Templates
+from tokenbus.protocol.messages import Token
 
 from ...processes import Gateway
 from .openai_requests import HELLO, MODEL
@@ -94,6 +96,25 @@ def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
     assert states_of(schema, 1, ["not"]) == {"not": "not checked"}
     local = {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "integer"}}}
     assert states_of(local, 1, ["not"]) == {"not": "failed"}
+
+
+@pytest.mark.process
+def test_a_fork_is_checked_with_the_text_of_its_parent() -> None:
+    def entry(text: str, **more: Any) -> Token:
+        given: dict[str, Any] = {"logprob": -1.0, "finish_reason": None, **more}
+        return Token(token=1, stream_id=0, text=text, **given)
+
+    async def outcomes() -> dict[int, dict[str, KeywordState]]:
+        templates = Templates()
+        checks = Checks(templates, None, Checked({"uniqueItems": True}, ["uniqueItems"]))
+        await checks.read([entry("[1")])
+        await checks.read([entry(",1]", seq=1, parent=0, pos=1, finish_reason="stop")])
+        await checks.read([entry(",2]", pos=1, finish_reason="stop")])
+        await templates.close()
+        return checks.outcomes
+
+    found = asyncio.run(outcomes())
+    assert found == {0: {"uniqueItems": "checked"}, 1: {"uniqueItems": "failed"}}
 
 
 def called(gateway: Gateway, schema: dict[str, Any], **more: Any) -> httpx.Response:

@@ -1,0 +1,60 @@
+"""The texts of sequences while they grow, fork and lose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....protocol.messages import Token
+from ..answer_parts import AnswerForm
+from .answers import entry_text
+
+
+class GrowingChoice:
+    """The text of one sequence so far, from which forks begin and tokens are removed."""
+
+    def __init__(self, pieces: Sequence[str] = ()) -> None:
+        self.pieces = list(pieces)
+        self.logs = ""
+        self.storage: list[object] = []
+
+    def take(self, entry: Token, text: str) -> int:
+        """Adds an entry and its text; returns the number of characters that it removes."""
+        removed = 0
+        if entry.backtrack:
+            cut = max(0, len(self.pieces) - entry.backtrack)
+            removed = sum(map(len, self.pieces[cut:]))
+            del self.pieces[cut:]
+        if entry.token is not None or not self.pieces:
+            self.pieces.append(text)
+        else:
+            self.pieces[-1] += text
+        self.logs += entry.logs
+        self.storage += entry.storage
+        return removed
+
+
+class GrowingChoices:
+    """The choices of one prompt's stream, by their sequences."""
+
+    def __init__(self, form: AnswerForm | None = None) -> None:
+        self._form = form
+        self._by_seq: dict[int, GrowingChoice] = {}
+
+    def take(self, entry: Token) -> tuple[int, str, GrowingChoice]:
+        """Adds an entry; returns the number of removed characters, the new text, and its choice.
+
+        The text of a fork begins with that of the sequence from which it was forked.
+        """
+        choice = self._by_seq.get(entry.seq)
+        inherited = ""
+        if choice is None:
+            parent = self._by_seq.get(entry.parent) if entry.parent is not None else None
+            before = parent.pieces[: entry.pos + entry.backtrack] if parent is not None else []
+            choice = self._by_seq[entry.seq] = GrowingChoice(before)
+            inherited = "".join(before)
+        text = entry_text(self._form, entry)
+        removed = choice.take(entry, text)
+        if inherited:
+            # The client has not received a part of this choice.
+            return 0, inherited[: len(inherited) - removed] + text, choice
+        return removed, text, choice
