@@ -5,21 +5,43 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import wasmtime
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests.runtime import ProcessRuntime
-from tokenbus.workers.controller.interface import Program
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
+from tokenbus.workers.state.variables import VariableStorage
 
-from ..played import engine
+from ..played import WORDS, engine, vocabulary
 from ..wasm.guests import compile_guest
 
 LIMITS = Limits(init_s=0.4, pre_s=0.1, mid_s=0.1, post_s=0.1)
 """Limits above the usual ones, because these tests do not check times."""
+VOCABULARY = vocabulary(WORDS)
+CALM = """
+#include "tokenbus.h"
+#pragma clang diagnostic ignored "-Wunused-parameter"
+static uint32_t *mask;
+static uint32_t rounds;
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    mask = tb_mask_new();
+}
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    tb_mask_clear_all(mask);
+    tb_mask_set(mask, 1 + rounds++);
+    return tb_sample(mask);
+}
+"""
+"""Allows one token, a different token in each round."""
 
 
 class Runtime:
@@ -60,3 +82,33 @@ def running(most: int = 8) -> Iterator[Runtime]:
         over.set()
         thread.join()
         made.runtime.close()
+
+
+class Sequence:
+    """Begins a sequence; the test makes its calls. ``perform`` answers operations on variables."""
+
+    def __init__(
+        self,
+        made: Program,
+        perform: Callable[[Variable], VariableAnswer] | None = None,
+        memory: GuestMemory | None = None,
+    ) -> None:
+        self.variables = SequenceVariables(1, 0, perform or VariableStorage().apply, lambda: None)
+        share = None if memory is None else memory.of("tenant")
+        host = Host(1, 0, b"", VOCABULARY, self.variables, Log(1024), LIMITS, 99, memory=share)
+        self.controller: Controller = made.start(host)
+        self.mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
+        self.controller.init_prompt([1, 2])
+        self.decide()
+
+    def decide(self) -> None:
+        assert self.controller.pre_process().action is Action.CONTINUE
+        assert self.controller.mid_process((0,), self.mask).action is Action.CONTINUE
+
+    def round(self, token: int = 5) -> None:
+        assert self.controller.post_process([token], 0).action is Action.CONTINUE
+        self.decide()
+
+    def allowed(self) -> list[int]:
+        bits = int.from_bytes(self.mask, "little")
+        return [token for token in range(VOCABULARY.size) if bits >> token & 1]

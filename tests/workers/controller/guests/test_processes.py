@@ -16,23 +16,17 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
-from tokenbus.workers.controller.guests import table as table_module
 from tokenbus.workers.controller.guests.remote import RemoteController
-from tokenbus.workers.controller.guests.table import DEATHS_S, MAX_DEATHS, Deaths
-from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Action, Controller, Program
-from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.state.variables import VariableStorage
 
 from ....processes import until
-from ..played import EOS, WORDS, Run, Steered, program, vocabulary
+from ..played import EOS, WORDS, Run, Steered, program
 from ..wasm.guests import SDK
-from .remote_guests import LIMITS, Runtime, running
+from .remote_guests import CALM, Runtime, Sequence, running
 
 pytestmark = pytest.mark.process
 
-VOCABULARY = vocabulary(WORDS)
 TALK = """
 #include "tokenbus.h"
 #pragma clang diagnostic ignored "-Wunused-parameter"
@@ -64,21 +58,6 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 """
 """Three sequences with masks that depend on their rounds. One of them waits for a variable, and
 appends its value."""
-CALM = """
-#include "tokenbus.h"
-#pragma clang diagnostic ignored "-Wunused-parameter"
-static uint32_t *mask;
-static uint32_t rounds;
-void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
-    mask = tb_mask_new();
-}
-tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
-    tb_mask_clear_all(mask);
-    tb_mask_set(mask, 1 + rounds++);
-    return tb_sample(mask);
-}
-"""
-"""Allows one token, a different token in each round."""
 READS = """
 #include "tokenbus.h"
 tb_answer tb_pre_process(void) {
@@ -186,36 +165,6 @@ def test_biases_arrive_as_on_a_thread(runtime: Runtime) -> None:
 
 
 # --- calls one by one -----------------------------------------------------------------------------
-
-
-class Sequence:
-    """Begins a sequence; the test makes its calls. ``perform`` answers operations on variables."""
-
-    def __init__(
-        self,
-        made: Program,
-        perform: Callable[[Variable], VariableAnswer] | None = None,
-        memory: GuestMemory | None = None,
-    ) -> None:
-        self.variables = SequenceVariables(1, 0, perform or VariableStorage().apply, lambda: None)
-        share = None if memory is None else memory.of("tenant")
-        host = Host(1, 0, b"", VOCABULARY, self.variables, Log(1024), LIMITS, 99, memory=share)
-        self.controller: Controller = made.start(host)
-        self.mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
-        self.controller.init_prompt([1, 2])
-        self.decide()
-
-    def decide(self) -> None:
-        assert self.controller.pre_process().action is Action.CONTINUE
-        assert self.controller.mid_process((0,), self.mask).action is Action.CONTINUE
-
-    def round(self, token: int = 5) -> None:
-        assert self.controller.post_process([token], 0).action is Action.CONTINUE
-        self.decide()
-
-    def allowed(self) -> list[int]:
-        bits = int.from_bytes(self.mask, "little")
-        return [token for token in range(VOCABULARY.size) if bits >> token & 1]
 
 
 def stop(sequence: Sequence) -> int:
@@ -408,57 +357,3 @@ def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None
 
 def _sequences(runtime: Runtime, memory: GuestMemory, count: int) -> list[Sequence]:
     return [Sequence(runtime.program(CALM, "memory"), memory=memory) for _ in range(count)]
-
-
-# --- the table ------------------------------------------------------------------------------------
-
-
-def test_tenants_take_turns_if_there_are_fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "KEEP_S", 0.0)
-    with running(most=1) as runtime:
-        sequences = [Sequence(runtime.program(CALM, f"tenant {n}")) for n in range(3)]
-        for round_ in range(2, 5):
-            for each in sequences:
-                each.round()
-                assert each.allowed() == [round_]
-                assert len(runtime.table.pids()) == 1
-
-
-def test_a_tenant_waits_while_all_processes_run() -> None:
-    with running(most=1) as runtime:
-        Sequence(runtime.program(CALM, "first"))
-        with pytest.raises(Exception, match="the controllers of 1 tenants run on this worker"):
-            Sequence(runtime.program(CALM, "second"))
-
-
-def test_a_process_without_controllers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "IDLE_S", 0.0)
-    with running() as runtime:
-        sequence = Sequence(runtime.program(CALM))
-        assert runtime.table.pids()
-        sequence.controller.close()
-        until(lambda: not runtime.table.pids(), 60, "the process has ended")
-
-
-def test_a_module_is_refused_after_three_deaths_in_a_minute(runtime: Runtime) -> None:
-    now = 100.0
-    deaths = Deaths(lambda: now)
-    for _ in range(MAX_DEATHS):
-        deaths.check("tenant", "module")
-        deaths.add("tenant", "module")
-        now += 10
-    with pytest.raises(ControllerError, match="it is refused for 30 s") as caught:
-        deaths.check("tenant", "module")
-    assert caught.value.code == "quarantined"
-    deaths.check("tenant", "another")
-    deaths.check("another", "module")
-    now = 100 + DEATHS_S + 1
-    deaths.check("tenant", "module")
-
-
-def test_each_tenant_and_vocabulary_has_a_process(runtime: Runtime) -> None:
-    made = [runtime.program(CALM, "many"), runtime.program(CALM, "more")]
-    pids = {Sequence(each).controller._process.pid for each in (*made, *made)}  # type: ignore[attr-defined]
-    assert len(pids) == 2
-    steered = Steered(made[0], [*WORDS, b"another"])
-    assert steered.controller._process.pid not in pids  # type: ignore[attr-defined]

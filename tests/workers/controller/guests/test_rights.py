@@ -19,8 +19,7 @@ from tokenbus.workers.controller.guests.system_calls import (
     TGKILL,
 )
 
-from .remote_guests import running
-from .test_processes import CALM, Sequence
+from .remote_guests import CALM, Sequence, running
 
 pytestmark = pytest.mark.process
 

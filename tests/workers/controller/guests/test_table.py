@@ -1,0 +1,67 @@
+"""Each tenant has a guest process, up to a bound on all processes."""
+
+from __future__ import annotations
+
+import pytest
+from tokenbus.protocol.errors import ControllerError, UnavailableError
+from tokenbus.workers.controller.guests import table as table_module
+from tokenbus.workers.controller.guests.table import DEATHS_S, MAX_DEATHS, Deaths
+
+from ....processes import until
+from ..played import WORDS, Steered
+from .remote_guests import CALM, Sequence, running
+
+pytestmark = pytest.mark.process
+
+
+def test_tenants_take_turns_if_there_are_fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "KEEP_S", 0.0)
+    with running(most=1) as runtime:
+        sequences = [Sequence(runtime.program(CALM, f"tenant {n}")) for n in range(3)]
+        for round_ in range(2, 5):
+            for each in sequences:
+                each.round()
+                assert each.allowed() == [round_]
+                assert len(runtime.table.pids()) == 1
+
+
+def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
+    with running(most=1) as runtime:
+        Sequence(runtime.program(CALM, "first"))
+        with pytest.raises(UnavailableError, match="the controllers of 1 tenants run"):
+            Sequence(runtime.program(CALM, "second"))
+
+
+def test_a_process_without_controllers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "IDLE_S", 0.0)
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        assert runtime.table.pids()
+        sequence.controller.close()
+        until(lambda: not runtime.table.pids(), 60, "the process has ended")
+
+
+def test_a_module_is_refused_after_three_deaths_in_a_minute() -> None:
+    now = 100.0
+    deaths = Deaths(lambda: now)
+    for _ in range(MAX_DEATHS):
+        deaths.check("tenant", "module")
+        deaths.add("tenant", "module")
+        now += 10
+    with pytest.raises(ControllerError, match="it is refused for 30 s") as caught:
+        deaths.check("tenant", "module")
+    assert caught.value.code == "quarantined"
+    deaths.check("tenant", "another")
+    deaths.check("another", "module")
+    now = 100 + DEATHS_S + 1
+    deaths.check("tenant", "module")
+
+
+def test_each_tenant_and_vocabulary_has_a_process() -> None:
+    with running() as runtime:
+        made = [runtime.program(CALM, "many"), runtime.program(CALM, "more")]
+        pids = {Sequence(each).controller._process.pid for each in (*made, *made)}  # type: ignore[attr-defined]
+        assert len(pids) == 2
+        steered = Steered(made[0], [*WORDS, b"another"])
+        assert steered.controller._process.pid not in pids  # type: ignore[attr-defined]
