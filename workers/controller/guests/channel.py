@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 128 * 1024 * 1024
 """Maximum bytes of a message of the guest process. The biases of a batch have up to 64 MiB."""
+MAX_REASON = 4096
+"""Maximum bytes of the error of a process, which its worker logs once."""
 CLOSED_MS = 1000
 """Time after which a waiting thread of the worker checks whether the channel is closed. A process
 that was taken over may have consumed the notice of ``close``."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from ..runtime import program_of
 from ..wasm.compiled_modules import Loaded
 from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
 from . import messages
-from .channel import Channel, ChannelClosed, ChannelFiles
+from .channel import MAX_REASON, Channel, ChannelClosed, ChannelFiles
 from .messages import (
     Advance,
     Asked,
@@ -338,6 +339,7 @@ def _fault(error: BaseException) -> Fault:
 def run(control: socket.socket, engine: Engine, vocabulary: Vocabulary, memory_bytes: int) -> None:
     """Serves channels until the worker closes ``control``. Called in a new process, by its only
     thread. ``memory_bytes``: maximum memory of the process."""
+    _leave_log()
     # The signal is blocked in all threads, so that only ``_tick`` receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     drop_rights(memory_bytes)
@@ -350,12 +352,24 @@ def run(control: socket.socket, engine: Engine, vocabulary: Vocabulary, memory_b
         if len(files) != 3:
             os._exit(0)
         channel = Channel(ChannelFiles(*files), guest=True)
-        threading.Thread(target=_serve, args=(process, channel), daemon=True).start()
+        args = process, channel, control.fileno()
+        threading.Thread(target=_serve, args=args, daemon=True).start()
 
 
-def _serve(process: GuestProcess, channel: Channel) -> None:
+def _leave_log() -> None:
+    """Replaces the worker's output, which is its log: a process that was taken over could fill the
+    log, or write lines in the name of the worker."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def _serve(process: GuestProcess, channel: Channel, control: int) -> None:
     try:
         process.serve(channel)
+    except BaseException:
+        os.write(control, traceback.format_exc().encode()[-MAX_REASON:])
     finally:
         # If a thread fails, its worker does not receive an answer.
         os._exit(1)

@@ -23,7 +23,7 @@ from ..limits import Limits
 from ..pool import freeing_slot
 from ..variable_calls import VariablesMark
 from . import messages
-from .channel import Channel, ChannelClosed, ChannelFiles
+from .channel import MAX_REASON, Channel, ChannelClosed, ChannelFiles
 from .launcher import Spawned
 from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 
@@ -333,6 +333,9 @@ class GuestProcess:
             self._changed.notify_all()
             for channel in self._channels:
                 channel.close()
+        with contextlib.suppress(OSError):
+            if reason := self._control.recv(MAX_REASON, socket.MSG_DONTWAIT):
+                log.error("guest process %d failed: %r", self.pid, reason.decode(errors="replace"))
         self._control.close()
         if self._memory is not None and granted:
             self._memory.give_back(granted)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenbus.workers.controller.guests.messages import Close
+from tokenbus.workers.controller.guests.process import GuestDied
 from tokenbus.workers.controller.guests.system_calls import (
     ALLOWED,
     CLONE,
@@ -157,3 +159,21 @@ def test_a_guest_process_has_an_empty_network_and_no_memory_that_others_can_read
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":\t", 1) for line in lines)
         assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+def test_a_guest_process_cannot_write_to_the_log_of_its_worker() -> None:
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        pid = sequence.controller._process.pid  # type: ignore[attr-defined]
+        assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)} == {os.devnull}
+
+
+def test_the_error_of_a_guest_process_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        process = sequence.controller._process  # type: ignore[attr-defined]
+        with process.channel() as channel, pytest.raises(GuestDied):
+            process.request(channel, Close("not a number"), 1.0)  # type: ignore[arg-type]
+    [failed] = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert "ValidationError" in failed
+    assert "\n" not in failed
