@@ -26,7 +26,6 @@ ALLOWED = {
     "fstat": (5, 80),
     "newfstatat": (262, 79),
     # Memory of the process and of its guests.
-    "mmap": (9, 222),
     "munmap": (11, 215),
     "mprotect": (10, 226),
     "mremap": (25, 216),
@@ -61,6 +60,10 @@ ALLOWED = {
 """System calls with any arguments: their numbers on x86-64 and on arm64. None: the architecture
 does not have the call. The most frequent calls come first."""
 
+MMAP = (9, 222)
+"""Only mappings that RLIMIT_DATA counts, or that have a file. Anonymous shared memory and memory
+that grows downwards would not count towards any limit."""
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN = 0x01, 0x20, 0x100
 CLONE = (56, 220)
 """May start threads, but not processes; the bits of its first argument distinguish these."""
 CLONE_THREAD = 0x0001_0000
@@ -89,7 +92,7 @@ _ALLOW = 0x7FFF_0000
 _ERRNO = 0x0005_0000
 _KILL = 0x8000_0000
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT, _FOURTH_AT = 0, 4, 16, 24, 40
 
 _Instruction = tuple[int, int, int, int]
 """The operation, the distances of its two jumps, and its constant."""
@@ -108,6 +111,7 @@ def program(pid: int) -> bytes:
         number = numbers[_COLUMN]
         if number is not None:
             made += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    made += _mmap()
     made += _conditional(CLONE[_COLUMN], _FIRST_AT, [(_BITS, 0, 1, CLONE_THREAD)])
     made += _conditional(TGKILL[_COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
     commands = [(_EQUAL, 0, 1, command) for command in FCNTL_COMMANDS]
@@ -115,6 +119,19 @@ def program(pid: int) -> bytes:
     made += [(_EQUAL, 0, 1, CLONE3[_COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     made.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
     return b"".join(struct.pack("=HBBI", *one) for one in made)
+
+
+def _mmap() -> list[_Instruction]:
+    """Allows a mapping by the low half of its flags."""
+    body: list[_Instruction] = [
+        (_LOAD, 0, 0, _FOURTH_AT),
+        (_BITS, 3, 0, _MAP_GROWSDOWN),
+        (_BITS, 0, 1, _MAP_ANONYMOUS),
+        (_BITS, 1, 0, _MAP_SHARED),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
+    return [(_EQUAL, 0, len(body), MMAP[_COLUMN]), *body]
 
 
 def _conditional(number: int, argument_at: int, tests: list[_Instruction]) -> list[_Instruction]:

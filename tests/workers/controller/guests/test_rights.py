@@ -18,6 +18,7 @@ from tokenbus.workers.controller.guests.system_calls import (
     CLONE,
     CLONE3,
     FCNTL,
+    MMAP,
     TGKILL,
 )
 
@@ -111,9 +112,26 @@ print(json.dumps(found))
 """) == [100_000_000, "refused"]
 
 
+def test_memory_that_no_limit_counts_is_refused() -> None:
+    assert in_a_process("""
+import mmap
+rights.drop_rights(memory_bytes=300_000_000)
+kinds = {
+    "private": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+    "shared": mmap.MAP_SHARED | mmap.MAP_ANONYMOUS,
+    "validated": 0x03 | mmap.MAP_ANONYMOUS,
+    "grows down": 0x100 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+}
+print(json.dumps({
+    name: tried(lambda: mmap.mmap(-1, 4096, flags=flags)) for name, flags in kinds.items()
+}))
+""") == {"private": "done", "shared": "EPERM", "validated": "EPERM", "grows down": "EPERM"}
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")
 def test_every_system_call_that_is_not_listed_is_refused() -> None:
-    listed = {numbers[0] for numbers in ALLOWED.values()} | {CLONE[0], TGKILL[0], FCNTL[0]}
+    listed = {numbers[0] for numbers in ALLOWED.values()}
+    listed |= {numbers[0] for numbers in (CLONE, TGKILL, FCNTL, MMAP)}
     # The kernel does not pass uretprobe and uprobe to seccomp; a program that calls them ends.
     others = sorted(set(range(462)) - listed - {335, 336})
     refused = in_a_process(f"""
