@@ -89,6 +89,12 @@ class FairQueue:
         if not level:
             del self._levels[request.priority]
 
+    def has(self, key: str, turn: int | str = "") -> bool:
+        """Whether requests of a key wait here. Clients without keys share the key ``""``; of them,
+        only the session or group ``turn`` is asked for."""
+        found = (level[key] for level in self._levels.values() if key in level)
+        return any(key or turn in sessions for sessions in found)
+
     def note_place(self, request: Request, place: int) -> bool:
         """Records the place of a request that is reported to its client; returns whether the place
         differs from the last one. The result is False if the request does not wait here."""

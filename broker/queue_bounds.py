@@ -15,6 +15,10 @@ from .settings import BrokerSettings
 MAX_WAITING = 0.5
 """A request is refused if its expected wait is more than this part of its ``timeout_s``."""
 
+MAX_QUEUES = 256
+"""Maximum number of models for which requests wait. A client may name any model that a worker can
+load, and the end of each request looks at all queues."""
+
 
 def room_for(priority: int, most: int) -> int:
     """Returns how much of a queue's bound requests of this priority may fill.
@@ -54,6 +58,7 @@ class QueueBounds:
                 "again later",
                 retry_after_s=self.pace.retry_after_s(now),
             )
+        self._check_queues(request)
         if session.key:
             use = session.use
             _check_share("key", use, request, (number, size), (most, max_bytes), now)
@@ -64,6 +69,22 @@ class QueueBounds:
             number, size = use.queued, use.queued_bytes
         _check_share("session", session, request, (number, size), (most, max_bytes), now)
         self._check_wait(request, now)
+
+    def _check_queues(self, request: Request) -> None:
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models, of
+        all clients or of the request's key. Without a key, its session or group counts alone."""
+        if request.queue in self._queues:
+            return
+        key, total = request.session.key, len(self._queues)
+        own = sum(queue.has(key, request.turn) for queue in self._queues.values())
+        if fits_share(own, total, MAX_QUEUES):
+            return
+        raise UnavailableError(
+            Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
+            f"requests wait for {total} other models, {own} of them of this client; it may have at "
+            f"most as many as stay free of {MAX_QUEUES}; try again later, or use fewer models",
+            retry_after_s=request.session.pace.retry_after_s(request.arrived),
+        )
 
     def _check_wait(self, request: Request, now: float) -> None:
         """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.

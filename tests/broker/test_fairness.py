@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenbus.broker.queue_bounds import MAX_QUEUES
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Token
@@ -156,3 +157,23 @@ def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
         bench.client(f"ann {number}", "HELLO", {}, ANN)
     assert len(bench.broker.state.sessions.of_key(ANN)) <= 4
     assert welcome["session"] in bench.broker.state.sessions.by_token
+
+
+def test_no_client_makes_a_queue_for_each_of_thousands_of_models() -> None:
+    bench = Bench(expiry_s=600)
+    bench.worker("w", capacity=1, patterns=["m", "/models/*"])
+    ask(bench, "ann", 1)
+    answers = [ask(bench, "ann", 10 + n, model=f"/models/{n}") for n in range(MAX_QUEUES)]
+    assert answers == [""] * (MAX_QUEUES // 2) + ["client_limit"] * (MAX_QUEUES // 2)
+    assert ask(bench, "ann", 2, model="/models/0") == ""
+    assert ask(bench, "ben", 1, model="/models/ben") == ""
+
+
+def test_a_key_has_its_share_of_the_queues_in_all_its_sessions() -> None:
+    bench = keyed()
+    bench.worker("w2", capacity=1, patterns=["m", "/models/*"])
+    for stream in (1, 2):
+        ask(bench, "first", stream, ANN)
+    answers = [ask(bench, f"{n}", 1, ANN, model=f"/models/{n}") for n in range(MAX_QUEUES)]
+    assert answers.count("") == MAX_QUEUES // 2
+    assert ask(bench, "ben", 1, BEN, model="/models/ben") == ""
