@@ -89,11 +89,16 @@ class FairQueue:
         if not level:
             del self._levels[request.priority]
 
-    def has(self, key: str, turn: int | str = "") -> bool:
-        """Whether requests of a key wait here. Clients without keys share the key ``""``; of them,
-        only the session or group ``turn`` is asked for."""
-        found = (level[key] for level in self._levels.values() if key in level)
-        return any(key or turn in sessions for sessions in found)
+    def has(self, request: Request) -> tuple[bool, bool, bool]:
+        """Whether requests of the same key, of its session or group, and of its user wait here."""
+        key = session = user = False
+        for level in self._levels.values():
+            sessions = level.get(request.session.key)
+            users = sessions.get(request.turn) if sessions is not None else None
+            key |= sessions is not None
+            session |= users is not None
+            user |= users is not None and request.fields.by in users
+        return key, session, user
 
     def note_place(self, request: Request, place: int) -> bool:
         """Records the place of a request that is reported to its client; returns whether the place

@@ -71,20 +71,25 @@ class QueueBounds:
         self._check_wait(request, now)
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models, of
-        all clients or of the request's key. Without a key, its session or group counts alone."""
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. The
+        rule of ``check`` divides the queues among keys, their sessions, and the users of these."""
         if request.queue in self._queues:
             return
-        key, total = request.session.key, len(self._queues)
-        own = sum(queue.has(key, request.turn) for queue in self._queues.values())
-        if fits_share(own, total, MAX_QUEUES):
-            return
-        raise UnavailableError(
-            Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
-            f"requests wait for {total} other models, {own} of them of this client; it may have at "
-            f"most as many as stay free of {MAX_QUEUES}; try again later, or use fewer models",
-            retry_after_s=request.session.pace.retry_after_s(request.arrived),
-        )
+        most, total = MAX_QUEUES, len(self._queues)
+        found = [queue.has(request) for queue in self._queues.values()] if total < most else []
+        of_key, of_session, of_user = (sum(one[i] for one in found) for i in range(3))
+        owners = [of_key] if request.session.key else []
+        owners += [of_session, of_user] if request.fields.by else [of_session]
+        for own in owners:
+            if not fits_share(own, total, most):
+                raise UnavailableError(
+                    Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
+                    f"requests wait for {len(self._queues)} other models; at most {MAX_QUEUES} are "
+                    "allowed, and at most as many of one client as stay free; try again later, or "
+                    "use fewer models",
+                    retry_after_s=request.session.pace.retry_after_s(request.arrived),
+                )
+            most, total = (most - total + own) // 2, own
 
     def _check_wait(self, request: Request, now: float) -> None:
         """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.

@@ -169,6 +169,16 @@ def test_no_client_makes_a_queue_for_each_of_thousands_of_models() -> None:
     assert ask(bench, "ben", 1, model="/models/ben") == ""
 
 
+def test_the_users_of_a_gateway_divide_its_share_of_the_queues() -> None:
+    bench = Bench(expiry_s=600)
+    bench.worker("w", capacity=1, patterns=["m", "/models/*"])
+    ask(bench, "gateway", 1, by="ann")
+    for n in range(MAX_QUEUES):
+        ask(bench, "gateway", 10 + n, by="ann", model=f"/models/{n}")
+    assert len(bench.broker.state.queues) == MAX_QUEUES // 4
+    assert ask(bench, "gateway", 2, by="ben", model="/models/ben") == ""
+
+
 def test_a_key_has_its_share_of_the_queues_in_all_its_sessions() -> None:
     bench = keyed()
     bench.worker("w2", capacity=1, patterns=["m", "/models/*"])
