@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 def num_calls(work: Callable[[], object]) -> int:
-    """The number of calls of functions, and of steps of generators, in ``work()``."""
+    """The number of calls of Python functions, and of steps of generators, in ``work()``."""
     count = 0
 
     def see(_frame: object, event: str, _argument: object) -> None:
         nonlocal count
-        count += event in ("call", "c_call")
+        count += event == "call"
 
     before = sys.getprofile()
     sys.setprofile(see)

@@ -160,7 +160,7 @@ def _type_of(kind: Hashable) -> inspect.Type:
 def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
     """Decodes a body after its unknown elements and fields have been removed or refused."""
     value = _walk(msgspec.json.decode(data), _type_of(kind), "", ignored)
-    return msgspec.json.decode(msgspec.json.encode(value), type=kind)
+    return msgspec.convert(value, kind, str_keys=True)
 
 
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
@@ -198,8 +198,12 @@ def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored
     types = set(_types(structs))
     found = []
     for number, element in enumerate(value):
+        # A body may have a million numbers and empty objects, but only ``MAX_STRINGS`` fields.
+        if not isinstance(element, dict) or not element:
+            found.append(element)
+            continue
         place = f"{path}[{number}]"
-        given = element.get("type") if isinstance(element, dict) else None
+        given = element.get("type")
         unknown = isinstance(given, str) and bool(types) and given not in types | REFERENCES
         if unknown and not ignored.strict:
             ignored.add(f"{place} ({given})")

@@ -45,6 +45,19 @@ def test_the_types_of_a_body_are_described_once(strict: bool) -> None:
     assert num_calls(lambda: msgspec.inspect.type_info(ChatRequest)) > 2_000
 
 
+@pytest.mark.parametrize("element", [1.0, 1, [], [1], {}, None], ids=str)
+def test_the_work_of_a_repair_does_not_grow_with_elements_that_have_no_field(element: Any) -> None:
+    def work(count: int) -> int:
+        body = json.dumps({"messages": [element] * count}).encode()
+        return num_calls(lambda: refused(body))
+
+    def refused(body: bytes) -> None:
+        with pytest.raises(ApiError):
+            decode_body(body, ChatRequest, Ignored())
+
+    assert work(2_000) < work(10) + 100
+
+
 def test_unknown_fields_inside_are_dropped() -> None:
     told = {"role": "assistant", "content": "x", "annotations": [], "provider_specific_fields": {}}
     call = {"id": "1", "index": 0, "function": {"name": "f", "arguments": "{}", "strict": True}}
