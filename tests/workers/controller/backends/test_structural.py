@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tokenbus.clients.gateway.answer_forms import (
     HERMES,
+    Function,
     Rest,
     Schema,
     Thinking,
@@ -203,6 +204,27 @@ def test_a_complete_answer_with_a_schema_has_a_whole_value_or_calls(
             found = ours(walk)
             assert found.calls or json.loads(found.text), walk.text
     assert complete
+
+
+def test_a_call_that_was_completed_because_tokens_ran_out_is_closed(
+    program: StructuralProgram,
+) -> None:
+    schema = {**PLACE, "properties": {"place": {"type": "string"}}}
+    structure = structure_of(HERMES, Wanted([Function("say", schema)], None, parallel=False))
+    arg = msgspec.json.encode(structure)
+    made = program.start(host(arg, vocabulary(BYTES), 0, 100))
+    mask = memoryview(bytearray(4 * -(-len(BYTES) // 32)))
+    text: list[int] = []
+    while (answer := made.mid_process((0,), mask)).action is not Action.STOP:
+        allowed = int.from_bytes(mask, "little")
+        likely = (t for t in (1 + ord("a"), *range(len(BYTES))) if allowed >> t & 1)
+        tokens = list(answer.tokens) if answer.action is Action.SPLICE else [next(likely)]
+        del text[len(text) - answer.backtrack :]
+        made.post_process(tokens, answer.backtrack)
+        text += tokens
+    assert bytes(t - 1 for t in text).endswith(b'aaa"}}\n</tool_call>')
+    assert len(text) <= 100
+    assert made.text_end() == made.fork(host(arg, vocabulary(BYTES), 1, 100)).text_end() == "closed"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class StructuralController:
         """The state before each token of the part."""
         self._ended = False
         """Whether the model has ended the answer at an allowed place."""
+        self._closed = False
+        """Whether the JSON of a tag was completed because ``max_tokens`` were near."""
         self._settled: State | None = None
         """The state of free text whose mask was written last."""
         self._settled_mask = b""
@@ -136,7 +138,8 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """Whether the answer is complete; with ``stop``, whether a part may end there."""
+        """``closed`` if closing has changed the value or the JSON of a tag; else ``complete`` if
+        the answer may end here, or ``cut``. With ``stop``, the text before ``stop`` counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -147,8 +150,9 @@ class StructuralController:
             return "complete" if self._automaton.may_end(state) else "cut"
         if self._state.mode == "value" and self._inner is not None:
             return self._inner.text_end()
-        whole = self._ended or self._automaton.may_end(self._state)
-        return "complete" if whole else "cut"
+        if not (self._ended or self._automaton.may_end(self._state)):
+            return "cut"
+        return "closed" if self._closed else "complete"
 
     def fork(self, host: Host) -> StructuralController:
         """A controller with a copy of the state."""
@@ -156,7 +160,7 @@ class StructuralController:
         other.close()
         other._tokens, other._state = [*self._tokens], self._state
         other._spent, other._inner_mask = self._spent, self._inner_mask
-        other._before = [*self._before]
+        other._before, other._closed = [*self._before], self._closed
         if self._inner is not None:
             other._inner = self._inner.fork(self._within(host))
         return other
@@ -331,6 +335,9 @@ class StructuralController:
             self._state = after
         self._spent += 1
         if (self._state.part, self._state.mode) != (before.part, before.mode):
+            inner = self._inner
+            if inner is not None and before.mode == "content" and inner.text_end() == "closed":
+                self._closed = True
             self.close()
             self._enter()
 
