@@ -237,7 +237,7 @@ class Settings(Struct, kw_only=True, frozen=True):
 
 _LISTS = frozenset({"allow", "cors"})
 """Settings with several values, which are separated by commas in a variable."""
-_NAMES = {field.name for field in msgspec.structs.fields(Settings)}
+NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
 
 def resolve(
@@ -331,15 +331,15 @@ def _fault(name: str, value: object, error: msgspec.ValidationError) -> str:
     kind = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(get_args(kind))}, not {value!r}"
+    if name == "device":
+        return f"expected auto, cpu, cuda, or one device such as cuda:1, not {value!r}"
     return expected(error, value)
 
 
 def _known(name: str, place: str) -> None:
-    if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, 1)
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
         hint = (
-            f"; did you mean {near[0]!r}?"
-            if near
-            else f"; valid names: {', '.join(sorted(_NAMES))}"
+            f"; did you mean {near[0]!r}?" if near else f"; valid names: {', '.join(sorted(NAMES))}"
         )
         raise SettingError(f"{place}: unknown setting {name!r}{hint}")

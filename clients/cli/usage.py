@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ...protocol.settings import NAMES, PREFIX
 from .exits import WRONG_USAGE, one_line
 
 
@@ -61,6 +62,12 @@ class Parser(argparse.ArgumentParser):
         if flag is None:
             self.error(f"unexpected argument {unknown[0]!r}")
         name = flag.split("=")[0]
+        setting = name.removeprefix("--").replace("-", "_")
+        if setting in NAMES and any(action.dest == "gpu_workers" for action in self._actions):
+            self.error(
+                f"the setting {setting!r} has no flag; set {PREFIX}{setting.upper()}=VALUE, or "
+                f"{setting} in tokenbus.toml"
+            )
         self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
 
 

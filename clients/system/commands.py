@@ -136,7 +136,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         help="render chat templates that HTTP requests contain",
     )
     add("--device", help="auto (default), cpu, cuda, cuda:1")
-    add("--dtype", help="auto (default), float32, bfloat16")
+    add("--dtype", help="auto (default), float32, bfloat16, float16")
     add(
         "--allow",
         action="append",
@@ -151,9 +151,14 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-models", dest="max_models", metavar="N", help="maximum loaded models per worker (2)")
     add("--tp", metavar="N", help="devices per worker, for tensor parallelism (default: 1)")
-    add("--threads", metavar="N", help="CPU threads per worker (default: torch's)")
+    add("--threads", metavar="N", help="CPU threads per worker (default: the fastest number)")
     add("--run-dir", dest="run_dir", metavar="DIR", help="folder of sockets and logs")
-    add("--log-level", dest="log_level", metavar="LEVEL", help="debug, info (default), warning")
+    add(
+        "--log-level",
+        dest="log_level",
+        metavar="LEVEL",
+        help="debug, info (default), warning, error",
+    )
     add("--log-format", dest="log_format", metavar="F", help="human (default), json")
     add(
         "--compile",

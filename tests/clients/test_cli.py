@@ -248,6 +248,9 @@ def test_parameters_are_split_from_a_line(
         ([], 2, "COMMAND is missing; valid: up, down, "),
         (["controller"], 2, "ACTION is missing; valid: upload, tag, list, delete, run, serve"),
         (["--nonsense"], 2, "unknown flag '--nonsense' before COMMAND; valid: up, down, "),
+        (["up", "--exact", "on"], 2, "the setting 'exact' has no flag; set TOKENBUS_EXACT=VALUE"),
+        (["up", "--device", "gpu"], 2,
+         "--device: expected auto, cpu, cuda, or one device such as cuda:1, not 'gpu'"),
         (["--versoin"], 2, "did you mean '--version'?"),
     ],
 )  # fmt: skip
