@@ -17,14 +17,20 @@ _PLAIN = {
     r" >= ": " of at least ",
     r" <= ": " of at most ",
     r" > ": " above ",
+    r" \| ": " or ",
 }
 """Patterns of msgspec's terms, and plain words for them."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
     """Translates msgspec's error into plain words, and adds the faulty value."""
-    wanted = str(error).split(", got")[0].split(" - at ")[0].replace("`", "")
+    return f"{plain(str(error).split(', got')[0])}, not {given!r}"
+
+
+def plain(message: str) -> str:
+    """Translates the message of msgspec's error into plain words, without its path."""
+    wanted = message.split(" - at ")[0].replace("`", "").replace(", got ", ", not ")
     wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
-    for term, plain in _PLAIN.items():
-        wanted = re.sub(term, plain, wanted)
-    return f"{wanted}, not {given!r}"
+    for term, words in _PLAIN.items():
+        wanted = re.sub(term, words, wanted)
+    return wanted

@@ -13,7 +13,8 @@ from ...protocol.messages import MAX_BODY_BYTES
 from .context import gateway_of
 from .errors import ApiError
 from .idempotency import HEADER, LAST_EVENT, current_named
-from .leniency import Ignored, decode, refusal
+from .leniency import Ignored, decode
+from .wrong_values import refusal
 
 SMALL_BODY_BYTES = 256 * 1024
 """The values of a body that is smaller than this number of bytes are not counted."""
@@ -97,7 +98,7 @@ def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B
     try:
         return decode(body, kind, ignored or Ignored(strict=True, accepted=frozenset()))
     except msgspec.ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 

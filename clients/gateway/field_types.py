@@ -57,7 +57,10 @@ def kept_tokens(top_p: float | None, top_k: int | None) -> GenerateOptions:
 def check_max_tokens(name: str, value: int | None) -> None:
     """Raises ApiError 400 if the maximum of tokens in the field ``name`` is 0."""
     if value == 0:
-        raise invalid_field(name, f"{name}: Expected int >= 1, or -1 for the rest of the context")
+        raise invalid_field(
+            name,
+            f"{name}: expected a whole number of at least 1, or -1 for the rest of the context",
+        )
 
 
 def stops_of(given: str | list[str] | None) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, inspect
 
-from .errors import ApiError, field_name, invalid_field
+from .errors import invalid_field
 
 IGNORED_HEADER = "x-tokenbus-ignored"
 """The header that lists the request's fields that have no effect."""
@@ -167,7 +167,7 @@ def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
     """A value without its unknown elements and fields. ``path``: the place of the value in the
     body."""
     if isinstance(value, float) and value.is_integer():
-        kinds = {type(one) for one in _kinds(kind)}
+        kinds = {type(one) for one in kinds_of(kind)}
         return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
     if isinstance(value, list):
         return _walk_list(value, kind, path, ignored)
@@ -191,8 +191,9 @@ def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
 
 
 def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored) -> list[Any]:
-    items = [one.item_type for one in _kinds(kind) if isinstance(one, inspect.ListType)]
-    structs = [one for item in items for one in _kinds(item) if isinstance(one, inspect.StructType)]
+    items = [one.item_type for one in kinds_of(kind) if isinstance(one, inspect.ListType)]
+    kinds = [one for item in items for one in kinds_of(item)]
+    structs = [one for one in kinds if isinstance(one, inspect.StructType)]
     if not structs:
         return value
     types = set(_types(structs))
@@ -219,14 +220,14 @@ def _types(structs: Iterable[inspect.StructType]) -> Iterator[str]:
             yield str(struct.tag)
         for field in struct.fields:
             if field.name == "type":
-                for kind in _kinds(field.type):
+                for kind in kinds_of(field.type):
                     if isinstance(kind, inspect.LiteralType):
                         yield from map(str, kind.values)
 
 
 def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType | None:
     """The struct that ``value`` is decoded as; None if it is not decoded as a struct."""
-    structs = [one for one in _kinds(kind) if isinstance(one, inspect.StructType)]
+    structs = [one for one in kinds_of(kind) if isinstance(one, inspect.StructType)]
     if len(structs) == 1 and (tag_field := structs[0].tag_field) is not None:
         return structs[0] if value.get(tag_field, structs[0].tag) == structs[0].tag else None
     if len(structs) == 1:
@@ -234,33 +235,15 @@ def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType 
     return next((one for one in structs if value.get(one.tag_field or "") == one.tag), None)
 
 
-def _kinds(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The alternatives of a type, without their bounds."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):
         return (kind,)
-    return tuple(inner for one in kind.types for inner in _kinds(one))
+    return tuple(inner for one in kind.types for inner in kinds_of(one))
 
 
 def _anywhere(place: str) -> str:
     """A place without the indices of elements, for example ``messages[].id``."""
     return re.sub(r"\[\d+\]", "[]", place)
-
-
-def refusal(error: msgspec.ValidationError) -> ApiError:
-    """The error 400 for a value of the wrong type, with the path of its field."""
-    what, path = split_validation(error)
-    return invalid_field(field_name(path), what)
-
-
-def split_validation(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Splits msgspec's error into its message and the field's path, ``$.messages[0].role``."""
-    what, _, path = str(error).partition(" - at ")
-    path = path.removeprefix("`key` in ").strip("`") or "$"
-    quoted = what.split("`")
-    if what.startswith("Object missing required field"):
-        path = f"{path}.{quoted[1]}"
-        return f"the field {field_name(path)!r} is missing", path
-    where = field_name(path)
-    shown = what.replace("`", "")
-    return (f"{where}: {shown}" if where else shown), path

@@ -9,7 +9,8 @@ import msgspec
 
 from ..bodies import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
-from ..leniency import Ignored, decode, refusal
+from ..leniency import Ignored, decode
+from ..wrong_values import refusal
 
 
 class InputText(Body, tag="input_text", tag_field="type"):
@@ -87,7 +88,7 @@ def read_items(given: str | list[dict[str, Any]], ignored: Ignored) -> InputItem
     try:
         return decode(msgspec.json.encode({"input": items}), InputItems, ignored)
     except msgspec.ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(error, InputItems) from None
 
 
 def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]:

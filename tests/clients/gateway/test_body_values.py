@@ -59,7 +59,7 @@ def test_an_error_of_a_key_names_the_field() -> None:
         decode_body(b'{"value": {"a": 1}}', NumberedBody)
     assert (refused.value.param, refused.value.message) == (
         "value",
-        "value: Expected int, got str",
+        "value: expected a whole number, not a text",
     )
 
 

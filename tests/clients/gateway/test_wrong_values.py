@@ -1,0 +1,70 @@
+"""Wrong values of fields are refused with their place and the valid values, in plain words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
+from tokenbus.clients.gateway.bodies import Body, decode_body
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.leniency import Ignored
+from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_input import read_items
+
+from .openai_requests import HELLO
+
+CHAT = {"messages": HELLO}
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (ChatRequest, {**CHAT, "temperature": "hot"}, "temperature: expected a number, not a text"),
+        (
+            ChatRequest,
+            {**CHAT, "temperature": -1},
+            "temperature: expected a number of at least 0.0",
+        ),
+        (ChatRequest, {"messages": []}, "messages: expected a list with a length of at least 1"),
+        (ChatRequest, {"messages": 3}, "messages: expected a list, not a whole number"),
+        (ChatRequest, {}, "the field 'messages' is missing"),
+        (ChatRequest, {"messages": [{}]}, "the field 'messages[0].role' is missing"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages[0].role: expected 'system' or 'developer' or 'user' or 'assistant' or "
+            "'tool', not 'robot'",
+        ),
+        (
+            ChatRequest,
+            {"messages": [IMAGE]},
+            "messages[0].content[0].type: expected 'text', not 'image_url'",
+        ),
+        (ResponsesRequest, {"background": True}, "background: expected false, not true"),
+        (
+            ResponsesRequest,
+            {"truncation": "auto"},
+            "truncation: expected 'disabled', not 'auto'",
+        ),
+        (
+            CreateMessage,
+            {"model": "", "max_tokens": "1", "messages": HELLO},
+            "max_tokens: expected a whole number, not a text",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_valid_values(
+    kind: type[Body], body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(json.dumps(body).encode(), kind, Ignored(strict=True))
+    assert caught.value.message == message
+
+
+def test_an_item_of_an_unknown_type_is_refused_with_the_valid_types() -> None:
+    with pytest.raises(ApiError, match=r"input\[0\].type: expected 'message' or .*, not 'audio'"):
+        read_items([{"type": "audio"}], Ignored(strict=True))
