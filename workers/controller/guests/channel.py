@@ -50,11 +50,18 @@ class ChannelFiles(NamedTuple):
     @classmethod
     def make(cls) -> ChannelFiles:
         """Creates the files of a new channel. Raises OSError."""
-        memory = os.memfd_create("channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(memory, SHARED_BYTES)
-        _seal(memory)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        return cls(memory, os.eventfd(0, flags), os.eventfd(0, flags))
+        made = [os.memfd_create("channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)]
+        try:
+            os.ftruncate(made[0], SHARED_BYTES)
+            _seal(made[0])
+            made.append(os.eventfd(0, flags))
+            made.append(os.eventfd(0, flags))
+        except OSError:
+            for descriptor in made:
+                os.close(descriptor)
+            raise
+        return cls(*made)
 
 
 class ChannelClosed(Exception):

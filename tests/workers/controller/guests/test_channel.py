@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -103,3 +105,26 @@ def test_the_answers_of_a_process_have_a_bound_of_their_own() -> None:
         worker.receive()
     guest.close()
     thread.join()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_channel_that_cannot_be_made_leaves_no_descriptor(free: int) -> None:
+    """In a process of its own, because the bound of descriptors holds for a whole process."""
+    code = f"""
+import os, resource
+from tokenbus.workers.controller.guests.channel import ChannelFiles
+before = os.listdir("/proc/self/fd")
+lowest = os.dup(0)
+os.close(lowest)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + {free}, hard))
+try:
+    ChannelFiles.make()
+except OSError:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert os.listdir("/proc/self/fd") == before
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
