@@ -110,6 +110,7 @@ class GuestProcess:
         self.pid = spawned.pid
         self._pidfd = spawned.pidfd
         self._control = spawned.control
+        self._control.setblocking(False)
         self._clock = (~spawned.pid << 3) | 2
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -286,19 +287,22 @@ class GuestProcess:
             while not self.dead:
                 if self._free:
                     return self._free.pop()
-                if len(self._channels) < MAX_CHANNELS:
-                    return self._new_channel()
+                if len(self._channels) < MAX_CHANNELS and (made := self._new_channel()):
+                    return made
                 self._changed.wait(1.0)
         raise GuestDied(self.dead)
 
-    def _new_channel(self) -> Channel:
-        """Called under the lock."""
+    def _new_channel(self) -> Channel | None:
+        """A channel that the process is to receive; None if the process has not received the
+        channels before. Called under the lock, for which the watchdog waits."""
         files = ChannelFiles.make()
         try:
             socket.send_fds(self._control, [b"c"], files)
-        except OSError:
+        except OSError as error:
             for descriptor in files:
                 os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
             raise GuestDied("its socket is closed") from None
         channel = Channel(files, guest=False)
         self._channels.append(channel)
@@ -334,7 +338,7 @@ class GuestProcess:
             for channel in self._channels:
                 channel.close()
         with contextlib.suppress(OSError):
-            if reason := self._control.recv(MAX_REASON, socket.MSG_DONTWAIT):
+            if reason := self._control.recv(MAX_REASON):
                 log.error("guest process %d failed: %r", self.pid, reason.decode(errors="replace"))
         self._control.close()
         if self._memory is not None and granted:

@@ -16,6 +16,7 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.state.variables import VariableStorage
@@ -307,6 +308,29 @@ def test_a_process_that_runs_without_a_call_is_killed(
     monkeypatch.undo()
     sequence.round()
     assert sequence.allowed() == [2]
+
+
+def test_the_watchdog_does_not_wait_for_a_process_that_takes_no_channels(runtime: Runtime) -> None:
+    sequence = Sequence(runtime.program(CALM, "channels", "channels"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    stop(sequence)
+    ended = threading.Event()
+
+    def take_all() -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                for _ in range(MAX_CHANNELS):
+                    stack.enter_context(process.channel())
+            except GuestDied:
+                ended.set()
+
+    threading.Thread(target=take_all, daemon=True).start()
+    until(lambda: len(process._channels) > MAX_CHANNELS - 50, 60, "the channels are sent")
+    killing = threading.Thread(target=process.kill, args=("the test is over",), daemon=True)
+    killing.start()
+    killing.join(60)
+    assert not killing.is_alive()
+    assert ended.wait(60)
 
 
 def test_a_call_whose_process_dies_once_is_made_again_and_writes_once(runtime: Runtime) -> None:
