@@ -49,6 +49,10 @@ class TemplateFault(Exception):
     """A template cannot be rendered with these messages. The client receives the text."""
 
 
+class TemplateLimitFault(TemplateFault):
+    """A rendering exceeds a bound, as it would with the messages in another order."""
+
+
 class _Generation(jinja2.ext.Extension):
     """The tag ``{% generation %}``, which marks an assistant's text for training. The text is
     rendered unchanged."""
@@ -149,9 +153,9 @@ def render(
     except jinja2.TemplateError as error:
         raise TemplateFault(str(error.message)) from None
     except MemoryError:
-        raise TemplateFault(f"it needs more than {MEMORY_BYTES >> 20} MiB of memory") from None
+        raise TemplateLimitFault(f"it needs more than {MEMORY_BYTES >> 20} MiB of memory") from None
     except RecursionError:
-        raise TemplateFault("it recurses too deeply") from None
+        raise TemplateLimitFault("it recurses too deeply") from None
     except Exception as error:
         raise TemplateFault(f"{type(error).__name__}: {error}") from None
     if continue_final_message:
@@ -163,7 +167,9 @@ def render(
             "the rendered text has half of a surrogate pair, which is not a character"
         ) from None
     if size > MAX_BYTES:
-        raise TemplateFault(f"the rendered text has {size} bytes; at most {MAX_BYTES} are allowed")
+        raise TemplateLimitFault(
+            f"the rendered text has {size} bytes; at most {MAX_BYTES} are allowed"
+        )
     return text
 
 
@@ -199,7 +205,8 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         return {"text": render(**request)}
     except TemplateFault as fault:
-        return {"fault": str(fault).encode(errors="backslashreplace").decode()[:MAX_FAULT]}
+        kind = "limit" if isinstance(fault, TemplateLimitFault) else "fault"
+        return {kind: str(fault).encode(errors="backslashreplace").decode()[:MAX_FAULT]}
 
 
 def _serve(source: IO[bytes], target: IO[bytes]) -> None:

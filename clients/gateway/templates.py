@@ -98,6 +98,8 @@ class Templates:
         }
         renderer = self._of_models if chat_template is None else self._of_requests
         answer = await renderer.ask(json.dumps(request).encode())
+        if "limit" in answer:
+            raise TemplateError(answer["limit"])
         if "fault" in answer:
             raise TemplateRefusalError(answer["fault"])
         return answer["text"]

@@ -11,7 +11,7 @@ from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 from tokenbus.clients.gateway.template_process import TemplateFault, render
-from tokenbus.clients.gateway.templates import Templates
+from tokenbus.clients.gateway.templates import TemplateError, TemplateRefusalError, Templates
 from tokenbus.clients.gateway.turns import Turns, current_user
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -223,6 +223,25 @@ async def test_endless_templates_end_and_others_are_rendered_all_the_while(
     with pytest.raises(ApiError, match=r"at most \d+ are allowed"):
         await given("{{ 'a' * 2**25 }}")
     assert await given("{{ messages[0].role }}, {{ bos_token }}") == "user, <s>"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        ("{{ raise_exception('no') }}", TemplateRefusalError),
+        ("{{ messages[0].content.missing.too }}", TemplateRefusalError),
+        ("{{ 'a' * 10**12 }}", TemplateError),
+        ("{{ 'a' * 2**25 }}", TemplateError),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", TemplateError),
+    ],
+)
+async def test_messages_are_arranged_only_after_a_refusal(
+    model: ServedModel, templates: Templates, template: str, kind: type[TemplateError]
+) -> None:
+    with pytest.raises(TemplateError) as caught:
+        await templates.render(model, SHORT, chat_template=template)
+    assert type(caught.value) is kind
 
 
 @pytest.mark.anyio
