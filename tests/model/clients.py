@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from tokenbus.broker.outgoing import Side
 from tokenbus.clients.calls import Call, Ended
 from tokenbus.clients.lanes import hand_out
@@ -77,9 +80,11 @@ class Reader:
 class Client:
     """One process with a session."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self.session = ClientSession("tcp://front", PATIENCE_S, network.now)
+    def __init__(self, networks: Sequence[Network]) -> None:
+        self._networks = itertools.cycle(networks)
+        self._network = network = next(self._networks)
+        front = ",".join(f"tcp://front{n}" for n in range(len(networks)))
+        self.session = ClientSession(front, PATIENCE_S, network.now)
         self.pipe = Pipe(network, Side.FRONT)
         self.session.connected(network.now)
         self.readers: list[Reader] = []
@@ -131,8 +136,9 @@ class Client:
             self.reconnect(0)
 
     def reconnect(self, lost: int) -> None:
-        """It opens a new connection in place of the one that it has."""
+        """It opens a new connection in place of the one that it has, to the next broker."""
         self.pipe.close(lost)
+        self._network = next(self._networks)
         self.pipe = Pipe(self._network, Side.FRONT, self.pipe)
         self.session.connected(self._network.now)
         self._send()

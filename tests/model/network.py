@@ -40,6 +40,10 @@ class Pipe:
         if self.open:
             self.up.append(list(frames))
 
+    def arrive(self, most: int) -> int:
+        """Up to this many of its messages arrive at the broker; how many did."""
+        return self._network.arrive(self, most)
+
     def close(self, lost: int) -> None:
         """The process is gone, or has closed its socket: the last ``lost`` messages on their way to
         the broker are lost too."""
@@ -67,13 +71,14 @@ class Pipe:
 
 
 class Network:
-    """The broker, the connections to it, and the time."""
+    """One broker, the connections to it, and the time. ``number``: that of the broker, among the
+    brokers of the system."""
 
-    def __init__(self, settings: BrokerSettings) -> None:
+    def __init__(self, settings: BrokerSettings, number: int = 0) -> None:
         self.settings = settings
         self.now = 1000.0
         self._ids = itertools.count(1)
-        self._boots = itertools.count(1)
+        self._boots = itertools.count(1 + 1000 * number)
         self.pipes: list[Pipe] = []
         self._connected: dict[bytes, Pipe] = {}
         self.broker: Broker | None = None

@@ -1,12 +1,12 @@
 """Searches all short sequences of failures in a small system: ``python -m tests.model.search``.
 
-The system has a real broker, two workers, and a client with three streams (``world.py``). The
-processes take turns in a fixed order. A turn handles one message or computes one step. A run is
-this schedule with up to ``--failures`` failures. The search makes one run for each choice of the
-failures, of the turns at which they happen, and of the processes that they hit. After its failures,
-a run continues until all streams have ended. A run fails if a stream has a wrong, missing or
-repeated token, or ends twice or never. A run also fails if the broker's tables disagree
-(``tests/broker/invariants.py``), or if a table still has an ended stream.
+The system has a real broker (two with ``--brokers 2``), two workers, and a client with three
+streams (``world.py``). The processes take turns in a fixed order. A turn handles one message or
+computes one step. A run is this schedule with up to ``--failures`` failures. The search makes one
+run for each choice of the failures, of the turns at which they happen, and of the processes that
+they hit. After its failures, a run continues until all streams have ended. A run fails if a stream
+has a wrong, missing or repeated token, or ends twice or never. A run also fails if a broker's
+tables disagree (``tests/broker/invariants.py``), or if a table still has an ended stream.
 
 Two reductions shorten the search, which remains exhaustive. A failure of a process has the same
 effect after each turn of other processes, so it is tried only once between two turns of the
@@ -16,6 +16,7 @@ process. Failures of different processes at the same turn are tried in one order
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import logging
 import multiprocessing as mp
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .clients import Client
+from .network import Network
 from .test_streams import SETTINGS
 from .workers import Worker
 from .world import World
@@ -44,25 +46,31 @@ class Failure:
 
     turn: int
     process: str
-    """``broker``, ``client``, ``0`` or ``1`` (a worker)."""
+    """``client``, ``0`` or ``1`` (a worker), ``broker`` or ``broker1`` (the second broker)."""
     kind: str
 
 
-KINDS = {
-    "0": ("kill", "break", "cut", "stop", "drain"),
-    "1": ("kill", "break", "cut", "stop", "drain"),
-    "client": ("reconnect", "break", "cancel", "leave"),
-    "broker": ("restart", "pause"),
-}
-"""The kinds of failures of each process."""
+def kinds(brokers: int) -> dict[str, tuple[str, ...]]:
+    """The kinds of failures of each process. A link has the number of its broker."""
+    links = [f"{kind}{link or ''}" for link in range(brokers) for kind in ("break", "cut")]
+    of_worker = ("kill", *links, "stop", "drain")
+    found = {
+        "0": of_worker,
+        "1": of_worker,
+        "client": ("reconnect", "break", "cancel", "leave"),
+        "broker": ("restart", "pause"),
+    }
+    if brokers == 2:
+        found["broker1"] = found["broker"]
+    return found
 
 
 class Run:
     """One run of the system."""
 
-    def __init__(self, failures: tuple[Failure, ...]) -> None:
+    def __init__(self, failures: tuple[Failure, ...], brokers: int = 1) -> None:
         self._failures = failures
-        self.world = world = World(**SETTINGS)
+        self.world = world = World(brokers, **SETTINGS)
         self._workers = [world.start_gpu(), world.start_gpu()]
         self._client = world.start_client()
         world.tick()
@@ -92,32 +100,35 @@ class Run:
                 self._apply(failure)
 
     def _apply(self, failure: Failure) -> None:
-        network = self.world.network
-        if failure.process == "broker":
-            self._fail_broker(failure.kind)
+        if failure.process.startswith("broker"):
+            number = int(failure.process.removeprefix("broker") or 0)
+            self._fail_broker(self.world.networks[number], failure.kind)
         elif failure.process == "client":
             self._fail_client(failure.kind)
         else:
-            worker = self._workers[int(failure.process)]
-            if worker.gone:
-                return
-            match failure.kind:
-                case "kill":
-                    worker.kill(1)
-                    self.world.start_gpu()
-                case "break":
-                    worker.pipe.break_off(1)
-                case "cut":
-                    worker.pipe.cut = True
+            self._fail_worker(self._workers[int(failure.process)], failure.kind)
+
+    def _fail_worker(self, worker: Worker, kind: str) -> None:
+        if worker.gone:
+            return
+        match kind:
+            case "kill":
+                worker.kill(1)
+                self.world.start_gpu()
+            case "stop":
+                worker.stopped = True
+                self._pass_time()
+                worker.stopped = False
+            case "drain":
+                worker.drain()
+            case _:
+                pipe = worker.pipes[int(kind[-1]) if kind[-1].isdigit() else 0]
+                if kind.startswith("break"):
+                    pipe.break_off(1)
+                else:
+                    pipe.cut = True
                     self._pass_time()
-                    worker.pipe.cut = False
-                case "stop":
-                    worker.stopped = True
-                    self._pass_time()
-                    worker.stopped = False
-                case "drain":
-                    worker.drain()
-        assert network.broker is not None
+                    pipe.cut = False
 
     def _fail_client(self, kind: str) -> None:
         client = self._client
@@ -133,8 +144,7 @@ class Run:
             case "leave":
                 client.leave()
 
-    def _fail_broker(self, kind: str) -> None:
-        network = self.world.network
+    def _fail_broker(self, network: Network, kind: str) -> None:
         if kind == "restart":
             network.kill_broker()
             network.start_broker()
@@ -168,36 +178,41 @@ class Run:
         one = self._client if process == "client" else self._workers[int(process)]
         if isinstance(one, Worker) and one.gone:
             return
-        if self.world.network.arrive(one.pipe, 1):
-            yield
+        pipes = [one.pipe] if isinstance(one, Client) else one.pipes
+        for pipe in pipes:
+            if pipe.arrive(1):
+                yield
         if isinstance(one, Client):
             if one.receive(1):
                 yield
             return
-        if not one.gone and one.carrier.turn(1):
-            yield
+        for carrier in one.carriers:
+            if not one.gone and carrier.turn(1):
+                yield
         if not one.gone and one.step():
             yield
         self.world.forget_gone()
 
 
-def choices(touched: list[str], earliest: Failure | None) -> Iterator[Failure]:
+def choices(touched: list[str], earliest: Failure | None, brokers: int = 1) -> Iterator[Failure]:
     """The failures that may follow ``earliest`` in a run. ``touched``: the process of each turn of
     the run. A process may fail after each of its turns, and right after ``earliest``."""
     first = earliest.turn if earliest is not None else 1
     for turn in range(first, len(touched) + 1):
-        for process, kinds in KINDS.items():
-            now = process in ("broker", touched[turn - 1]) or turn == first
-            for kind in kinds:
+        for process, of_process in kinds(brokers).items():
+            now = process == touched[turn - 1] or process.startswith("broker") or turn == first
+            for kind in of_process:
                 failure = Failure(turn, process, kind)
                 if now and (earliest is None or failure > earliest):
                     yield failure
 
 
-def play(failures: tuple[Failure, ...]) -> tuple[tuple[Failure, ...], list[str], str]:
+def play(
+    failures: tuple[Failure, ...], brokers: int = 1
+) -> tuple[tuple[Failure, ...], list[str], str]:
     """Plays a run; returns its failures, the process of each turn, and the violation, or ``""``."""
     logging.disable(logging.CRITICAL)
-    run = Run(failures)
+    run = Run(failures, brokers)
     try:
         run.play()
     except Exception:
@@ -205,7 +220,9 @@ def play(failures: tuple[Failure, ...]) -> tuple[tuple[Failure, ...], list[str],
     return failures, run.touched, ""
 
 
-def search(failures: int, seconds: float, processes: int) -> tuple[int, bool, list[str]]:
+def search(
+    failures: int, seconds: float, processes: int, brokers: int
+) -> tuple[int, bool, list[str]]:
     """Plays all runs with up to this number of failures, runs with fewer failures first. Returns
     the number of runs, whether all were played in time, and the violations."""
     ends, count, violations = time.monotonic() + seconds, 0, []
@@ -213,13 +230,14 @@ def search(failures: int, seconds: float, processes: int) -> tuple[int, bool, li
     with mp.Pool(processes) as pool:
         for depth in range(failures + 1):
             following: list[tuple[Failure, ...]] = []
-            for played, touched, violation in pool.imap_unordered(play, level, chunksize=16):
+            one = functools.partial(play, brokers=brokers)
+            for played, touched, violation in pool.imap_unordered(one, level, chunksize=16):
                 count += 1
                 if violation:
                     violations.append(f"{played}\n{violation}")
                 elif depth < failures:
                     last = played[-1] if played else None
-                    following += [(*played, failure) for failure in choices(touched, last)]
+                    following += [(*played, failure) for failure in choices(touched, last, brokers)]
                 if time.monotonic() > ends:
                     pool.terminate()
                     return count, False, violations
@@ -232,10 +250,13 @@ def main() -> None:
     """Searches as the command line says, and prints the violations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
+    parser.add_argument("--brokers", type=int, default=1, help="brokers, 1 or 2 (default: 1)")
     parser.add_argument("--seconds", type=float, default=600, help="time limit (default: 600)")
     parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")
     given = parser.parse_args()
-    count, complete, violations = search(given.failures, given.seconds, given.processes)
+    count, complete, violations = search(
+        given.failures, given.seconds, given.processes, given.brokers
+    )
     for violation in itertools.islice(violations, 5):
         print(violation)
     print(f"{count} runs, {len(violations)} violations{'' if complete else ', not complete'}")

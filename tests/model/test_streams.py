@@ -28,7 +28,7 @@ class Streams(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         logging.disable(logging.ERROR)
-        self.world = World(**SETTINGS)
+        self.world = World(1, **SETTINGS)
         self.world.start_gpu()
         self.world.start_client()
         self.world.tick()

@@ -4,8 +4,8 @@ exact. The bus thread and the worker's own thread run in turns that the test cho
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import Encoding, decode_as, encode_body
@@ -23,9 +23,18 @@ from tokenbus.protocol.messages import (
     Token,
 )
 from tokenbus.protocol.transcript import decode_transcript
-from tokenbus.protocol.worker_messages import Journal, LiveRequest, Register, Registered
+from tokenbus.protocol.worker_messages import (
+    Claim,
+    Claimed,
+    Journal,
+    LiveRequest,
+    Register,
+    Registered,
+    Released,
+)
 from tokenbus.transport.dealer import Peer
-from tokenbus.workers.bus import Bus, FromBus
+from tokenbus.workers import bus
+from tokenbus.workers.bus import Bus, FromBus, refused_frames
 
 from .network import Network, Pipe
 from .streams import entry_at
@@ -100,6 +109,8 @@ class Stream:
     """The position of the next token of each sequence that is live."""
     moved: System | None = None
     moves: int = 0
+    link: int = 0
+    """The number of the broker from which it came, or which has claimed it."""
     ended_at: float = 0.0
 
     @property
@@ -113,29 +124,48 @@ class Worker:
 
     role = ""
 
-    def __init__(self, network: Network, name: str) -> None:
-        self.network = network
+    def __init__(self, networks: Sequence[Network], name: str) -> None:
+        self.network = networks[0]
         self.name = name
         self.stopped = False
         self.draining = False
-        self.handed_over = False
+        self.handed_over: set[int] = set()
+        """The links to brokers that move its streams to other workers."""
         self.gone = False
-        self.bus = Bus("sim://back", self._registration, lambda: (0, {}))
-        carrier = self.bus._links[0]._carrier
-        assert isinstance(carrier, Carrier)
-        self.carrier = carrier
+        back = ",".join(f"sim://{n}" for n in range(len(networks)))
+        self.bus = Bus(
+            back,
+            self._registration,
+            lambda: (0, {}),
+            link_of=self._link_of,
+            elsewhere=self._elsewhere,
+        )
+        self.carriers: list[Carrier] = []
+        for link in self.bus._links:
+            assert isinstance(link._carrier, Carrier)
+            self.carriers.append(link._carrier)
         self.bus.start()
 
     @property
+    def carrier(self) -> Carrier:
+        """The carrier of its messages to the only broker, or to the first one."""
+        return self.carriers[0]
+
+    @property
     def pipe(self) -> Pipe:
-        """Its connection."""
-        assert self.carrier.pipe is not None
-        return self.carrier.pipe
+        """Its connection to the only broker, or to the first one."""
+        return self.pipes[0]
+
+    @property
+    def pipes(self) -> list[Pipe]:
+        """Its connections, one to each broker."""
+        return [carrier.pipe for carrier in self.carriers if carrier.pipe is not None]
 
     def kill(self, lost: int) -> None:
         """SIGKILL."""
         self.gone = True
-        self.pipe.close(lost)
+        for pipe in self.pipes:
+            pipe.close(lost)
 
     def drain(self) -> None:
         """SIGTERM: it takes nothing more, and leaves when it has nothing left."""
@@ -149,7 +179,7 @@ class Worker:
         for message in messages:
             self.on_message(message)
         worked = self.work()
-        if self.draining and (self.idle or self.handed_over):
+        if self.draining and self.links() <= self.handed_over:
             self.gone = True
             self.bus.close("drained")
         return bool(messages) or worked
@@ -157,6 +187,10 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether it has nothing left."""
+        raise NotImplementedError
+
+    def links(self) -> set[int]:
+        """The links of what it has."""
         raise NotImplementedError
 
     def on_message(self, message: FromBus) -> None:
@@ -170,10 +204,11 @@ class Worker:
     def _registration(self) -> Register:
         raise NotImplementedError
 
-    def post(self, kind: bytes, header: Header, body: Any, *more: bytes) -> None:
-        """Sends a message whose body is msgpack."""
-        frames = [kind, encode_header(*header), encode_body(body, "msgpack"), *more]
-        self.bus.post(frames)
+    def _link_of(self, request: int) -> int | None:
+        raise NotImplementedError
+
+    def _elsewhere(self, link: int) -> int:
+        raise NotImplementedError
 
 
 class GpuWorker(Worker):
@@ -181,16 +216,26 @@ class GpuWorker(Worker):
 
     role = "gpu"
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, networks: Sequence[Network], name: str) -> None:
         self.streams: dict[int, Stream] = {}
         self._ended: dict[int, Stream] = {}
         """Streams that have ended a moment ago."""
         self._steps = 0
-        super().__init__(network, name)
+        super().__init__(networks, name)
 
     @property
     def idle(self) -> bool:
         return not self.streams
+
+    def links(self) -> set[int]:
+        return {stream.link for stream in self.streams.values()}
+
+    def _link_of(self, request: int) -> int | None:
+        stream = self._reported().get(request)
+        return stream.link if stream is not None else None
+
+    def _elsewhere(self, link: int) -> int:
+        return sum(stream.link != link for stream in self.streams.values())
 
     def _registration(self) -> Register:
         return Register(
@@ -209,36 +254,82 @@ class GpuWorker(Worker):
         )
 
     def on_message(self, message: FromBus) -> None:
-        header = message.header
+        number, link = message.header.request, message.link
         match message.type:
             case b"GENERATE":
-                self._begin(message)
+                self._request(message)
             case b"CANCEL":
-                self._cancel(header.request, decode_as(Cancel, message.body, "msgpack"))
+                if self._has(number, link):
+                    self._cancel(number, decode_as(Cancel, message.body, "msgpack"))
             case b"ATTACH":
-                self._attach(header, decode_as(Attach, message.body, "msgpack"))
+                if self._has(number, link):
+                    self._attach(message.header, decode_as(Attach, message.body, "msgpack"))
             case b"REGISTERED":
-                self._registered(decode_as(Registered, message.body, "msgpack"))
+                self._registered(decode_as(Registered, message.body, "msgpack"), link)
             case b"CLAIM":
-                self.bus.post([b"CLAIMED", encode_header(), message.body])
+                self._claim(decode_as(Claim, message.body, "msgpack").session, link)
             case b"HANDOVER":
-                self.handed_over = True
+                self.handed_over.add(link)
+            case bus.LEASE_ENDED:
+                pass
             case other:
                 raise AssertionError(f"a GPU worker got {other!r}")
 
-    def _registered(self, answer: Registered) -> None:
-        kept = self.bus.kept(answer)
-        for number in self._reported():
+    def _has(self, number: int, link: int) -> bool:
+        """Whether it runs a request that came over a link."""
+        return number in self.streams and self.streams[number].link == link
+
+    def _request(self, message: FromBus) -> None:
+        """A request, which another broker may have sent before."""
+        number, link = message.header.request, message.link
+        known = self.streams.get(number)
+        elsewhere = self._elsewhere(link)
+        if known is not None:
+            assert known.link != link, "a worker got a request twice"
+            self._leave_to_another([number], known.link)
+        elif elsewhere and len(self.streams) >= CAPACITY:
+            self.bus.post(refused_frames(message, elsewhere), link)
+            return
+        self._begin(message)
+
+    def _claim(self, session: int, link: int) -> None:
+        """The client of a session has come to another broker."""
+        released: dict[int, list[int]] = {}
+        for number, stream in self._reported().items():
+            if stream.header.address != session:
+                continue
+            if stream.link != link:
+                released.setdefault(stream.link, []).append(number)
+                stream.link = link
+                stream.moves += 2
+            self._send_journal(stream)
+        for left, requests in released.items():
+            self._leave_to_another(requests, left)
+        body = encode_body(Claimed(session=session), "msgpack")
+        self.bus.post([b"CLAIMED", encode_header(), body], link)
+
+    def _leave_to_another(self, requests: list[int], link: int) -> None:
+        body = encode_body(Released(requests=requests), "msgpack")
+        self.bus.post([b"RELEASED", encode_header(), body], link)
+
+    def _registered(self, answer: Registered, link: int) -> None:
+        kept = self.bus.kept(answer, link)
+        for number, stream in self._reported().items():
+            if stream.link != link:
+                continue
             if number in answer.unknown or (kept is not None and number not in kept):
                 self.streams.pop(number, None)
                 self._ended.pop(number, None)
-        self.bus.registered(answer)
+        self.bus.registered(answer, link)
         for number in answer.wanted:
-            if number in self._reported():
-                self._send_journal(self._reported()[number])
-            else:
+            wanted = self._reported().get(number)
+            if wanted is None:
                 body = encode_body(Journal(type="GENERATE", gone=True), "msgpack")
-                self.bus.post([b"JOURNAL", encode_header(number), body])
+                self.bus.post([b"JOURNAL", encode_header(number), body], link)
+            elif wanted.link != link:
+                self._leave_to_another([number], link)
+            else:
+                self._send_journal(wanted)
 
     def _reported(self) -> dict[int, Stream]:
         """The streams that a broker which was restarted is notified of."""
@@ -250,13 +341,13 @@ class GpuWorker(Worker):
         header = encode_header(stream.header.request, stream.header.address, stream.form)
         body = Journal(type="GENERATE", ended=not stream.next, moves=stream.moves)
         sent = encode_body(pack_columns(stream.sent), "msgpack")
-        self.bus.post([b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames])
+        frames = [b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames]
+        self.bus.post(frames, stream.link)
 
     def _begin(self, message: FromBus) -> None:
         header, attachments = message.header, list(message.attachments)
         request: Generate = decode_as(Generate, message.body)
-        assert header.request not in self.streams, "a worker got a request twice"
-        stream = Stream(header, request, [message.body, *attachments])
+        stream = Stream(header, request, [message.body, *attachments], link=message.link)
         stream.next = dict.fromkeys(range(request.n), 0)
         if header.flags & Flag.MOVED:
             transcript = decode_transcript(attachments.pop())
@@ -277,7 +368,8 @@ class GpuWorker(Worker):
             )
         assert len(attachments) == 1, "the prompt is the only attachment"
         if not stream.next:
-            self.bus.post([b"TOKEN", encode_token_header([], [header.request])])
+            self.streams.pop(header.request, None)
+            self.bus.post([b"TOKEN", encode_token_header([], [header.request])], message.link)
             return
         self.streams[header.request] = stream
 
@@ -308,11 +400,11 @@ class GpuWorker(Worker):
         answer = Msg(stream_id=attach.stream_id, attached=attach.received, moves=stream.moves)
         encoding = _encoding(flags)
         head = encode_header(header.request, stream.header.address)
-        self.bus.post([b"MSG", head, encode_body(answer, encoding)])
+        self.bus.post([b"MSG", head, encode_body(answer, encoding)], stream.link)
         missed = stream.sent[attach.received :]
         if missed:
             head = encode_token_header([stream.header.address])
-            self.bus.post([b"TOKEN", head, encode_body(missed, encoding)])
+            self.bus.post([b"TOKEN", head, encode_body(missed, encoding)], stream.link)
 
     def work(self) -> bool:
         """A step: a token for most of the sequences, so that their order differs from worker to
@@ -353,9 +445,18 @@ class GpuWorker(Worker):
         stream.moved = None
         encoding = _encoding(stream.form)
         head = encode_header(stream.header.request, stream.header.address)
-        self.bus.post([b"SYSTEM", head, encode_body(notice, encoding)])
+        self.bus.post([b"SYSTEM", head, encode_body(notice, encoding)], stream.link)
 
     def _send(self, new: list[tuple[Stream, list[Token]]], ended: list[int]) -> None:
+        """Sends the entries of a step, a message to each broker."""
+        for link in sorted({stream.link for stream, _ in new}):
+            own = [(stream, entries) for stream, entries in new if stream.link == link]
+            numbers = {stream.header.request for stream, _ in own}
+            self._send_over(link, own, [number for number in ended if number in numbers])
+
+    def _send_over(
+        self, link: int, new: list[tuple[Stream, list[Token]]], ended: list[int]
+    ) -> None:
         by_session: dict[tuple[int, int], list[Token]] = {}
         for stream, entries in new:
             by_session.setdefault((stream.header.address, stream.form), []).extend(entries)
@@ -365,4 +466,4 @@ class GpuWorker(Worker):
             body = pack_columns(entries, texts) if form & Flag.COLUMNS else entries
             bodies.append(encode_body(body, _encoding(form)))
         head = encode_token_header([session for session, _ in by_session], ended)
-        self.bus.post([b"TOKEN", head, *bodies])
+        self.bus.post([b"TOKEN", head, *bodies], link)

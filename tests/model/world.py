@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from tokenbus.broker.core import Broker
 from tokenbus.broker.outgoing import Side
 from tokenbus.broker.settings import BrokerSettings
+from tokenbus.transport.dealer import Peer
 from tokenbus.workers import bus, link
 
 from ..broker.invariants import check_empty
@@ -25,15 +27,17 @@ MAX_TICKS = 4000
 class World:
     """The processes of a system, and what may happen to them."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.network = network = Network(BrokerSettings(**settings))
+    def __init__(self, brokers: int = 1, **settings: Any) -> None:
+        """``brokers``: their number. Workers register with all of them. A client is connected to
+        one, and goes on to the next when it opens another connection."""
+        self.networks = [Network(BrokerSettings(**settings), n) for n in range(brokers)]
+        self.network = network = self.networks[0]
+        """The only broker's, or the first one's."""
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: network.now)
         self._patches.enter_context(patch.object(bus, "time", clock))
         self._patches.enter_context(patch.object(link, "time", clock))
-        self._patches.enter_context(
-            patch.object(link, "carrier", lambda _at, peer, *_, **__: Carrier(network, peer))
-        )
+        self._patches.enter_context(patch.object(link, "carrier", self._carrier))
         self.workers: list[Worker] = []
         self.clients: list[Client] = []
         self._names = itertools.count(1)
@@ -42,41 +46,48 @@ class World:
         """Undoes what was patched."""
         self._patches.close()
 
+    def _carrier(self, at: str, peer: Peer, *_: object, **__: object) -> Carrier:
+        return Carrier(self.networks[int(at.removeprefix("sim://"))], peer)
+
     def start_gpu(self) -> GpuWorker:
         """A GPU worker starts."""
-        worker = GpuWorker(self.network, f"gpu-{next(self._names)}")
+        worker = GpuWorker(self.networks, f"gpu-{next(self._names)}")
         self.workers.append(worker)
         return worker
 
     def start_client(self) -> Client:
         """A client starts."""
-        client = Client(self.network)
+        client = Client(self.networks)
         self.clients.append(client)
         return client
 
     def tick(self, workers: bool = True) -> None:
         """A quarter of a second passes, and all messages arrive that are not held up; without
         ``workers``, those of workers are."""
-        self.network.tick(TICK_S)
+        for network in self.networks:
+            network.tick(TICK_S)
         for client in self.clients:
             if not client.stopped:
                 client.on_time()
         for worker in self.running():
-            worker.carrier.turn(0)
+            for carrier in worker.carriers:
+                carrier.turn(0)
         self.deliver(workers)
 
     def deliver(self, workers: bool = True) -> None:
         """All messages arrive, and each worker takes a few steps."""
         for _ in range(3):
-            for pipe in list(self.network.pipes):
-                if not pipe.cut and (workers or pipe.side is Side.FRONT):
-                    self.network.arrive(pipe, 1000)
+            for network in self.networks:
+                for pipe in list(network.pipes):
+                    if not pipe.cut and (workers or pipe.side is Side.FRONT):
+                        network.arrive(pipe, 1000)
             for client in self.clients:
                 if not client.stopped and not client.pipe.cut:
                     client.receive(1000)
             for worker in self.running() if workers else ():
-                if not worker.pipe.cut:
-                    worker.carrier.turn(1000)
+                for carrier in worker.carriers:
+                    if carrier.pipe is not None and not carrier.pipe.cut:
+                        carrier.turn(1000)
                 worker.step()
         self.forget_gone()
 
@@ -94,30 +105,35 @@ class World:
 
     def end(self) -> None:
         """Nothing fails any more: every stream ends, and nothing is left of any."""
-        if self.network.broker is None:
-            self.network.start_broker()
+        for network in self.networks:
+            if network.broker is None:
+                network.start_broker()
         for worker in self.workers:
-            worker.stopped = worker.pipe.cut = False
+            worker.stopped = False
+            for pipe in worker.pipes:
+                pipe.cut = False
         for client in self.clients:
             client.stopped = client.pipe.cut = False
         if not any(isinstance(w, GpuWorker) and not w.draining for w in self.workers):
             self.start_gpu()
         for _ in range(MAX_TICKS):
             self.tick()
-            if self._over() and self.network.now > self.network.recovered_at + 1:
+            if self._over() and all(n.now > n.recovered_at + 1 for n in self.networks):
                 break
         for reader in self.readers():
             assert reader.over or reader.cancelled, "a stream has not ended"
-        broker = self.network.broker
-        assert broker is not None
-        check_empty(broker)
+        for broker in self._brokers():
+            check_empty(broker)
         for worker in self.workers:
             assert worker.idle, f"{worker.name} has streams that nobody waits for"
 
     def _over(self) -> bool:
-        broker = self.network.broker
-        assert broker is not None
+        brokers = self._brokers()
         ended = all(reader.over or reader.cancelled for reader in self.readers())
         idle = all(worker.idle for worker in self.workers)
-        kept = any(session.ends.by_stream for session in broker.state.sessions)
-        return ended and idle and not broker.state.requests and not kept
+        kept = any(s.ends.by_stream for broker in brokers for s in broker.state.sessions)
+        return ended and idle and not any(b.state.requests for b in brokers) and not kept
+
+    def _brokers(self) -> list[Broker]:
+        found = [network.broker for network in self.networks]
+        return [broker for broker in found if broker is not None]
