@@ -1,0 +1,1 @@
+"""Seeded faults in the broker, to see whether the tests notice them."""

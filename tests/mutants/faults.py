@@ -1,0 +1,252 @@
+"""The seeded faults: each is one change of one place in the broker's life cycle, its log or its rule
+for which worker has a stream."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A fault: ``old`` occurs once in ``broker/<file>``, and becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = (
+    # --- the life cycle ---------------------------------------------------------------------------
+    Fault(
+        "a queued request cannot end",
+        "lifecycle.py",
+        "        Event.START: _RUNNING,\n        Event.END: _GONE,\n    },\n    _RUNNING",
+        "        Event.START: _RUNNING,\n    },\n    _RUNNING",
+    ),
+    Fault(
+        "a refused request is taken for lost",
+        "lifecycle.py",
+        "Event.REFUSE: _QUEUED",
+        "Event.REFUSE: _MOVING",
+    ),
+    Fault(
+        "a returning request cannot lose its worker again",
+        "lifecycle.py",
+        "        Event.REPORT: _RUNNING,\n        Event.LOSE: _MOVING,\n",
+        "        Event.REPORT: _RUNNING,\n",
+    ),
+    Fault(
+        "a moving request cannot return",
+        "lifecycle.py",
+        "        Event.RETURN: _RETURNING,\n",
+        "",
+    ),
+    Fault(
+        "an ended request cannot be withdrawn",
+        "lifecycle.py",
+        "    _ENDED: {\n        Event.END: _GONE,\n        Event.WITHDRAW: _GONE,\n",
+        "    _ENDED: {\n        Event.END: _GONE,\n",
+    ),
+    Fault(
+        "an ended request stays among the streams of its session",
+        "lifecycle.py",
+        "if before in OPEN and after not in OPEN:",
+        "if after is _GONE and before in OPEN:",
+    ),
+    Fault(
+        "a moving request stays in its table",
+        "lifecycle.py",
+        "        state.waiting.remove(request)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "an ended request keeps its place at its worker",
+        "lifecycle.py",
+        "    del worker.requests[request.id]\n",
+        "",
+    ),
+    Fault(
+        "the deadline of a request stays",
+        "lifecycle.py",
+        "    state.deadlines.remove(request)\n",
+        "",
+    ),
+    Fault(
+        "the tokenizers of a key are counted for ever",
+        "lifecycle.py",
+        "        state.tokenizers[request.session.key] -= 1\n",
+        "",
+    ),
+    Fault(
+        "the pools do not notice a free place",
+        "lifecycle.py",
+        "    state.pools.note(worker)\n    request.worker = None",
+        "    request.worker = None",
+    ),
+    # --- the log ----------------------------------------------------------------------------------
+    Fault(
+        "a moved stream gets the entries of an earlier stream with its number",
+        "journal.py",
+        "                if number < place.first:",
+        "                if number < 0:",
+    ),
+    Fault(
+        "entries that a worker sends again count twice",
+        "journal.py",
+        "                    del entries[again.popleft()[1] :]",
+        "                    again.popleft()",
+    ),
+    Fault(
+        "the last entries that were sent again count twice",
+        "journal.py",
+        "                del entries[received:]",
+        "                pass",
+    ),
+    Fault(
+        "the entries before a move are lost at the next move",
+        "journal.py",
+        "        if sent:\n            self._recent.deliver",
+        "        if sent and place.first:\n            self._recent.deliver",
+    ),
+    Fault(
+        "a chunk is dropped that a live request needs",
+        "journal.py",
+        "first = next(iter(self._begun.values())).first",
+        "first = [*self._begun.values()][-1].first",
+    ),
+    Fault(
+        "chunks that nobody needs stay",
+        "journal.py",
+        "            self._chunks.clear()\n            return",
+        "            return",
+    ),
+    Fault(
+        "a body that waits in the buffer is not read",
+        "journal.py",
+        "        self._recent.distribute()\n        found",
+        "        found",
+    ),
+    Fault(
+        "the note of a request takes effect before the messages that precede it",
+        "recent.py",
+        "segment.notes.append((len(segment.ends), size, do))",
+        "segment.notes.append((0, size, do))",
+    ),
+    Fault(
+        "messages of a batch are taken for equal beyond the next note",
+        "recent.py",
+        "last = min(last, notes[0][0] if notes else len(ends), len(ends))",
+        "last = min(last, len(ends))",
+    ),
+    Fault(
+        "an end is not stored while its client has no connection",
+        "ends.py",
+        "wanted = session.acks or request.awaits_attach or session.peer is None",
+        "wanted = session.acks or request.awaits_attach",
+    ),
+    Fault(
+        "the last tokens are not stored while the client has no connection",
+        "ends.py",
+        "if not (session.acks or request.awaits_attach or session.peer is None):",
+        "if not (session.acks or request.awaits_attach):",
+    ),
+    Fault(
+        "an acknowledgement drops an end that came later",
+        "kept_ends.py",
+        "            if number > position:",
+        "            if number > position + 1:",
+    ),
+    Fault(
+        "positions of an earlier connection are acknowledged",
+        "kept_ends.py",
+        "            end.since, end.position = now, 0",
+        "            end.since = now",
+    ),
+    Fault(
+        "an end that was dropped by a full queue counts as sent",
+        "kept_ends.py",
+        "        self.lost[end.stream_id] = end\n",
+        "",
+    ),
+    # --- which worker has a stream ----------------------------------------------------------------
+    Fault(
+        "the worker with fewer entries is right",
+        "adoption.py",
+        "(other.moves, other.entries) >= reached",
+        "(other.moves, other.entries) <= reached",
+    ),
+    Fault(
+        "a report that is behind the client is adopted",
+        "adoption.py",
+        "if held is not None and reached < (held.moves, held.received):",
+        "if held is not None and reached < (0, 0):",
+    ),
+    Fault(
+        "a stream that is behind its client is attached",
+        "adoption.py",
+        "            if reached < (message.moves, message.received):\n"
+        "                # The worker of the stream",
+        "            if reached < (0, 0):\n                # The worker of the stream",
+    ),
+    Fault(
+        "a session that began here adopts a stream again",
+        "adoption.py",
+        "return session if begun_before and not known else None",
+        "return session",
+    ),
+    Fault(
+        "a cancelled stream is adopted",
+        "adoption.py",
+        "        if stream_id in self._cancelled.get(header.address, ()):\n            return None\n",
+        "",
+    ),
+    Fault(
+        "a worker keeps a stream that continues at another broker",
+        "adoption.py",
+        "                self._unclaimed.pop(number, None)\n"
+        "                self._dispatcher.withdraw(request)\n\n",
+        "                self._unclaimed.pop(number, None)\n\n",
+    ),
+    Fault(
+        "a stream returns to another process with the name of its worker",
+        "returns.py",
+        "(interruption.left, interruption.process) == (worker.name, worker.process)",
+        "interruption.left == worker.name",
+    ),
+    Fault(
+        "the entries of a return are sent from the first one",
+        "returns.py",
+        "new = entries[request.entries :]",
+        "new = entries",
+    ),
+    Fault(
+        "a stream that its worker has lost stays there",
+        "returns.py",
+        '            self._dispatcher.move(request, "it has lost the stream")\n',
+        "",
+    ),
+    Fault(
+        "entries of a withdrawn stream reach its client",
+        "withdrawn.py",
+        "own = [entry for entry in entries if entry.stream_id not in streams]",
+        "own = list(entries)",
+    ),
+    Fault(
+        "the earlier attempt of a request is not revoked",
+        "dispatch.py",
+        "            revoke(state, worker, request)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "any confirmation ends all revocations of a worker",
+        "worker.py",
+        "        request = self.revoked.popleft().request\n",
+        "        request = self.revoked.pop().request\n        self.revoked.clear()\n",
+    ),
+    Fault(
+        "a claim ends with its first answer",
+        "claims.py",
+        "        if claim is None or claim.asked:\n            return False",
+        "        if claim is None:\n            return False",
+    ),
+)
