@@ -26,9 +26,9 @@ from .claims import Claims
 from .controllers import Controllers
 from .dispatch import Dispatcher
 from .ends import Ends
+from .fences import NO_SESSION, drop, give_up, send_claim
 from .request import STREAMS, Attachment, Request, RoutingFields, Steering
 from .returns import Returns
-from .revocations import NO_SESSION, drop
 from .session import Session
 from .state import BrokerState
 from .worker import Worker
@@ -111,7 +111,7 @@ class Adoption:
             for request in filter(None, map(known.get, wanted[len(returned) :])):
                 # Before the JOURNAL arrives, the request may move to another worker, or be sent to
                 # this one again.
-                worker.withdraw(request.session.id, request.stream_id)
+                worker.fences.add(request.id, request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
     def _may_adopt(self) -> bool:
@@ -147,10 +147,9 @@ class Adoption:
             return
         session = self._session(header, fields.stream_id, (body.moves, count))
         if session is None:
-            self._claims.discard(header.address, worker.id, fields.stream_id)
-            worker.withdraw(header.address, fields.stream_id)
-            self._drop(worker, header.request)
+            give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
+        worker.fences.reported(header.request)
         # The workers of a broker that started long ago have registered.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
@@ -241,17 +240,13 @@ class Adoption:
         del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
         if worker is not None:
-            worker.withdraw(request.session.id, request.stream_id)
-            self._drop(worker, request.id)
+            give_up(self._state, worker, request.id, request.session.id, request.stream_id)
 
     def _journal(self, session: int) -> journal.Journal:
         made = journal.Journal(self._sessions.recent, session)
         # The form that the client takes is unknown before its HELLO.
         made.json = True
         return made
-
-    def _drop(self, worker: Worker, *requests: int) -> None:
-        drop(self._state, worker, requests)
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -277,8 +272,8 @@ class Adoption:
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        may_send: dict[int, set[int]] = {}
-        """By worker: the streams that it may still send entries of."""
+        has_streams: set[int] = set()
+        """The workers that have streams of the session."""
         for request in list(session.streams.values()):
             worker = request.worker
             if request.type not in STREAMS or (worker is None and request.interruption is None):
@@ -286,9 +281,9 @@ class Adoption:
             self._unclaimed.pop(request.id, None)
             self._dispatcher.withdraw(request)
             if worker is not None:
-                worker.withdraw(session.id, request.stream_id)
-                may_send.setdefault(worker.id, set()).add(request.stream_id)
-        self._claims.add(session.id, peer, may_send)
+                worker.fences.add(request.id, session.id, request.stream_id)
+                has_streams.add(worker.id)
+        self._claims.add(session.id, peer, has_streams)
         self._begin_claims(now)
         self._controllers.start_of(session)
         return session
@@ -319,6 +314,9 @@ class Adoption:
         """Handles the registration of a worker, which may have streams of sessions that are being
         picked up. A client without a connection may have gone to the next broker."""
         if worker.role == "gpu":
+            fences = worker.fences.unasked()
+            if fences:
+                send_claim(self._state, worker, fences)
             sessions = map(self._sessions.by_id.get, self._claims.sessions)
             here = {s.id for s in sessions if s is not None and s.peer is not None}
             self._claims.on_registered(worker, here)
@@ -328,11 +326,10 @@ class Adoption:
         dropped an earlier attempt of a request."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
-        if worker.revoked and session == NO_SESSION:
-            worker.confirmed()
+        worker.fences.answered()
+        if session == NO_SESSION:
             return
-        for stream_id in self._claims.on_claimed(worker, session):
-            worker.dropped(session, stream_id)
+        self._claims.on_claimed(worker, session)
         self._finish_claims([session])
         self._begin_claims(self._state.now)
 
@@ -445,7 +442,7 @@ class Adoption:
             worker = self._state.workers.get(number)
             gone = [request for request in live if request not in self._state.requests]
             if worker is not None and gone:
-                self._drop(worker, *gone)
+                drop(self._state, worker, gone)
         self._variables.clear()
 
     def _end_unclaimed(self, now: float) -> None:

@@ -14,7 +14,6 @@ from .ends import Ends
 from .leases import Leases
 from .outgoing import Outgoing, Side
 from .state import BrokerState
-from .withdrawn import without_withdrawn
 from .worker import UnreadableError, Worker
 
 log = logging.getLogger(__name__)
@@ -68,8 +67,7 @@ class Back:
             elif worker is None:
                 self._state.recovery.follow()
                 self._leases.ask(peer, "this connection has no registered worker", now)
-            elif worker.revoked and worker.is_revoked(decode_header(head).request):
-                # The message belongs to an attempt that was revoked.
+            elif worker.fences and worker.fences.is_void(decode_header(head).request):
                 pass
             elif message_type in (b"ERROR", b"MSG", b"SYSTEM"):
                 self._pass_on(worker, message_type, head, frames)
@@ -107,8 +105,8 @@ class Back:
                     Code.BAD_MESSAGE,
                     f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
                 )
-            if worker.withdrawn:
-                frames = without_withdrawn(frames, sessions, worker.withdrawn)
+            if worker.fences:
+                frames = worker.fences.without_fenced(frames, sessions)
                 received = pack(frames)
         except (TokenbusError, IndexError) as error:
             self._counters.bad_worker_messages += 1
@@ -138,7 +136,7 @@ class Back:
                 request = self._requests.get(number)
                 if request is None or request.worker is not worker:
                     continue
-                if not worker.is_revoked(number):
+                if not worker.fences.is_void(number):
                     self._dispatcher.on_finished(request)
             except Exception as error:
                 self._on_failure(worker, worker.peer, frames, error)

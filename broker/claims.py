@@ -9,11 +9,11 @@ wait, and connections take turns.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..protocol.worker_messages import Claim
+from .fences import send_claim
 from .state import BrokerState
 from .worker import Worker
 
@@ -29,18 +29,18 @@ class _Claim:
 
     peer: bytes
     """The connection whose HELLO caused it."""
-    asked: dict[int, set[int]] = field(default_factory=dict)
-    """By worker that has not answered: streams of which it may still send entries."""
-    next: dict[int, set[int]] = field(default_factory=dict)
-    """By worker that receives the next CLAIM: streams of which it may still send entries."""
+    asked: set[int] = field(default_factory=set)
+    """The workers that have not answered."""
+    next: set[int] = field(default_factory=set)
+    """The workers that receive the next CLAIM and are known to have streams of the session."""
 
 
 class Claims:
     """The sessions that are being claimed, including those that wait."""
 
     def __init__(self, state: BrokerState) -> None:
+        self._state = state
         self._pools = state.pools
-        self._out = state.out
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
         """By connection, the next one first: sessions whose claim waits to begin, or to begin
@@ -56,14 +56,13 @@ class Claims:
         """The sessions that are being claimed."""
         return self._by_session.keys()
 
-    def add(self, session: int, peer: bytes, may_send: Mapping[int, set[int]]) -> None:
-        """Adds a claim for a session whose client has connected as ``peer``. ``may_send``: by
-        worker, the withdrawn streams of which it may still send entries."""
+    def add(self, session: int, peer: bytes, workers: Iterable[int]) -> None:
+        """Adds a claim for a session whose client has connected as ``peer``. ``workers``: those
+        that are known to have streams of the session."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer
-        for worker, streams in may_send.items():
-            claim.next.setdefault(worker, set()).update(streams)
+        claim.next.update(workers)
         self._waiting.setdefault(peer, {})[session] = None
 
     def begin(self, now: float) -> list[int]:
@@ -91,9 +90,12 @@ class Claims:
         self._stop_waiting(session, claim)
         self._turns[peer] = session, now
         for worker in self._pools.of_role("gpu").values():
-            claim.asked[worker.id] = claim.next.pop(worker.id, set())
-            self._out.to_worker(worker, b"CLAIM", Claim(session=session))
+            self._ask_worker(worker, session, claim)
         claim.next.clear()
+
+    def _ask_worker(self, worker: Worker, session: int, asked: _Claim) -> None:
+        asked.asked.add(worker.id)
+        send_claim(self._state, worker, worker.fences.unasked(session), session)
 
     def _waits(self, session: int, claim: _Claim) -> bool:
         """Whether a claim of a session waits to begin, or to begin again."""
@@ -114,20 +116,21 @@ class Claims:
         they are claimed."""
         for session, claim in self._by_session.items():
             if session in sessions and not self._waits(session, claim):
-                claim.asked[worker.id] = set()
-                self._out.to_worker(worker, b"CLAIM", Claim(session=session))
+                self._ask_worker(worker, session, claim)
 
-    def on_claimed(self, worker: Worker, session: int) -> set[int]:
-        """Records a worker's answer; returns the streams of which it sends no more entries."""
+    def on_claimed(self, worker: Worker, session: int) -> None:
+        """Records a worker's answer."""
         claim = self._by_session.get(session)
-        return claim.asked.pop(worker.id, set()) if claim is not None else set()
+        if claim is not None:
+            claim.asked.discard(worker.id)
 
     def on_lost(self, worker: Worker) -> list[int]:
         """Handles the loss of a worker; returns the sessions for which it had not answered."""
         found = []
         for session, claim in self._by_session.items():
-            claim.next.pop(worker.id, None)
-            if claim.asked.pop(worker.id, None) is not None:
+            claim.next.discard(worker.id)
+            if worker.id in claim.asked:
+                claim.asked.remove(worker.id)
                 found.append(session)
         return found
 
@@ -138,13 +141,6 @@ class Claims:
         if claim is not None and not (claim.asked or claim.next):
             del self._by_session[session]
             self._stop_waiting(session, claim)
-
-    def discard(self, session: int, worker: int, stream_id: int) -> None:
-        """Records that the broker has ordered a worker again to drop a stream. The worker may still
-        send entries of the stream after its answer to the claim."""
-        claim = self._by_session.get(session)
-        if claim is not None:
-            claim.asked.get(worker, set()).discard(stream_id)
 
     def finish(self, session: int, *, forget: bool) -> bool:
         """Ends the turn of a session when every worker has answered; returns whether its claim was

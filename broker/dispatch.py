@@ -14,6 +14,7 @@ from ..protocol.messages import Cancel, System
 from ..protocol.worker_messages import Refused
 from .controllers import Controllers
 from .ends import Ends
+from .fences import give_up
 from .lifecycle import Event, NoTransitionError, RequestState, transition
 from .losses import log_continued, log_given_up
 from .moves import Moves
@@ -21,7 +22,6 @@ from .outgoing import Outgoing, Side
 from .placement import Placement
 from .queue_bounds import QueueBounds
 from .request import CancelReason, Request
-from .revocations import revoke
 from .spans import record_span
 from .state import BrokerState
 from .worker import Loss, Worker
@@ -452,8 +452,9 @@ class Dispatcher:
             flags |= Flag.MOVED
         header = encode_header(request.id, request.session.id, flags)
         frames = [request.type, header, *request.frames, *transcript]
-        if worker.may_send(request):
-            revoke(state, worker, request)
+        for fence in worker.fences.of(request.session.id, request.stream_id):
+            if not worker.fences.is_void(fence.request):
+                give_up(state, worker, fence.request, fence.session, fence.stream_id)
         transition(state, request, Event.START, worker)
         if request.steering is not None:
             self._controllers.reserve(request)

@@ -15,11 +15,11 @@ from .adoption import Adoption
 from .contested_names import ContestedNames, process_of, taken
 from .dispatch import Dispatcher
 from .drains import Drains
+from .fences import overdue, registered
 from .losses import log_end
 from .outgoing import Outgoing, Side
 from .quarantine import TRIAL_S
 from .quotas import Quotas
-from .revocations import overdue, registered
 from .state import BrokerState
 from .sweep import Sweep
 from .worker import Loss, Worker, WorkerState
@@ -109,7 +109,7 @@ class Leases:
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self.by_peer.values():
             worker.last_seen = now
-            worker.renew_revocations(now)
+            worker.fences.renew(now)
 
     def tick(self, now: float) -> None:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..protocol.errors import RequestError
 from ..protocol.header import Manifest
 from ..protocol.messages import ModelInfo
 from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
+from .fences import Fences
 
 if TYPE_CHECKING:
     from .request import Request
@@ -30,15 +30,6 @@ class WorkerState(Enum):
 
     READY = "ready"
     DRAINING = "draining"
-
-
-class Revocation(NamedTuple):
-    """An order to a worker to drop its earlier attempt of a request, which the worker receives
-    again."""
-
-    request: Request
-    at: float
-    """When the order was sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +71,8 @@ class Worker:
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers the worker runs or has reserved a
     place for."""
-    withdrawn: dict[int, set[int]] = field(default_factory=dict)
-    """By session: streams that the worker has to drop, but of which it may still send entries."""
-    revoked: deque[Revocation] = field(default_factory=deque)
-    """Revocations that the worker has not confirmed, in the order in which it will confirm them
-    (``revocations.py``)."""
+    fences: Fences = field(default_factory=Fences)
+    """What it may still send of attempts that the broker has given up."""
     process: int = 0
     """Number of the worker's process, unique among processes."""
     registration: int = 0
@@ -93,49 +81,11 @@ class Worker:
     def take(self, request: Request) -> None:
         """Adds a request that goes to the worker, or already runs there."""
         self.requests[request.id] = request
-        if self.withdrawn:
-            self.dropped(request.session.id, request.stream_id)
 
     def take_beyond(self, request: Request) -> None:
         """Counts a request as above the capacity. The worker must take the request next."""
         self.beyond &= self.requests.keys()
         self.beyond.add(request.id)
-
-    def may_send(self, request: Request) -> bool:
-        """Whether it may still send entries of an earlier attempt of a request."""
-        return request.stream_id in self.withdrawn.get(request.session.id, ())
-
-    def is_revoked(self, number: int) -> bool:
-        """Whether its messages about a request belong to an attempt that was revoked."""
-        return any(revocation.request.id == number for revocation in self.revoked)
-
-    def renew_revocations(self, now: float) -> None:
-        """Restarts the time limit of the worker's confirmations, which may have arrived but were
-        not read."""
-        if self.revoked:
-            self.revoked = deque(revocation._replace(at=now) for revocation in self.revoked)
-
-    def confirmed(self) -> None:
-        """Records that the worker has dropped the earlier attempt of the request that was revoked
-        first."""
-        request = self.revoked.popleft().request
-        if self.requests.get(request.id) is request:
-            self.dropped(request.session.id, request.stream_id)
-
-    def withdraw(self, session: int, stream_id: int) -> None:
-        """Records that the worker is ordered to drop a stream that another worker has."""
-        self.withdrawn.setdefault(session, set()).add(stream_id)
-
-    def dropped(self, session: int, stream_id: int) -> None:
-        """Removes a stream that was withdrawn: the worker sends no more of its old entries. Has no
-        effect while an earlier attempt of the stream is revoked."""
-        revoked = (revocation.request for revocation in self.revoked)
-        if any((r.session.id, r.stream_id) == (session, stream_id) for r in revoked):
-            return
-        streams = self.withdrawn.get(session, set())
-        streams.discard(stream_id)
-        if not streams:
-            self.withdrawn.pop(session, None)
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""

@@ -418,8 +418,7 @@ def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> Non
     assert client.said.count("GENERATE") == 1
     assert world.broker is not None
     [worker] = world.broker.state.workers.values()
-    assert not worker.revoked
-    assert not worker.withdrawn
+    assert not worker.fences
 
 
 def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:

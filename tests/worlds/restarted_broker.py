@@ -136,7 +136,7 @@ class GpuWorker(Peer):
             case b"CANCEL":
                 self.running.pop(header.request, None)
                 self.out.append([b"TOKEN", encode_token_header([], [header.request])])
-            case b"CLAIM":
+            case b"CLAIM" if self.drops:
                 self.out.append([b"CLAIMED", encode_header(), frames[2]])
             case b"REGISTERED":
                 answer = decode_as(Registered, frames[2])

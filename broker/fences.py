@@ -1,0 +1,204 @@
+"""Fences: what a worker may still send of attempts that the broker has given up.
+
+An attempt is a request at a worker. The broker gives it up if another worker has a later copy of
+the request, if its client comes from another broker, or if nobody needs the request any more. The
+worker does not know that yet: it may send further entries, also after the same request was sent to
+it again. So a fence holds back the worker's messages about the attempt. The broker passes bodies of
+TOKEN on unread. While a worker has a fence, its bodies for the session of the fence are decoded,
+and the entries of the stream are removed.
+
+A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
+CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds:
+
+- The worker is ordered to drop the attempt. All its messages about the request are void.
+- The worker is asked to report the attempt. The JOURNAL of the request also ends the fence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..protocol.bodies import decode_as, encode_body, encoding_of
+from ..protocol.columns import TokenBody, TokenColumns, column_entries
+from ..protocol.errors import Code, RequestError
+from ..protocol.worker_messages import Claim, Registered
+
+if TYPE_CHECKING:
+    from .state import BrokerState
+    from .worker import Worker
+
+NO_SESSION = 0
+"""The session of a CLAIM that asks for no streams, and of its CLAIMED."""
+
+
+@dataclass(slots=True, eq=False)
+class Fence:
+    """The fence of a request that a worker had."""
+
+    request: int
+    session: int
+    stream_id: int
+    end: int | None = None
+    """The number of the CLAIMED that ends the fence; None before the CLAIM was sent."""
+    void: int = 0
+    """The number of the CLAIMED until which all messages about the request are void."""
+
+
+class Fences:
+    """The fences of one worker during one lease."""
+
+    __slots__ = ("_answered", "_asked_at", "_by_request", "by_session")
+
+    def __init__(self) -> None:
+        self._answered = 0
+        """Number of CLAIMED that have arrived."""
+        self._asked_at: deque[float] = deque()
+        """When each unanswered CLAIM was sent, in seconds."""
+        self._by_request: dict[int, Fence] = {}
+        self.by_session: dict[int, dict[int, list[Fence]]] = {}
+        """By session and stream. A client may use the number of a stream again."""
+
+    def __bool__(self) -> bool:
+        return bool(self._by_request)
+
+    def add(self, request: int, session: int, stream_id: int) -> Fence:
+        """Adds the fence of a request, or begins it anew. It ends after the next ``asked`` that
+        names it."""
+        fence = self._by_request.get(request)
+        if fence is None:
+            fence = self._by_request[request] = Fence(request, session, stream_id)
+            self.by_session.setdefault(session, {}).setdefault(stream_id, []).append(fence)
+        fence.end = None
+        return fence
+
+    def of(self, session: int, stream_id: int) -> Sequence[Fence]:
+        """The fences of a stream."""
+        return self.by_session.get(session, {}).get(stream_id, ())
+
+    def unasked(self, session: int | None = None) -> list[Fence]:
+        """The fences for which no CLAIM was sent, of one session or of all."""
+        return [
+            fence
+            for fence in self._by_request.values()
+            if fence.end is None and session in (None, fence.session)
+        ]
+
+    def asked(self, fences: Iterable[Fence], now: float) -> int:
+        """Records a CLAIM, whose answer ends these fences; returns its number."""
+        self._asked_at.append(now)
+        number = self._answered + len(self._asked_at)
+        for fence in fences:
+            fence.end = number
+        return number
+
+    def answered(self) -> None:
+        """Handles a CLAIMED; raises RequestError if no CLAIM is unanswered."""
+        if not self._asked_at:
+            raise RequestError(Code.BAD_MESSAGE, "a CLAIMED came without a CLAIM")
+        self._asked_at.popleft()
+        self._answered += 1
+        for fence in [f for f in self._by_request.values() if f.end == self._answered]:
+            self._remove(fence)
+
+    def reported(self, request: int) -> None:
+        """Ends the fence of a request, whose JOURNAL has arrived."""
+        fence = self._by_request.get(request)
+        if fence is not None:
+            self._remove(fence)
+
+    def is_void(self, request: int) -> bool:
+        """Whether the worker's messages about a request are void."""
+        fence = self._by_request.get(request)
+        return fence is not None and fence.void > self._answered
+
+    def renew(self, now: float) -> None:
+        """Restarts the time limit of answers, which may have arrived but were not read."""
+        self._asked_at = deque(now for _ in self._asked_at)
+
+    def waited_s(self, now: float) -> float:
+        """How long the oldest CLAIM has waited for its answer, in seconds."""
+        return now - self._asked_at[0] if self._asked_at else 0.0
+
+    def _remove(self, fence: Fence) -> None:
+        del self._by_request[fence.request]
+        streams = self.by_session[fence.session]
+        streams[fence.stream_id].remove(fence)
+        if not streams[fence.stream_id]:
+            del streams[fence.stream_id]
+        if not streams:
+            del self.by_session[fence.session]
+
+    def without_fenced(self, frames: Sequence[bytes], sessions: Sequence[int]) -> list[bytes]:
+        """The frames of a TOKEN without the entries of streams with a fence. ``sessions`` are those
+        of its bodies, which begin at the third frame. A body without remaining entries becomes
+        empty.
+
+        Raises RequestError if a body is malformed.
+        """
+        kept = list(frames)
+        for i, session in enumerate(sessions, 2):
+            if session in self.by_session:
+                kept[i] = _without(frames[i], self.by_session[session].keys())
+        return kept
+
+
+def _without(body: bytes, streams: Iterable[int]) -> bytes:
+    read: TokenBody = decode_as(TokenBody, body)
+    entries = column_entries(read) if isinstance(read, TokenColumns) else read
+    own = [entry for entry in entries if entry.stream_id not in streams]
+    if len(own) == len(entries):
+        return body
+    return encode_body(own, encoding_of(body)) if own else b""
+
+
+def registered(
+    state: BrokerState,
+    worker: Worker,
+    unknown: Sequence[int] = (),
+    wanted: Sequence[int] = (),
+) -> Registered:
+    """The answer to a worker that registers."""
+    return Registered(
+        worker=worker.id,
+        heartbeat_s=state.settings.heartbeat_s,
+        expiry_s=state.settings.expiry_s,
+        unknown=list(unknown),
+        wanted=list(wanted),
+        registration=worker.registration,
+    )
+
+
+def drop(state: BrokerState, worker: Worker, requests: Sequence[int]) -> None:
+    """Orders a worker to drop requests that it has reported."""
+    state.out.to_worker(worker, b"REGISTERED", registered(state, worker, unknown=requests))
+
+
+def give_up(state: BrokerState, worker: Worker, request: int, session: int, stream_id: int) -> None:
+    """Orders a worker to drop its attempt of a request, and holds its messages about the attempt
+    back until it has confirmed that."""
+    drop(state, worker, [request])
+    fence = worker.fences.add(request, session, stream_id)
+    fence.void = send_claim(state, worker, [fence])
+
+
+def send_claim(
+    state: BrokerState, worker: Worker, fences: Iterable[Fence], session: int = NO_SESSION
+) -> int:
+    """Sends a CLAIM, whose answer ends these fences; returns its number. With a ``session``, the
+    worker reports the streams of this session before it answers."""
+    state.out.to_worker(worker, b"CLAIM", Claim(session=session))
+    return worker.fences.asked(fences, state.now)
+
+
+def overdue(state: BrokerState, worker: Worker) -> str:
+    """The reason why a worker is lost, if it has not answered a CLAIM in time; otherwise ``""``.
+
+    A worker answers between two steps, so it has as long as a step may take.
+    """
+    waited_s = worker.fences.waited_s(state.now)
+    if waited_s <= state.settings.hung_step_s:
+        return ""
+    return f"it has not answered a CLAIM for {waited_s:.0f} s"
