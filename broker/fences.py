@@ -1,4 +1,4 @@
-"""Fences: what a worker may still send of attempts that the broker has given up.
+"""Fences hold back what a worker still sends of attempts that the broker has given up.
 
 An attempt is a request at a worker. The broker gives it up if another worker has a later copy of
 the request, if its client comes from another broker, or if nobody needs the request any more. The

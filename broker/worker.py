@@ -72,7 +72,7 @@ class Worker:
     """At a controller worker: the requests whose controllers the worker runs or has reserved a
     place for."""
     fences: Fences = field(default_factory=Fences)
-    """What it may still send of attempts that the broker has given up."""
+    """The fences of its attempts that the broker has given up."""
     process: int = 0
     """Number of the worker's process, unique among processes."""
     registration: int = 0
