@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from .endpoints import numbered, separate
 from .expected_values import expected
+from .model_names import AliasError, Aliases
 
 Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -167,6 +168,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Origins whose pages may use the gateways, for example ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
     """Render chat templates that requests contain; without it, ``chat_template`` is refused."""
+    served_model_name: list[str] = []
+    """Further names of models over HTTP: ``NAME`` for the default model, or ``NAME=MODEL``. A name
+    may have ``*`` and ``?``, for example ``claude-*``."""
     strict_fields: bool = False
     """Refuse fields that a gateway does not know; without it, they have no effect and are named in
     the header ``x-tokenbus-ignored``."""
@@ -235,7 +239,7 @@ class Settings(Struct, kw_only=True, frozen=True):
         return msgspec.structs.replace(self, brokers=1, front=fronts[number], back=backs[number])
 
 
-_LISTS = frozenset({"allow", "cors"})
+_LISTS = frozenset({"allow", "cors", "served_model_name"})
 """Settings with several values, which are separated by commas in a variable."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
@@ -270,7 +274,11 @@ def resolve(
 
 def _checked(settings: Settings) -> Settings:
     """Returns the settings; raises SettingError if the addresses of several brokers do not match
-    their number."""
+    their number, or if a further name of a model is not valid."""
+    try:
+        Aliases(settings.served_model_name)
+    except AliasError as error:
+        raise SettingError(f"served_model_name: {error}") from None
     try:
         _of_all(settings.front, settings.brokers)
         _of_all(settings.back, settings.brokers)

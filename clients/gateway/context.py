@@ -6,6 +6,7 @@ import asyncio
 
 from starlette.requests import HTTPConnection
 
+from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .idempotency import NamedRequests
 from .models import ModelTable
@@ -26,7 +27,7 @@ class Gateway:
         self._tenants: dict[str, SharedClient] = {}
         """The clients of tenants, by the public key of the tenant's bus key."""
         self.named = NamedRequests(settings)
-        self.models = ModelTable(self._own)
+        self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
         self.tunnels = Tunnels(settings, self.shares)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from ...protocol.errors import Code, RequestError, ServiceError
+from ...protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ...protocol.messages import ModelInfo, TokenizerFiles
+from ...protocol.model_names import Aliases
 from ...protocol.text_bounds import TextBound, TokenSize, size_of_tokenizer
 from .. import AsyncClient
 from .token_bytes import bytes_of, decoders
@@ -147,11 +150,23 @@ class ServedModel:
         return ids[-1] if ids else None
 
 
+@contextmanager
+def _naming(asked: str, model: str) -> Iterator[None]:
+    """Adds the alias ``asked`` to the error for an unknown ``model``."""
+    try:
+        yield
+    except TokenbusError as error:
+        if asked != model and error.code == Code.UNKNOWN_MODEL:
+            error.message = f"{asked!r} stands for the model {model!r}: {error.message}"
+        raise
+
+
 class ModelTable:
     """Requests models from the bus and caches the answers. Tokenizers are cached by fingerprint."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, aliases: Aliases) -> None:
         self._client = client
+        self.aliases = aliases
         self._models: dict[str, tuple[float, ServedModel]] = {}
         self._tokenizers: dict[str, tuple[TokenizerFiles, Tokenizer, TokenSize]] = {}
         self._tokenization = Tokenization()
@@ -162,16 +177,19 @@ class ModelTable:
 
         Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
+        asked, name = name, self.aliases.model(name)
         kept = self._models.get(name)
         if kept is not None and time.monotonic() - kept[0] < FRESH_S:
             return kept[1].info
-        return await self._client.model_info(name, timeout_s=LOAD_S)
+        with _naming(asked, name):
+            return await self._client.model_info(name, timeout_s=LOAD_S)
 
     async def get(self, name: str = "") -> ServedModel:
-        """The model of this name; empty: the default model. A model on demand is loaded.
+        """The model of this name or alias; empty: the default model. A model on demand is loaded.
 
         Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """
+        asked, name = name, self.aliases.model(name)
         kept = self._models.get(name)
         if kept is not None and time.monotonic() - kept[0] < FRESH_S:
             return kept[1]
@@ -181,7 +199,8 @@ class ModelTable:
                 kept = self._models.get(name)
                 if kept is not None and time.monotonic() - kept[0] < FRESH_S:
                     return kept[1]
-                return await self._ask(name, kept[1] if kept is not None else None)
+                with _naming(asked, name):
+                    return await self._ask(name, kept[1] if kept is not None else None)
         finally:
             if not lock.locked():
                 self._locks.pop(name, None)

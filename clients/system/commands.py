@@ -129,6 +129,14 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         help="web origin whose pages may send requests to the gateways; repeatable",
     )
     add(
+        "--served-model-name",
+        dest="served_model_name",
+        action="append",
+        metavar="NAME[=MODEL]",
+        help="further name of a model over HTTP, for example 'claude-*' for the default model or "
+        "gpt-4o=my-model; repeatable",
+    )
+    add(
         "--trust-request-chat-template",
         dest="trust_request_chat_template",
         action="store_const",

@@ -80,6 +80,7 @@ def chat_generations(
     ``fields`` maps the bus's field names to the names in the request's body.
     """
     ids, constraint = prepared.ids, prepared.constraint
+    options["model"] = prepared.model.name
     options.setdefault("max_tokens", max(1, prepared.model.info.context_length - len(ids)))
     return Generations(gateway.client, [ids], fields, constraint, counter, **options)
 

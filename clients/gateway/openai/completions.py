@@ -89,6 +89,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
+        options["model"] = model.name
         generations = Generations(gateway.client, prompts, {}, constraint, counter, **options)
     else:
         counter.prompt = sum(len(ids) for ids in prompts)
@@ -127,7 +128,7 @@ async def _scored(
         try:
             tops_asked = body.logprobs or 0
             scores = await gateway.client.score(
-                ids[:1], ids[1:], model=body.model, top_logprobs=tops_asked
+                ids[:1], ids[1:], model=model.name, top_logprobs=tops_asked
             )
         except TokenbusError as error:
             error.path = "$.prompt" if error.path == "$.scored" else error.path

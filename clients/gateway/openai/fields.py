@@ -113,9 +113,8 @@ class TextRequest(Body):
         return AnswerRules(choice or "auto", parallel is not False, self.own_constraint)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields."""
+        """The options of ``generate`` for these fields, except the model."""
         options: GenerateOptions = {
-            "model": self.model,
             "text": True,
             "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
             **kept_tokens(self.top_p, self.top_k),

@@ -19,13 +19,16 @@ was loaded."""
 
 
 class Model(Struct):
-    """A loaded model."""
+    """A loaded model, or a further name of one."""
 
     id: str
     created: int
     """The start time of this gateway, in seconds since 1970."""
     max_model_len: int
     """The context length. The name is vLLM's."""
+    root: str
+    """The model that answers; another than ``id`` if ``id`` is a name or a pattern of
+    ``served_model_name``. The name is vLLM's."""
     owned_by: str = "tokenbus"
     object: Literal["model"] = "model"
 
@@ -38,25 +41,28 @@ class ModelList(Struct):
 
 
 async def models(request: Request) -> Response:
-    """Answers with the loaded models, sorted by name."""
+    """Answers with the loaded models, sorted by name, and then with their further names."""
     gateway = gateway_of(request)
-    names = await _loaded(gateway)
-    return json_response(ModelList([await _model(gateway, name) for name in names]))
+    loaded = await _loaded(gateway)
+    names = [*loaded, *(name for name in gateway.models.aliases.names if name not in loaded)]
+    found = [await _model(gateway, name, loaded) for name in names]
+    return json_response(ModelList([one for one in found if one is not None]))
 
 
 async def model(request: Request) -> Response:
     """Answers with a loaded model, or with 404."""
     gateway = gateway_of(request)
     name = request.path_params["model"]
-    names = await _loaded(gateway)
-    if name not in names:
+    loaded = await _loaded(gateway)
+    found = await _model(gateway, name, loaded)
+    if found is None:
         raise ApiError(
             404,
-            f"the model {name!r} is not loaded; loaded models: {', '.join(names) or 'none'}",
+            f"the model {name!r} is not loaded; loaded models: {', '.join(loaded) or 'none'}",
             code="model_not_found",
             param="model",
         )
-    return json_response(await _model(gateway, name))
+    return json_response(found)
 
 
 async def _loaded(gateway: Gateway) -> list[str]:
@@ -64,6 +70,10 @@ async def _loaded(gateway: Gateway) -> list[str]:
     return sorted({name for worker in status.workers for name in worker.models})
 
 
-async def _model(gateway: Gateway, name: str) -> Model:
+async def _model(gateway: Gateway, name: str, loaded: list[str]) -> Model | None:
+    """A model or one of its further names; None if the model is not loaded."""
+    root = gateway.models.aliases.model(name)
+    if root not in loaded and (root or not loaded):
+        return None
     info = await gateway.models.info(name)
-    return Model(name, STARTED, info.context_length)
+    return Model(name, STARTED, info.context_length, info.name)

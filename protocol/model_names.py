@@ -1,0 +1,55 @@
+"""Further names of served models: the setting ``served_model_name``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+
+class AliasError(ValueError):
+    """An entry of ``served_model_name`` is not valid; the message says what would be."""
+
+
+class Aliases:
+    """Names that stand for models.
+
+    An entry is ``NAME``, for the default model, or ``NAME=MODEL``. A name may have ``*`` and
+    ``?``. An exact name applies first, then the first pattern that matches. The name of a model
+    that an entry names is not replaced.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        """Raises AliasError for an entry that is not valid."""
+        self._targets: dict[str, str] = {}
+        for entry in entries:
+            name, given, model = (part.strip() for part in entry.partition("="))
+            if not name or (given and not model):
+                raise AliasError(
+                    f"{entry!r} is not a valid name; expected NAME or NAME=MODEL, for example "
+                    "'claude-*=my-model'"
+                )
+            if name in self._targets:
+                raise AliasError(f"the name {name!r} is given twice; give it once")
+            self._targets[name] = model
+        for name, model in self._targets.items():
+            if self._targets.get(model, model) != model:
+                raise AliasError(
+                    f"{name!r} stands for {model!r}, which stands for another model; name the "
+                    "model itself"
+                )
+        self._models = set(self._targets.values())
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names and patterns, with their models; empty: the default model."""
+        return dict(self._targets)
+
+    def model(self, name: str) -> str:
+        """The model for which ``name`` stands; ``name`` itself if it is not an alias."""
+        found = self._targets.get(name)
+        if found is not None:
+            return found
+        if not name or name in self._models:
+            return name
+        patterns = self._targets.items()
+        return next((model for one, model in patterns if fnmatchcase(name, one)), name)
