@@ -13,11 +13,15 @@ import sys
 
 from ...protocol.errors import TokenbusError
 from ...protocol.keys import KeyFault
-from ...protocol.settings import SettingError
+from ...protocol.settings import SettingError, Settings
 from ...transport.dealer import AddressError
 from ..process import refuse, serve, settings_of
+from .guests.runtime import ProcessRuntime
+from .guests.setup import Setup
 from .python import load_program
-from .worker import ControllerWorker
+from .runtime import GuestRuntime, ThreadRuntime
+from .wasm.sandbox import make_engine
+from .worker import ControllerWorker, limits_of
 
 log = logging.getLogger(__name__)
 
@@ -26,23 +30,32 @@ def main() -> int:
     """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
     try:
         settings = settings_of("controller")
-        programs = dict(map(load_program, sys.argv[1:]))
+        served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    if programs:
-        first = shlex.quote(next(iter(programs)))
-        log.info(
-            "loaded %s; once registered, try: tokenbus controller run %s --prompt …",
-            ", ".join(programs),
-            first,
-        )
     # One text is tokenized at a time, so the tokenizer's own threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        worker = ControllerWorker(settings, programs=programs)
+        worker = ControllerWorker(settings, served=served)
     except (AddressError, KeyFault) as error:
         return refuse("controller", error)
     return serve(worker)
+
+
+def _served(settings: Settings, specs: list[str]) -> GuestRuntime:
+    """The runtime of Python controllers, each named ``module:Name``. Raises RequestError."""
+    limits = limits_of(settings)
+    served: GuestRuntime
+    if settings.guest_processes:
+        served = ProcessRuntime(Setup(limits, specs), settings.guest_processes)
+    else:
+        served = ThreadRuntime(make_engine(limits), dict(map(load_program, specs)))
+    log.info(
+        "loaded %s; once registered, try: tokenbus controller run %s --prompt …",
+        ", ".join(served.names),
+        shlex.quote(next(iter(served.names))),
+    )
+    return served
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""The programs that a request can name: programs that are given at start, built-ins, and stored
+"""The programs that a request can name: controllers that the operator serves, built-ins, and stored
 modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from ...protocol.errors import Code, RequestError
@@ -15,31 +14,30 @@ from .wasm.store import ModuleStore
 
 
 class Programs:
-    """Looks up programs by name: first given programs, then built-ins, then a tenant's modules."""
+    """Looks up programs by name: first controllers of the operator, then built-ins, then a tenant's
+    modules."""
 
     def __init__(
         self,
-        given: Mapping[str, Program],
         runtime: GuestRuntime,
         store: ModuleStore | None = None,
         constraints: Constraints | None = None,
     ) -> None:
-        """``runtime`` runs the modules of ``store``. If ``store`` is None, only the ``given``
-        programs are served."""
-        self._given = dict(given)
+        """``runtime`` runs the modules of ``store``. If ``store`` is None, only the controllers of
+        the operator are served."""
         self._runtime = runtime
         self._store = store
         self._constraints = constraints
 
     def get(self, tenant: str, name: str) -> Program:
         """The program with this name; raises RequestError if the name is unknown."""
-        given = self._given.get(name)
-        if given is not None:
-            return given
+        served = self._runtime.served(tenant, name)
+        if served is not None:
+            return served
         if self._store is None:
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"unknown controller {name!r}; this worker serves {', '.join(self._given)}",
+                f"unknown controller {name!r}; this worker serves {', '.join(self._runtime.names)}",
                 path="$.controller",
             )
         constraint = self._constraints.get(name) if self._constraints is not None else None

@@ -1,4 +1,4 @@
-"""The runtime of uploaded modules, which determines where guests run and how they are stopped.
+"""The runtime of guests, which determines where they run and how they are stopped.
 
 The worker's rounds need four things from a runtime: programs whose controllers follow
 ``interface.Controller``, a tick that enforces time limits, metrics, and ``close``. Tokens and masks
@@ -8,7 +8,7 @@ do not depend on the runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import wasmtime
@@ -30,7 +30,16 @@ def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
 
 
 class GuestRuntime(Protocol):
-    """Runs the guests of uploaded modules. Thread-safe."""
+    """Runs the guests of uploaded modules, or the controllers that the operator serves.
+    Thread-safe."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the controllers that the operator serves."""
+
+    def served(self, tenant: str, name: str) -> Program | None:
+        """The factory of controllers that the operator serves with this name, for a tenant; None
+        if the name is not one of ``names``."""
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The factory of controllers of a tenant's module. ``module`` is the module's id;
@@ -50,10 +59,21 @@ class GuestRuntime(Protocol):
 class ThreadRuntime:
     """Runs guests on the threads that run the rounds, in the worker's own process."""
 
-    def __init__(self, engine: wasmtime.Engine) -> None:
+    def __init__(self, engine: wasmtime.Engine, given: Mapping[str, Program] | None = None) -> None:
+        """``given``: the controllers that the operator serves, by name."""
         self._engine = engine
+        self._given = dict(given or {})
         self._lock = threading.Lock()
         self._programs: dict[str, Program] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the controllers that the operator serves."""
+        return self._given
+
+    def served(self, tenant: str, name: str) -> Program | None:
+        """The program with this name, which all tenants share."""
+        return self._given.get(name)
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a module, which all tenants share."""

@@ -58,8 +58,8 @@ from .backends.constraints import Constraints
 from .first_rounds import FirstRounds
 from .guest_memory import GuestMemory
 from .guests.runtime import ProcessRuntime
+from .guests.setup import Setup
 from .idle_groups import IdleGroups
-from .interface import Program
 from .limits import Limits
 from .masks import MaskFiles, MaskRows
 from .meters import Meters
@@ -70,7 +70,7 @@ from .programs import Programs
 from .python.printed import captured
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
-from .runtime import ThreadRuntime
+from .runtime import GuestRuntime, ThreadRuntime
 from .sequence_group import GroupBusy, Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
@@ -120,12 +120,12 @@ class _Attempt(msgspec.Struct):
 class ControllerWorker:
     """One controller worker process. ``run`` serves until ``stop``.
 
-    ``programs``: Python controllers by name; a worker with such controllers serves only these.
+    ``served``: the runtime of Python controllers; a worker with such controllers serves only these.
     Other workers share the store of modules in the run directory.
     """
 
     def __init__(
-        self, settings: Settings, name: str = "", programs: Mapping[str, Program] | None = None
+        self, settings: Settings, name: str = "", served: GuestRuntime | None = None
     ) -> None:
         self._settings = settings
         self._name = name or f"controller-{socket.gethostname()}-{os.getpid()}"
@@ -134,15 +134,15 @@ class ControllerWorker:
         self._guest_memory = GuestMemory(
             machine_memory() // GUESTS_PART // max(1, settings.controller_workers)
         )
-        self._serves = list(programs) if programs else [ANY_MODULE]
+        self._serves = list(served.names) if served is not None else [ANY_MODULE]
         self._module_calls = ModuleCalls(self._post, self._post_once)
         folder = settings.run_folder / "modules"
         self._store = (
-            None
-            if programs
-            else ModuleStore(folder, self._limits, self._engine, self._module_calls)
+            ModuleStore(folder, self._limits, self._engine, self._module_calls)
+            if served is None
+            else None
         )
-        self._programs = self._make_programs(programs or {})
+        self._programs = Programs(served) if served is not None else self._stored_programs()
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
@@ -186,15 +186,13 @@ class ControllerWorker:
         self._handed_over: set[int] = set()
         """The links of the brokers at which other workers take over this worker's controllers."""
 
-    def _make_programs(self, given: Mapping[str, Program]) -> Programs:
-        if self._store is None:
-            return Programs(given, ThreadRuntime(self._engine))
+    def _stored_programs(self) -> Programs:
         most = self._settings.guest_processes
-        runtime = ProcessRuntime(self._limits, most) if most else ThreadRuntime(self._engine)
+        runtime = ProcessRuntime(Setup(self._limits), most) if most else ThreadRuntime(self._engine)
         kept = self._settings.run_folder / "grammars"
         bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
         constraints = Constraints(self._engine, kept, bounds)
-        return Programs(given, runtime, self._store, constraints)
+        return Programs(runtime, self._store, constraints)
 
     # --- the loop -------------------------------------------------------------------------------
 

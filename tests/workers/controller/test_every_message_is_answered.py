@@ -34,10 +34,12 @@ from tokenbus.workers.controller import interface
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.python import Controller, Decision, PythonProgram, sample, suspend
+from tokenbus.workers.controller.runtime import ThreadRuntime
 from tokenbus.workers.controller.variable_calls import VariableCalls
 from tokenbus.workers.controller.worker import ControllerWorker
 
 from ...processes import until
+from .played import engine
 from .tokens.small_tokenizers import byte_level
 
 BOUND_S = 300.0
@@ -118,7 +120,8 @@ class Worker:
             "suspends": PythonProgram(Suspends),
         }
         settings = Settings(run_dir=str(folder))
-        self.worker = ControllerWorker(settings, programs=programs)
+        runtime = ThreadRuntime(engine, programs)
+        self.worker = ControllerWorker(settings, served=runtime)
         self._bus = self.worker._bus
         self._thread = threading.Thread(target=self.worker.run, daemon=True)
         self._bus.start = lambda: None  # type: ignore[method-assign]

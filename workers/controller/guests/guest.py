@@ -6,13 +6,14 @@ process when the worker closes the control socket.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
 from ..logs import Log
+from ..python.printed import captured
 from ..runtime import program_of
 from ..wasm.compiled_modules import Loaded
 from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
@@ -47,7 +49,7 @@ from .messages import (
     Question,
     Told,
 )
-from .rights import drop_rights
+from .rights import bound_memory, drop_rights
 
 GRANT_BYTES = 4 * 1024 * 1024
 """Bytes of memory that the process requests from its tenant's share at a time."""
@@ -153,12 +155,15 @@ class _Seated:
 class GuestProcess:
     """Runs the requests of the worker on the controllers of this process."""
 
-    def __init__(self, engine: Engine, vocabulary: Vocabulary) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, vocabulary: Vocabulary, programs: Mapping[str, Program]
+    ) -> None:
+        """``programs``: Python controllers of the operator by name."""
+        self.engine = engine
         self._vocabulary = vocabulary
         self._row = 4 * -(-vocabulary.size // 32)
         self._memory = _Memory()
-        self._programs: dict[str, Program] = {}
+        self._programs = dict(programs)
         self._seated: dict[int, _Seated] = {}
 
     def serve(self, channel: Channel) -> None:
@@ -188,8 +193,8 @@ class GuestProcess:
             case Close(handle):
                 self._close(handle)
             case Load(module, abi, why_no_fork, code):
-                loaded = Loaded(abi, Module.deserialize(self._engine, code), why_no_fork)
-                self._programs[module] = program_of(self._engine, loaded)
+                loaded = Loaded(abi, Module.deserialize(self.engine, code), why_no_fork)
+                self._programs[module] = program_of(self.engine, loaded)
         return []
 
     def _begin(self, handle: int, program: Program, spec: HostSpec) -> Outcome:
@@ -336,17 +341,26 @@ def _fault(error: BaseException) -> Fault:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def run(control: socket.socket, engine: Engine, vocabulary: Vocabulary, memory_bytes: int) -> None:
+def run(control: socket.socket, process: GuestProcess, memory_bytes: int, *, trusted: bool) -> None:
     """Serves channels until the worker closes ``control``. Called in a new process, by its only
-    thread. ``memory_bytes``: maximum memory of the process."""
-    _leave_log()
+    thread. ``memory_bytes``: maximum memory of the process. ``trusted``: whether the process runs
+    only code of the operator, so that it keeps its rights and writes to the log of the worker."""
     # The signal is blocked in all threads, so that only ``_tick`` receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
-    drop_rights(memory_bytes)
-    threading.Thread(target=_tick, args=(engine,), daemon=True).start()
+    with contextlib.ExitStack() as stack:
+        if trusted:
+            bound_memory(memory_bytes)
+            stack.enter_context(captured())
+        else:
+            _leave_log()
+            drop_rights(memory_bytes)
+        _serve_channels(control, process)
+
+
+def _serve_channels(control: socket.socket, process: GuestProcess) -> None:
+    threading.Thread(target=_tick, args=(process.engine,), daemon=True).start()
     signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
     threading.stack_size(HOST_STACK_BYTES)
-    process = GuestProcess(engine, vocabulary)
     while True:
         _, files, _, _ = socket.recv_fds(control, 1, 3)
         if len(files) != 3:

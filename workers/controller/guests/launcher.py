@@ -14,16 +14,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....protocol.errors import Code, UnavailableError
+from ....protocol.errors import Code, RequestError, UnavailableError
 from ..host import Vocabulary
-from ..limits import Limits
+from .setup import Setup
 
 log = logging.getLogger(__name__)
 
 SPAWN_S = 60.0
 """Maximum wait for a new process, in seconds: the zygote may be starting on a loaded machine."""
 PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
-"""The environment variables that guest processes inherit. Other variables may contain keys."""
+"""The environment variables that the processes of untrusted guests inherit. Other variables may
+contain keys."""
+
+
+MAX_REPORT = 64 * 1024
+"""Maximum bytes of a report of the zygote."""
 
 
 class Spawned(NamedTuple):
@@ -51,22 +56,26 @@ class Launcher:
     """
 
     def __init__(
-        self, limits: Limits, died: Callable[[int, int], None], lost: Callable[[], None]
+        self, setup: Setup, died: Callable[[int, int], None], lost: Callable[[], None]
     ) -> None:
         self._died = died
         self._lost = lost
         self._lock = threading.Lock()
         self._spawning: dict[int, _Spawning] = {}
         self._number = 0
+        self._loaded = threading.Event()
+        self._names: list[str] = []
+        self._refusal = "the parent of guest processes has ended before its controllers were loaded"
         self.alive = True
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = {name: os.environ[name] for name in PASSED if name in os.environ}
+        passed = os.environ if setup.trusted else PASSED
+        own = {name: os.environ[name] for name in passed if name in os.environ}
         # The zygote must have one thread, and these libraries would start more.
         own |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         descriptor = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _ZYGOTE, descriptor, msgspec.json.encode(limits).decode()],
+                [sys.executable, "-m", _ZYGOTE, descriptor, msgspec.json.encode(setup).decode()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=own,
@@ -77,6 +86,14 @@ class Launcher:
     def pid(self) -> int:
         """The id of the zygote's process."""
         return self._process.pid
+
+    def names(self) -> list[str]:
+        """The names of the Python controllers that the zygote has loaded. Raises RequestError if a
+        controller cannot be loaded."""
+        self._loaded.wait()
+        if not self._names:
+            raise RequestError(Code.UNKNOWN_CONTROLLER, self._refusal)
+        return self._names
 
     def add_vocabulary(self, number: int, vocabulary: Vocabulary) -> None:
         """Sends a vocabulary to the zygote, for processes that are forked later."""
@@ -136,7 +153,7 @@ class Launcher:
     def _read(self) -> None:
         while True:
             try:
-                body, files, _, _ = socket.recv_fds(self._control, 4096, 1)
+                body, files, _, _ = socket.recv_fds(self._control, MAX_REPORT, 1)
             except OSError:
                 break
             if not body:
@@ -145,9 +162,8 @@ class Launcher:
             if name == "died":
                 self._died(pid, number)
                 continue
-            if name == "layers":
-                if text:
-                    log.warning("guest processes run without %s", text)
+            if number == 0:
+                self._report(name, text)
                 continue
             with self._lock:
                 spawning = self._spawning.get(number)
@@ -165,7 +181,18 @@ class Launcher:
             waiting = list(self._spawning.values())
         for spawning in waiting:
             spawning.ready.set()
+        self._loaded.set()
         self._lost()
+
+    def _report(self, name: str, text: str) -> None:
+        """Handles a report of the zygote about itself."""
+        if name == "loaded":
+            self._names = text.split("\n")
+            self._loaded.set()
+        elif name == "refused":
+            self._refusal, self.alive = text, False
+        elif text:
+            log.warning("guest processes run without %s", text)
 
 
 _ZYGOTE = f"{__package__}.zygote"

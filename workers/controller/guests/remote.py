@@ -52,13 +52,18 @@ LOAD_S = 10.0
 
 
 class Place(NamedTuple):
-    """The module of a controller, and the processes in which it runs."""
+    """The program of a controller, and the processes in which it runs."""
 
     table: ProcessTable
     tenant: str
     module: str
-    load: Callable[[], Loaded]
-    """Reads the compiled module."""
+    load: Callable[[], Loaded] | None
+    """Reads the compiled module; None for a Python controller, which the process has."""
+
+    @property
+    def title(self) -> str:
+        """The name of the controller for errors."""
+        return "the controller" if self.load else f"the controller {self.module}"
 
 
 class RemoteController:
@@ -264,7 +269,7 @@ class RemoteController:
             self._place.table.deaths.add(self._place.tenant, self._place.module)
             self._fault = ControllerError(
                 Code.CONTROLLER_TIMEOUT if died.cause is Cause.KILLED else Code.CONTROLLER_FAILED,
-                f"the process of the controller was ended during its call: {died.why}",
+                f"the process of {self._place.title} was ended during its call: {died.why}",
             )
 
     def _rewind(self, mark: VariablesMark | None) -> None:
@@ -338,10 +343,10 @@ class RemoteController:
 
     def _load(self, process: GuestProcess) -> None:
         """Loads the module into a process that does not have it."""
-        module = self._place.module
-        if module in process.modules:
+        module, load = self._place.module, self._place.load
+        if load is None or module in process.modules:
             return
-        loaded = self._place.load()
+        loaded = load()
         code = bytes(loaded.module.serialize())
         request = Load(module, loaded.abi, loaded.why_no_fork, code)
         with process.channel() as channel:

@@ -49,12 +49,17 @@ def isolate_network() -> list[str]:
     return [_missing("a network namespace")]
 
 
-def drop_rights(memory_bytes: int = resource.RLIM_INFINITY) -> list[str]:
-    """Gives up the rights of this process. Called by its only thread. Returns the layers that are
-    missing. ``memory_bytes``: memory that the process may write to, without shared files."""
+def bound_memory(memory_bytes: int) -> None:
+    """Bounds the memory that this process may write to, without shared files."""
     # wasmtime reserves 4 GiB of addresses for each memory, so RLIMIT_AS would be too small.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def drop_rights(memory_bytes: int = resource.RLIM_INFINITY) -> list[str]:
+    """Gives up the rights of this process. Called by its only thread. Returns the layers that are
+    missing. ``memory_bytes``: memory that the process may write to, without shared files."""
+    bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     layers: list[Callable[[], str]] = [_not_dumpable, _no_new_privileges, _landlock, _seccomp]

@@ -1,23 +1,36 @@
-"""The runtime that runs the modules of each tenant in a separate process."""
+"""The runtime that runs the guests of each tenant in a separate process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ....protocol.metrics import Series
 from ..host import Host
 from ..interface import Controller, Program
-from ..limits import Limits
 from ..wasm.compiled_modules import Loaded
 from .remote import Place, RemoteController
+from .setup import Setup
 from .table import ProcessTable
 
 
 class ProcessRuntime:
     """Runs guests in guest processes, one for each tenant (``runtime.GuestRuntime``)."""
 
-    def __init__(self, limits: Limits, max_processes: int) -> None:
-        self.table = ProcessTable(limits, max_processes)
+    def __init__(self, setup: Setup, max_processes: int) -> None:
+        """Raises RequestError if a controller of ``setup`` cannot be loaded."""
+        self.table = ProcessTable(setup, max_processes)
+        self._names = self.table.names() if setup.controllers else []
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the controllers that the operator serves."""
+        return self._names
+
+    def served(self, tenant: str, name: str) -> Program | None:
+        """The program of a Python controller, which every new process has loaded."""
+        if name not in self._names:
+            return None
+        return RemoteProgram(Place(self.table, tenant, name, None))
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a tenant's module, which ``load`` reads."""
@@ -37,7 +50,7 @@ class ProcessRuntime:
 
 
 class RemoteProgram:
-    """The program of a tenant's module."""
+    """The program of a module, or of a Python controller, in the process of a tenant."""
 
     def __init__(self, place: Place) -> None:
         self._place = place

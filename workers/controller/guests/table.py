@@ -13,10 +13,10 @@ from weakref import ReferenceType, ref
 from ....protocol.errors import Code, ControllerError, UnavailableError
 from ....protocol.metrics import Series
 from ..host import Host, Vocabulary
-from ..limits import Limits
 from ..pool import freeing_slot
 from .launcher import Launcher
 from .process import GuestProcess
+from .setup import Setup
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class ProcessTable:
     process at their next calls.
     """
 
-    def __init__(self, limits: Limits, max_processes: int) -> None:
-        self._limits = limits
+    def __init__(self, setup: Setup, max_processes: int) -> None:
+        self._setup = setup
         self._max = max_processes
         self.deaths = Deaths()
         self._lock = threading.Lock()
@@ -102,6 +102,11 @@ class ProcessTable:
         """The vocabularies that the zygote has, by the id of the Python object."""
         self._numbers = 0
         self._launcher = self._launch()
+
+    def names(self) -> list[str]:
+        """The names of the Python controllers that every process has. Waits until they are loaded.
+        Raises RequestError if a controller cannot be loaded."""
+        return self._launcher.names()
 
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
@@ -154,7 +159,7 @@ class ProcessTable:
     # --- inside ---------------------------------------------------------------------------------
 
     def _launch(self) -> Launcher:
-        return Launcher(self._limits, self._on_death, self._on_loss)
+        return Launcher(self._setup, self._on_death, self._on_loss)
 
     def _living(self) -> Launcher:
         if not self._launcher.alive:

@@ -1,33 +1,43 @@
 """The zygote: the warm parent from which guest processes are forked.
 
-``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR LIMITS`` reads commands from the
-socket DESCRIPTOR. The process has one thread, because a fork copies only the thread that calls it.
-Its vocabularies, its engine and the libraries are shared with the guest processes until one of them
-writes a page.
+``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
+socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
+only the thread that calls it. Its vocabularies, its engine, the libraries and the operator's
+controllers are shared with the guest processes until one of them writes a page.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import pickle
 import select
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
+from ....protocol import logs, settings
+from ....protocol.errors import TokenbusError
 from ...machine import machine_memory
 from ..host import Vocabulary
-from ..limits import Limits
+from ..interface import Program
+from ..python import load_program
+from ..python.script_constraints import load_vocabulary
 from ..wasm import aici, native
 from ..wasm.sandbox import make_engine
 from . import guest
 from .rights import drop_rights, isolate_network
+from .setup import Setup
 
+log = logging.getLogger(__name__)
+
+MAX_TEXT = 16 * 1024
+"""Maximum characters of a reported error."""
 MEMORY_PART = 2
 """A guest process may have 1 / MEMORY_PART of the machine's memory. The shares of tenants bound
 guests earlier; this bound also applies to a compromised process."""
@@ -38,10 +48,11 @@ _prctl = ctypes.CDLL(None).prctl
 class Zygote:
     """Handles the commands of the worker."""
 
-    def __init__(self, control: socket.socket, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, setup: Setup) -> None:
         self._control = control
+        self._programs: dict[str, Program] = {}
         self._memory_bytes = machine_memory() // MEMORY_PART
-        self._engine = make_engine(limits)
+        self._engine = make_engine(setup.limits)
         # The host functions of both ABIs are linked once, before the first fork.
         native._linker(self._engine)
         aici._linker(self._engine)
@@ -60,8 +71,24 @@ class Zygote:
         with open(read) as file:
             missing += file.read().split("\n")
         os.wait()
-        text = ", ".join(filter(None, missing))
-        self._control.send(msgspec.json.encode(("layers", 0, 0, text)))
+        self._report("layers", ", ".join(filter(None, missing)))
+
+    def load(self, controllers: list[str]) -> None:
+        """Loads Python controllers, and reports their names. Raises TokenbusError if a controller
+        cannot be loaded."""
+        try:
+            self._programs = dict(map(load_program, controllers))
+        except TokenbusError as error:
+            self._report("refused", error.message[:MAX_TEXT])
+            raise
+        threads = len(os.listdir("/proc/self/task")) - 1
+        if threads:
+            log.warning(
+                "importing the controllers started %d threads, which guest processes do not have; "
+                "start a thread in the call that needs it",
+                threads,
+            )
+        self._report("loaded", "\n".join(self._programs))
 
     def run(self) -> None:
         """Handles commands until the worker closes the socket."""
@@ -87,18 +114,21 @@ class Zygote:
             return False
         if not body:
             return False
-        name, number, vocabulary = msgspec.json.decode(body, type=tuple[str, int, int])
+        name, number, which = msgspec.json.decode(body, type=tuple[str, int, int])
         if name == "vocabulary":
             with open(files[0], "rb") as file:
                 file.seek(0)
                 # Only the worker, whose user runs this process, can write to the socket.
-                self._vocabularies[number] = pickle.load(file)
+                vocabulary = self._vocabularies[number] = pickle.load(file)
+            if self._programs:
+                # The first grammar of a script would need it in every process.
+                load_vocabulary(vocabulary)
             gc.collect()
             gc.freeze()
         elif name == "forget":
             self._vocabularies.pop(number, None)
         elif name == "spawn":
-            self._spawn(number, socket.socket(fileno=files[0]), vocabulary)
+            self._spawn(number, socket.socket(fileno=files[0]), which)
         return True
 
     def _spawn(self, number: int, control: socket.socket, vocabulary: int) -> None:
@@ -124,11 +154,17 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.closerange(3, control.fileno())
             os.closerange(control.fileno() + 1, 1 << 16)
-            guest.run(control, self._engine, self._vocabularies[vocabulary], self._memory_bytes)
+            process = guest.GuestProcess(
+                self._engine, self._vocabularies[vocabulary], self._programs
+            )
+            guest.run(control, process, self._memory_bytes, trusted=bool(self._programs))
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
+
+    def _report(self, name: str, text: str) -> None:
+        self._control.send(msgspec.json.encode((name, 0, 0, text)))
 
     def _reap(self) -> None:
         while True:
@@ -142,13 +178,21 @@ class Zygote:
             self._control.send(msgspec.json.encode(("died", code, pid, "")))
 
 
-def _main() -> Any:
+def _main() -> None:
     # These signals end the worker, which then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    zygote = Zygote(control, msgspec.json.decode(sys.argv[2], type=Limits))
-    zygote.report_layers()
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    zygote = Zygote(control, setup)
+    if setup.trusted:
+        logs.set_up(settings.load(), "controller")
+        try:
+            zygote.load(setup.controllers)
+        except TokenbusError:
+            return
+    else:
+        zygote.report_layers()
     gc.collect()
     gc.freeze()
     zygote.run()

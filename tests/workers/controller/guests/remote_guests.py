@@ -13,6 +13,7 @@ import wasmtime
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests.runtime import ProcessRuntime
+from tokenbus.workers.controller.guests.setup import Setup
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
@@ -45,11 +46,17 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 
 
 class Runtime:
-    """A runtime with at most ``most`` processes."""
+    """A runtime with at most ``most`` processes, which have some Python controllers."""
 
-    def __init__(self, most: int) -> None:
-        self.runtime = ProcessRuntime(LIMITS, most)
+    def __init__(self, most: int, controllers: tuple[str, ...] = ()) -> None:
+        self.runtime = ProcessRuntime(Setup(LIMITS, list(controllers)), most)
         self.table = self.runtime.table
+
+    def served(self, name: str, tenant: str = "tenant") -> Program:
+        """The program of a Python controller for a tenant."""
+        found = self.runtime.served(tenant, name)
+        assert found is not None
+        return found
 
     def program(
         self, source: str | Path, tenant: str = "tenant", module: str = "module"
@@ -65,9 +72,9 @@ class Runtime:
 
 
 @contextmanager
-def running(most: int = 8) -> Iterator[Runtime]:
+def running(most: int = 8, controllers: tuple[str, ...] = ()) -> Iterator[Runtime]:
     """A runtime that gets ticks as from a worker."""
-    made = Runtime(most)
+    made = Runtime(most, controllers)
     over = threading.Event()
 
     def tick() -> None:

@@ -1,0 +1,156 @@
+"""Python controllers of the operator run in guest processes, which end if a controller hangs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenbus.protocol.errors import ControllerError, RequestError
+from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.python import load_program
+
+from ..played import EOS, WORDS, Run
+from .remote_guests import Runtime, Sequence, running
+
+pytestmark = pytest.mark.process
+
+HANGING = """
+import ctypes, sys, threading, time
+import tokenbus.workers.controller.python as tb
+
+class Calm(tb.Controller):
+    def __init__(self):
+        self.rounds = 0
+    def mid_process(self, fork_group):
+        self.rounds += 1
+        return tb.sample(tb.TokenSet(self.host.vocabulary.size, [self.rounds]))
+
+class Loops(Calm):
+    def post_process(self, tokens, backtrack):
+        while True:
+            try:
+                time.sleep(0.0001 * self.rounds)
+            except BaseException:
+                pass
+
+class Blocks(Calm):
+    def post_process(self, tokens, backtrack):
+        ctypes.PyDLL(None).pause()
+
+class Prints(Calm):
+    def mid_process(self, fork_group):
+        print("round", self.rounds)
+        print("or an error", file=sys.stderr)
+        with open(__file__) as file:
+            self.log(file.readline().strip() or "an empty line")
+        return super().mid_process(fork_group)
+
+class Fails(Calm):
+    def post_process(self, tokens, backtrack):
+        return 1 / (self.rounds - 1)
+"""
+ROOT = Path(__file__).parents[4]
+SAME = ("Alternating", "survey", "meeting", "Pair")
+"""Controllers of the chaos test: classes and scripts that fork, suspend, and use variables."""
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    folder = tmp_path_factory.mktemp("controllers")
+    (folder / "hanging.py").write_text(HANGING)
+    names = [f"hanging:{name}" for name in ("Calm", "Loops", "Blocks", "Prints", "Fails")]
+    names += [f"tests.chaos.python_controllers:{name}" for name in SAME]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.chdir(folder)
+        with running(controllers=tuple(names)) as made:
+            yield made
+
+
+def least(_seq: int, tokens: list[int], may: set[int]) -> int:
+    ordered = sorted(may - {EOS})
+    return ordered[len(tokens) % len(ordered)] if ordered else EOS
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed"])
+def test_a_request_has_the_tokens_that_it_has_on_a_thread(
+    runtime: Runtime, name: str, killed: bool
+) -> None:
+    calls = 0
+
+    def choose(seq: int, tokens: list[int], may: set[int]) -> int:
+        nonlocal calls
+        calls += 1
+        if killed and calls % 5 == 0:
+            runtime.kill()
+        return least(seq, tokens, may)
+
+    registered, program = load_program(f"tests.chaos.python_controllers:{name}")
+    served = runtime.served(registered, f"{name} {killed}")
+    made = Run(served, WORDS, choose, "20", max_tokens=60)
+    usual = Run(program, WORDS, least, "20", max_tokens=60)
+    assert (made.tokens, made.logs, made.ended) == (usual.tokens, usual.logs, usual.ended)
+    assert made.dropped == usual.dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "why"),
+    [
+        ("Loops", "GRACE_S", "it used 0."),
+        ("Loops", "MAX_WALL_S", "it did not answer within 0.1 s"),
+        ("Blocks", "MAX_WALL_S", "it did not answer within 0.1 s"),
+    ],
+)
+def test_a_class_that_hangs_is_killed_and_other_streams_go_on(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, name: str, bound: str, why: str
+) -> None:
+    tenant = f"{name} {bound}"
+    calm = Sequence(runtime.served("hanging:Calm", tenant))
+    other = Sequence(runtime.served("hanging:Calm", "another"))
+    hung = Sequence(runtime.served(f"hanging:{name}", tenant))
+    before = other.controller._process  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_module, bound, 0.1)
+    with pytest.raises(ControllerError) as caught:
+        hung.round()
+    monkeypatch.undo()
+    assert caught.value.code == "controller_timeout"
+    assert caught.value.message.startswith(
+        f"the process of the controller hanging:{name} was ended during its call: {why}"
+    )
+    calm.round()
+    other.round()
+    assert calm.allowed() == other.allowed() == [2]
+    assert other.controller._process is before  # type: ignore[attr-defined]
+
+
+def test_trusted_code_keeps_its_output_and_its_files(runtime: Runtime) -> None:
+    made = Run(runtime.served("hanging:Prints"), WORDS, least, max_tokens=2)
+    lines = "".join(made.logs[0]).splitlines()
+    assert lines[:3] == ["round 0", "or an error", "an empty line"]
+
+
+def test_an_error_names_the_line(runtime: Runtime) -> None:
+    failing = Sequence(runtime.served("hanging:Fails"))
+    with pytest.raises(ControllerError) as caught:
+        failing.round()
+    assert caught.value.message == (
+        "hanging:Fails raised ZeroDivisionError: division by zero, at hanging.py:34 in "
+        "post_process: return 1 / (self.rounds - 1)"
+    )
+
+
+def test_a_name_that_is_not_served_is_unknown(runtime: Runtime) -> None:
+    assert runtime.runtime.served("tenant", "hanging:Missing") is None
+
+
+def test_a_controller_that_cannot_be_loaded_is_refused_at_the_start() -> None:
+    with pytest.raises(RequestError, match="absent:Name: no module absent found from"):
+        Runtime(1, ("absent:Name",))
+
+
+def test_variables_of_the_environment_reach_trusted_code_only(runtime: Runtime) -> None:
+    [pid, *_] = runtime.table.pids()
+    assert b"PYTHONPATH=" + os.fsencode(ROOT) in Path(f"/proc/{pid}/environ").read_bytes()
