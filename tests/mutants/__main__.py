@@ -18,6 +18,8 @@ from .faults import FAULTS, Fault
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/broker", "tests/model")
 """The tests of the broker's core, all of which are part of ``make test-quick``."""
+LEFT_OUT = "tests/broker/test_lifecycle.py::test_the_docs_have_the_diagram_of_the_table"
+"""This test notices any change of the table, whether or not the change is a fault."""
 TIMEOUT_S = 900
 _RUN = """
 import sys
@@ -43,7 +45,18 @@ def found(fault: Fault) -> tuple[bool, str]:
     """Whether the tests notice a fault, and the first test that does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = faulty(fault, Path(folder))
-        options = ("-x", "-q", "-m", "not process", "-p", "no:cacheprovider", "-n", "0")
+        options = (
+            "-x",
+            "-q",
+            "-m",
+            "not process",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            "--deselect",
+            LEFT_OUT,
+        )
         command = [sys.executable, "-c", _RUN, str(copy), *options, *TESTS]
         ran = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
