@@ -13,7 +13,7 @@ NATIVE := $(wildcard workers/gpu/model/cpu_native/*.c workers/gpu/model/cpu_nati
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-paused test-long model fuzz chaos ray triton lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long model mutants fuzz chaos ray triton lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -68,10 +68,15 @@ test-paused: install
 test-long: install
 	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
 
-# Plays all runs of a small simulated system with up to two failures, in about a minute on two cores:
-# make model ARGS='--failures 3' takes half an hour.
+# Plays all runs of a small simulated system with up to two failures, first with one broker and then with
+# two, in about five minutes on two cores: make model ARGS='--failures 3' takes hours.
 model: install
 	$(PY) -m tests.model.search $(ARGS)
+	$(PY) -m tests.model.search --brokers 2 $(ARGS)
+
+# Runs the broker's quick tests against each of some forty seeded faults: each must fail.
+mutants: install
+	$(PY) -m tests.mutants $(ARGS)
 
 # Runs coverage-guided fuzzing: make fuzz TARGET=packing RUNS=1000000. tests/fuzz has the targets.
 TARGET ?= packing

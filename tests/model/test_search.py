@@ -22,13 +22,14 @@ FOUND = {
 }
 
 
-def test_no_single_failure_violates_a_promise() -> None:
-    _, touched, violation = play(())
+@pytest.mark.parametrize("brokers", [1, 2])
+def test_no_single_failure_violates_a_promise(brokers: int) -> None:
+    _, touched, violation = play((), brokers)
     assert not violation
-    singles = list(choices(touched, None))
+    singles = list(choices(touched, None, brokers))
     assert len(singles) > 100
     for failure in singles:
-        _, _, violation = play((failure,))
+        _, _, violation = play((failure,), brokers)
         assert not violation, f"{failure}\n{violation}"
 
 

@@ -1,5 +1,5 @@
-"""The seeded faults: each is one change of one place in the broker's life cycle, its log or its rule
-for which worker has a stream."""
+"""The seeded faults. Each changes one place in the broker's life cycle, its log, or its rule for
+which worker has a stream."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         "a cancelled stream is adopted",
         "adoption.py",
-        "        if stream_id in self._cancelled.get(header.address, ()):\n            return None\n",
-        "",
+        "        if stream_id in self._cancelled.get(header.address, ()):",
+        "        if self is None:",
     ),
     Fault(
         "a worker keeps a stream that continues at another broker",
