@@ -103,6 +103,27 @@ def test_an_error_reaches_a_client_whose_connection_is_dead(bench: Bench, known:
     assert attach(bench, received=1)[0][1]["code"] == "unknown_stream", "it is sent once"
 
 
+@pytest.mark.parametrize("kind", ["ERROR", "TOKEN"])
+def test_a_client_that_acknowledges_nothing_gets_an_end_that_it_was_not_connected_for(
+    bench: Bench, kind: str
+) -> None:
+    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["ping"]})
+    header = begun(bench)
+    bench.tokens("a", header, entry(5))
+    gone(bench, "c")
+    if kind == "ERROR":
+        error = {"code": "internal", "message": "m", "stream_id": 1}
+        bench.send("a", "ERROR", error, Header(header.request, header.address, Flag.FINAL))
+    else:
+        bench.tokens("a", header, entry(6, reason="stop"), final=True)
+    assert back(bench, welcome["session"]) == [1]
+    _, (_, [first, *_]), *_ = answers = attach(bench, received=0)
+    assert first["token"] == 5
+    end, body = answers[-1]
+    assert end == kind
+    assert kind == "ERROR" or body[-1]["finish_reason"] == "stop"
+
+
 def test_an_error_of_the_brokers_waits_for_its_client(bench: Bench) -> None:
     token = opened(bench)
     begun(bench)

@@ -6,7 +6,7 @@ import pytest
 from tokenbus.broker.journal import Journal
 from tokenbus.broker.recent import NOTE_BYTES, SEGMENT_BYTES, Recent
 from tokenbus.protocol.bodies import encode_body
-from tokenbus.protocol.columns import plain_entry
+from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.header import encode_token_header
 from tokenbus.protocol.packing import pack
 
@@ -35,6 +35,28 @@ def test_a_journal_has_of_each_live_request_what_was_routed_for_it(seed: int) ->
         world.turn(request)
     world.check()
     world.end()
+
+
+def test_a_request_begins_between_messages_of_equal_layout() -> None:
+    recent = Recent(1 << 27, 1 << 30)
+    journal = Journal(recent, 7)
+    journal.begin(1, 1, 10)
+    recent.distribute()
+
+    def step(token: int) -> None:
+        entries = [plain_entry(stream, token, -1.0, 0, 0) for stream in (1, 2)]
+        body = encode_body(pack_columns(entries), "msgpack")
+        recent.pending += pack([b"TOKEN", encode_token_header([7]), body])
+        recent.settle()
+
+    for token in (5, 6):
+        step(token)
+    journal.begin(2, 2, 10)
+    for token in (7, 8):
+        step(token)
+    found = journal.entries([1, 2])
+    assert [entry.token for entry in found[1]] == [5, 6, 7, 8]
+    assert [entry.token for entry in found[2]] == [7, 8]
 
 
 def test_more_than_there_is_memory_for_goes_through_it() -> None:

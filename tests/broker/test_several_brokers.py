@@ -24,6 +24,7 @@ from tokenbus.protocol.worker_messages import (
 )
 
 from ..worlds.broker import Bench, generate, peer_of
+from .invariants import check_empty
 
 TOKEN = "0123456789abcdef" * 2
 """A session that began at another broker."""
@@ -301,6 +302,18 @@ def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: 
     assert ends[peer_of("k")] == End(requests=[header.request])
     # Its variables are needed there.
     assert ends[peer_of("s")] == End(requests=[header.request], elsewhere=True)
+
+
+def test_a_request_that_has_ended_for_its_client_may_go_on_at_another_broker(bench: Bench) -> None:
+    """The client has left, and the worker has not reported the end yet."""
+    bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.client("c", "BYE", {})
+    assert not bench.broker.drained
+    bench.send("a", "RELEASED", Released(requests=[header.request]))
+    assert bench.broker.drained
+    check_empty(bench.broker)
 
 
 @pytest.mark.parametrize("leaves", [False, True])

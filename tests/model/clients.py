@@ -89,6 +89,7 @@ class Client:
         self.session.connected(network.now)
         self.readers: list[Reader] = []
         self.stopped = False
+        self.gone = False
         self._send()
 
     def submit(self, n: int, length: int, controller: str, seed: int) -> Reader:
@@ -118,10 +119,17 @@ class Client:
         self.session.bye()
         self._send()
 
+    def die(self, lost: int) -> None:
+        """SIGKILL; nobody reads its streams any more."""
+        for reader in self.readers:
+            reader.cancelled = True
+        self.gone = True
+        self.pipe.close(lost)
+
     def receive(self, most: int) -> int:
         """Up to this many messages of the broker arrive; how many did."""
         count = 0
-        while count < most and self.pipe.down:
+        while count < most and self.pipe.down and not self.gone:
             self.session.on_frames(self.pipe.down.popleft(), self._network.now)
             count += 1
         self._send()

@@ -57,7 +57,7 @@ def kinds(brokers: int) -> dict[str, tuple[str, ...]]:
     found = {
         "0": of_worker,
         "1": of_worker,
-        "client": ("reconnect", "break", "cancel", "leave"),
+        "client": ("reconnect", "break", "cancel", "leave", "die"),
         "broker": ("restart", "pause"),
     }
     if brokers == 2:
@@ -132,6 +132,8 @@ class Run:
 
     def _fail_client(self, kind: str) -> None:
         client = self._client
+        if client.gone:
+            return
         match kind:
             case "reconnect":
                 client.reconnect(1)
@@ -143,6 +145,8 @@ class Run:
                         client.cancel(reader)
             case "leave":
                 client.leave()
+            case "die":
+                client.die(1)
 
     def _fail_broker(self, network: Network, kind: str) -> None:
         if kind == "restart":

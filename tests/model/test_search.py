@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from .search import Failure, choices, play
@@ -31,6 +33,21 @@ def test_no_single_failure_violates_a_promise(brokers: int) -> None:
     for failure in singles:
         _, _, violation = play((failure,), brokers)
         assert not violation, f"{failure}\n{violation}"
+
+
+@pytest.mark.parametrize("brokers", [1, 2])
+@pytest.mark.parametrize("order", [*itertools.permutations(("0", "client", "broker"))])
+def test_a_worker_a_client_and_a_broker_die(order: tuple[str, ...], brokers: int) -> None:
+    """In each order, at the same turn or one after the other."""
+    kinds = {"0": "kill", "client": "die", "broker": "restart"}
+    for turn in range(1, 24, 3):
+        for apart in (0, 1, 4):
+            deaths = [
+                Failure(turn + number * apart, process, kinds[process])
+                for number, process in enumerate(order)
+            ]
+            _, _, violation = play(tuple(deaths), brokers)
+            assert not violation, f"{deaths}\n{violation}"
 
 
 @pytest.mark.parametrize("failures", FOUND.values(), ids=FOUND)

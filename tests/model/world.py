@@ -67,7 +67,7 @@ class World:
         for network in self.networks:
             network.tick(TICK_S)
         for client in self.clients:
-            if not client.stopped:
+            if not client.stopped and not client.gone:
                 client.on_time()
         for worker in self.running():
             for carrier in worker.carriers:
