@@ -240,6 +240,7 @@ class Leases:
             models={m.name: m for m in message.models},
             patterns=message.patterns,
             default=message.default,
+            missing_layers=message.missing_layers,
             last_seen=self._state.now,
             step_age_s=message.step_age_s,
             process=process_of(message),

@@ -71,6 +71,7 @@ def status_of(state: BrokerState) -> Status:
             state=w.state.value,
             models=list(w.models),
             controllers=[p for p in w.patterns if w.role == "controller" and p != ANY_MODULE],
+            missing_layers=w.missing_layers,
             requests=len(w.requests) + len(w.steers) + w.elsewhere,
             capacity=w.capacity,
             heartbeat_age_s=round(now - w.last_seen, 3),

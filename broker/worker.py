@@ -57,6 +57,8 @@ class Worker:
     stepped_at: float = float("-inf")
     """When the last step that a heartbeat reported began, or the time of that heartbeat if no step
     was running."""
+    missing_layers: list[str] = field(default_factory=list)
+    """``Register.missing_layers``."""
     elsewhere: int = 0
     """Requests, or controllers, of other brokers that the worker runs, as it last reported."""
     load: dict[str, float] = field(default_factory=dict)

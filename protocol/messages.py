@@ -530,6 +530,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     """The models that are loaded."""
     controllers: list[str] = []
     """The controllers that a controller worker serves by name, without modules."""
+    missing_layers: list[str] = []
+    """Layers of isolation that the guests of a controller worker lack, with the reasons."""
     requests: int
     capacity: int
     heartbeat_age_s: float

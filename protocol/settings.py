@@ -123,6 +123,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     guest_processes: AtLeastZero = 0
     """Maximum number of processes of one controller worker in which uploaded modules run, one for
     each key; 0: modules run on the worker's threads."""
+    guest_user: str = ""
+    """The user of guest processes. The worker needs the right to change users. Empty: the worker's
+    own user."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
     takes up to a quarter longer, because the compiler searches for the slow part."""

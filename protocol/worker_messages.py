@@ -69,6 +69,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     patterns: list[str] = []
     """Names of the models that the worker loads on demand, with ``*`` and ``?`` as in a shell. For
     a controller worker: the controllers that it runs, or ``ANY_MODULE``."""
+    missing_layers: list[str] = []
+    """Layers of isolation that the guests of a controller worker lack, with the reasons."""
     default: str = ""
     """The model that the worker uses for requests without a model."""
     live: list[LiveRequest] = []

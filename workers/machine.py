@@ -34,11 +34,12 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     found = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
         raise OSError(f"{proc / 'meminfo'} does not have a line MemTotal")
-    return min([1024 * int(found[1]), *_limits(proc, cgroups)])
+    return min([1024 * int(found[1]), *memory_limits(proc, cgroups)])
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The memory limits of the cgroups of this process and of all their parents."""
+def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Iterator[int]:
+    """The memory limits of the cgroups of this process and of all their parents. A cgroup of
+    version 1 without a limit has a limit above the memory of any machine."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -57,9 +57,18 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             f"{worker.heartbeat_age_s:.1f} s ago",
         )
     console.print(table if status.workers else "no workers are registered", soft_wrap=True)
-    for line in path_lines(status):
+    for line in (*path_lines(status), *isolation_lines(status)):
         console.print(line, soft_wrap=True, markup=False)
     return OK
+
+
+def isolation_lines(status: Status) -> list[str]:
+    """The layers of isolation that the guests of each controller worker lack."""
+    return [
+        f"{worker.name}: guests run without {', '.join(worker.missing_layers)}"
+        for worker in status.workers
+        if worker.missing_layers
+    ]
 
 
 def path_lines(status: Status) -> list[str]:

@@ -46,6 +46,12 @@ def add_commands(subparsers: Subparsers) -> None:
         metavar="HOST[:PORT]",
         help="run only workers here, and connect them to the broker of another machine with --key",
     )
+    up.add_argument(
+        "--guest-user",
+        dest="guest_user",
+        metavar="NAME",
+        help="user of the processes that run uploaded modules; needs the right to change users",
+    )
     up.add_argument("--key", metavar="FILE", help="key file of the workers, for --join")
     up.add_argument(
         "--rolling",

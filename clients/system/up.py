@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...protocol.endpoints import host_and_port, is_loopback, separate
+from ...protocol.guest_user import GuestUser
 from ...protocol.keys import ROLES, KeyFault, KeyFolder, own_key
 from ...protocol.settings import Settings
 from .. import Client
@@ -37,6 +38,7 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
     """
     supervisor = Supervisor(settings)
     supervisor.check_run_dir()
+    check_guest_user(settings)
     if not settings.join:
         check_keys(settings)
         for front in separate(settings.front_endpoint):
@@ -95,6 +97,22 @@ def check_keys(settings: Settings) -> None:
         back = urlsplit(address)
         if back.scheme == "tcp" and folder is None:
             _check_loopback("back", address, back.hostname or "")
+
+
+def check_guest_user(settings: Settings) -> None:
+    """Raises SystemFault if guest processes could not run under the setting ``guest_user``."""
+    if not settings.guest_user:
+        return
+    if not settings.guest_processes:
+        raise SystemFault(
+            "guest_user: modules run in processes only if the setting guest_processes is above 0, "
+            "for example TOKENBUS_GUEST_PROCESSES=64",
+            WRONG_SETTING,
+        )
+    try:
+        GuestUser.named(settings.guest_user)
+    except ValueError as error:
+        raise SystemFault(str(error), WRONG_SETTING) from None
 
 
 def _has_keys(settings: Settings) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -19,9 +22,12 @@ from .manifests import (
     COMPONENTS,
     FOLDER,
     OVERLAYS,
+    TEMPLATED,
     Object,
     containers,
     environment,
+    kubectl,
+    objects,
     of_kind,
     pods,
     rendered,
@@ -52,6 +58,30 @@ def settings_of(overlay: str, container: Object) -> Settings:
 
 def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "without-rwx"])
+def test_the_guest_user_is_another_user_than_the_workers(overlay: str, tmp_path: Path) -> None:
+    component = FOLDER / "components/guest-user"
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{os.path.relpath(FOLDER / overlay, tmp_path)}]\n"
+        f"components: [{os.path.relpath(component, tmp_path)}]\n"
+    )
+    command = [kubectl(), "kustomize", str(tmp_path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    [found] = [
+        each
+        for each in objects(text)
+        if each["kind"] in TEMPLATED and each["metadata"]["name"] == "tokenbus-controller-worker"
+    ]
+    kubernetes_validate.validate(found, KUBERNETES, strict=True)
+    pod = found["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["securityContext"]["runAsUser"] == 0
+    assert container["securityContext"]["capabilities"]["add"] == ["SETUID", "SETGID", "KILL"]
+    given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert given["TOKENBUS_GUEST_USER"] == "nobody"
+    assert int(given["TOKENBUS_GUEST_PROCESSES"]) > 0
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

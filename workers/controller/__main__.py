@@ -37,7 +37,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)
-    except (AddressError, KeyFault) as error:
+    except (AddressError, KeyFault, ValueError) as error:
         return refuse("controller", error)
     return serve(worker)
 

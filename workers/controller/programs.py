@@ -46,6 +46,10 @@ class Programs:
         module = self._store.resolve(tenant, name)
         return self._runtime.program(tenant, module, partial(self._store.load, module))
 
+    def missing_layers(self) -> list[str]:
+        """Calls ``GuestRuntime.missing_layers``."""
+        return self._runtime.missing_layers()
+
     def series(self) -> list[Series]:
         """The metrics of compiling grammars and of the runtime; safe on another thread."""
         compiling = self._constraints.series() if self._constraints is not None else []

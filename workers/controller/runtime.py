@@ -41,6 +41,10 @@ class GuestRuntime(Protocol):
         """The factory of controllers that the operator serves with this name, for a tenant; None
         if the name is not one of ``names``."""
 
+    def missing_layers(self) -> list[str]:
+        """The layers of isolation that guests lack, with the reasons. May wait until a process has
+        found them. Trusted controllers need none."""
+
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The factory of controllers of a tenant's module. ``module`` is the module's id;
         ``load`` reads its compiled form."""
@@ -74,6 +78,10 @@ class ThreadRuntime:
     def served(self, tenant: str, name: str) -> Program | None:
         """The program with this name, which all tenants share."""
         return self._given.get(name)
+
+    def missing_layers(self) -> list[str]:
+        """That guests are not in processes of their own."""
+        return [] if self._given else ["processes of their own (guest_processes is 0)"]
 
     def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a module, which all tenants share."""

@@ -19,6 +19,7 @@ import msgspec
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, TokenbusError
+from ...protocol.guest_user import GuestUser
 from ...protocol.header import Flag, Header, decode_header, encode_header
 from ...protocol.health_file import HealthFile
 from ...protocol.keys import own_key
@@ -177,6 +178,7 @@ class ControllerWorker:
         """Results in progress, under ``_pending_lock``. Complete results are removed
         periodically."""
         self._pending_lock = threading.Lock()
+        self._missing_layers: list[str] = []
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
@@ -187,8 +189,11 @@ class ControllerWorker:
         """The links of the brokers at which other workers take over this worker's controllers."""
 
     def _stored_programs(self) -> Programs:
-        most = self._settings.guest_processes
-        runtime = ProcessRuntime(Setup(self._limits), most) if most else ThreadRuntime(self._engine)
+        most, name = self._settings.guest_processes, self._settings.guest_user
+        runtime: GuestRuntime = ThreadRuntime(self._engine)
+        if most:
+            setup = Setup(self._limits, user=GuestUser.named(name) if name else None)
+            runtime = ProcessRuntime(setup, most)
         kept = self._settings.run_folder / "grammars"
         bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
         constraints = Constraints(self._engine, kept, bounds)
@@ -204,6 +209,7 @@ class ControllerWorker:
 
     def _serve(self) -> int:
         sys.setswitchinterval(SWITCH_S)
+        self._missing_layers = self._programs.missing_layers()
         self._bus.start()
         while not self._done():
             for message in self._bus.take(TICK_S if self._busy else IDLE_S):
@@ -584,6 +590,7 @@ class ControllerWorker:
             host=socket.gethostname(),
             capacity=self._settings.controller_capacity,
             patterns=self._serves,
+            missing_layers=self._missing_layers,
             live=live,
         )
 

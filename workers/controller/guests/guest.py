@@ -6,7 +6,6 @@ process when the worker closes the control socket.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -24,7 +23,6 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
 from ..logs import Log
-from ..python.printed import captured
 from ..runtime import program_of
 from ..wasm.compiled_modules import Loaded
 from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
@@ -49,7 +47,6 @@ from .messages import (
     Question,
     Told,
 )
-from .rights import bound_memory, drop_rights
 
 GRANT_BYTES = 4 * 1024 * 1024
 """Bytes of memory that the process requests from its tenant's share at a time."""
@@ -341,23 +338,11 @@ def _fault(error: BaseException) -> Fault:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def run(control: socket.socket, process: GuestProcess, memory_bytes: int, *, trusted: bool) -> None:
+def run(control: socket.socket, process: GuestProcess) -> None:
     """Serves channels until the worker closes ``control``. Called in a new process, by its only
-    thread. ``memory_bytes``: maximum memory of the process. ``trusted``: whether the process runs
-    only code of the operator, so that it keeps its rights and writes to the log of the worker."""
+    thread."""
     # The signal is blocked in all threads, so that only ``_tick`` receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
-    with contextlib.ExitStack() as stack:
-        if trusted:
-            bound_memory(memory_bytes)
-            stack.enter_context(captured())
-        else:
-            _leave_log()
-            drop_rights(memory_bytes)
-        _serve_channels(control, process)
-
-
-def _serve_channels(control: socket.socket, process: GuestProcess) -> None:
     threading.Thread(target=_tick, args=(process.engine,), daemon=True).start()
     signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
     threading.stack_size(HOST_STACK_BYTES)
@@ -368,15 +353,6 @@ def _serve_channels(control: socket.socket, process: GuestProcess) -> None:
         channel = Channel(ChannelFiles(*files), guest=True)
         args = process, channel, control.fileno()
         threading.Thread(target=_serve, args=args, daemon=True).start()
-
-
-def _leave_log() -> None:
-    """Replaces the worker's output, which is its log: a process that was taken over could fill the
-    log, or write lines in the name of the worker."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
 
 
 def _serve(process: GuestProcess, channel: Channel, control: int) -> None:

@@ -65,6 +65,7 @@ class Launcher:
         self._number = 0
         self._loaded = threading.Event()
         self._names: list[str] = []
+        self._missing: list[str] = []
         self._refusal = "the parent of guest processes has ended before its controllers were loaded"
         self.alive = True
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,6 +95,11 @@ class Launcher:
         if not self._names:
             raise RequestError(Code.UNKNOWN_CONTROLLER, self._refusal)
         return self._names
+
+    def missing_layers(self) -> list[str]:
+        """The layers of isolation that the processes lack, with the reasons."""
+        self._loaded.wait()
+        return self._missing
 
     def add_vocabulary(self, number: int, vocabulary: Vocabulary) -> None:
         """Sends a vocabulary to the zygote, for processes that are forked later."""
@@ -191,8 +197,11 @@ class Launcher:
             self._loaded.set()
         elif name == "refused":
             self._refusal, self.alive = text, False
-        elif text:
-            log.warning("guest processes run without %s", text)
+        else:
+            self._missing = text.split("\n") if text else []
+            if text:
+                log.warning("guest processes run without %s", ", ".join(self._missing))
+            self._loaded.set()
 
 
 _ZYGOTE = f"{__package__}.zygote"

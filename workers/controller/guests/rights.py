@@ -10,23 +10,33 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 import struct
 from collections.abc import Callable
 
-from .system_calls import ARCHITECTURE, program
+from ....protocol.guest_user import GuestUser
+from .system_calls import ARCHITECTURE, COLUMN, program
 
 MAX_FILES = 1024
 """Maximum descriptors of a guest process. Each channel has two."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a file. wasmtime stores the initial memory of a module in a file in memory."""
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x2008_0522
+_CLONE_NEWNS = 0x0002_0000
 _CLONE_NEWUSER = 0x1000_0000
 _CLONE_NEWNET = 0x4000_0000
 _CLONE_NEWIPC = 0x0800_0000
+_MS_RESTRICTED = 2 | 4 | 8
+"""Without set-user-ID programs, devices and programs."""
+_MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 0x4000, 1 << 18
+_MNT_DETACH = 2
+_PIVOT_ROOT = (155, 41)
 _LANDLOCK_CREATE_RULESET = 444
 _LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_VERSION = 1
@@ -39,14 +49,38 @@ version 6), as bits."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def isolate_network() -> list[str]:
-    """Moves this process and its later forks to an empty network. Called by its only thread.
-    Returns the layers that are missing."""
-    if not _libc.unshare(_CLONE_NEWNET | _CLONE_NEWIPC):
-        return []
-    if not _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC):
-        return []
-    return [_missing("a network namespace")]
+def isolate(*, same_users: bool) -> list[str]:
+    """Moves this process and its later forks to an empty network and an empty file system. Called
+    by its only thread. Returns the layers that are missing.
+
+    ``same_users``: whether this process has to keep its users. Otherwise a new user namespace may
+    give it the rights that it needs.
+    """
+    spaces = {
+        "a network namespace": _CLONE_NEWNET | _CLONE_NEWIPC,
+        "a mount namespace": _CLONE_NEWNS,
+    }
+    every = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS
+    missing = [_missing(name) for name, flags in spaces.items() if _libc.unshare(flags)]
+    if missing and (same_users or _libc.unshare(_CLONE_NEWUSER | every)):
+        return missing
+    return [_missing("a mount namespace")] if _empty_mounts() else []
+
+
+def _empty_mounts() -> int:
+    """Replaces all file systems of this mount namespace by an empty one; 0 if that succeeds."""
+    place = b"/proc"
+    failed = _libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    failed = failed or _libc.mount(b"none", place, b"tmpfs", _MS_RESTRICTED, b"size=4k,mode=0555")
+    if failed:
+        return 1
+    os.chdir(place)
+    # The old root is then mounted over the new one, and is removed.
+    if _libc.syscall(_PIVOT_ROOT[COLUMN], b".", b".") or _libc.umount2(b".", _MNT_DETACH):
+        return 1
+    os.chdir("/")
+    read_only = _MS_RESTRICTED | _MS_REMOUNT | _MS_RDONLY
+    return int(_libc.mount(None, b"/", None, read_only, b"size=4k,mode=0555"))
 
 
 def bound_memory(memory_bytes: int) -> None:
@@ -56,14 +90,42 @@ def bound_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def drop_rights(memory_bytes: int = resource.RLIM_INFINITY) -> list[str]:
+def drop_rights(
+    memory_bytes: int = resource.RLIM_INFINITY, user: GuestUser | None = None
+) -> list[str]:
     """Gives up the rights of this process. Called by its only thread. Returns the layers that are
-    missing. ``memory_bytes``: memory that the process may write to, without shared files."""
+    missing. ``memory_bytes``: memory that the process may write to, without shared files. ``user``:
+    the new user of the process; None: its user does not change."""
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
-    layers: list[Callable[[], str]] = [_not_dumpable, _no_new_privileges, _landlock, _seccomp]
+    layers: list[Callable[[], str]] = [
+        lambda: _change_user(user) if user is not None else "",
+        _no_capabilities,
+        _not_dumpable,
+        _no_new_privileges,
+        _landlock,
+        _seccomp,
+    ]
     return [missing for layer in layers if (missing := layer())]
+
+
+def _change_user(user: GuestUser) -> str:
+    try:
+        os.setgroups([])
+        os.setresgid(user.gid, user.gid, user.gid)
+        os.setresuid(user.uid, user.uid, user.uid)
+    except OSError as error:
+        return f"a user of their own ({errno.errorcode[error.errno or errno.EPERM]})"
+    # A change of the user clears this setting.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return ""
+
+
+def _no_capabilities() -> str:
+    """Gives up all capabilities, which root has, and a user may have."""
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    return _missing("a user without capabilities") if _libc.capset(header, bytes(24)) else ""
 
 
 def _not_dumpable() -> str:

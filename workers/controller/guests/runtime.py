@@ -36,6 +36,10 @@ class ProcessRuntime:
         """The program of a tenant's module, which ``load`` reads."""
         return RemoteProgram(Place(self.table, tenant, module, load))
 
+    def missing_layers(self) -> list[str]:
+        """The layers of isolation that the processes lack. Waits until a process has tried them."""
+        return self.table.missing_layers()
+
     def tick(self) -> None:
         """Checks the time limits of requests, and ends idle processes."""
         self.table.tick()

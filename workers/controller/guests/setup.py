@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ....protocol.guest_user import GuestUser
 from ..limits import Limits
 
 
@@ -13,6 +14,8 @@ class Setup(msgspec.Struct, frozen=True):
     limits: Limits
     controllers: list[str] = []
     """Python controllers of the operator, each named ``module:Name``."""
+    user: GuestUser | None = None
+    """The user of processes that run code of clients; None: the user of the worker."""
 
     @property
     def trusted(self) -> bool:

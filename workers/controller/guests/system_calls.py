@@ -85,7 +85,7 @@ FCNTL_COMMANDS = (
 
 _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 """The column of the numbers of system calls, and the kernel's number of the architecture."""
-_COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
+COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
 """``ARCHITECTURE`` is 0 if the architecture is unknown."""
 
 _ALLOW = 0x7FFF_0000
@@ -108,15 +108,15 @@ def program(pid: int) -> bytes:
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
     for numbers in ALLOWED.values():
-        number = numbers[_COLUMN]
+        number = numbers[COLUMN]
         if number is not None:
             made += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     made += _mmap()
-    made += _conditional(CLONE[_COLUMN], _FIRST_AT, [(_BITS, 0, 1, CLONE_THREAD)])
-    made += _conditional(TGKILL[_COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
+    made += _conditional(CLONE[COLUMN], _FIRST_AT, [(_BITS, 0, 1, CLONE_THREAD)])
+    made += _conditional(TGKILL[COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
     commands = [(_EQUAL, 0, 1, command) for command in FCNTL_COMMANDS]
-    made += _conditional(FCNTL[_COLUMN], _SECOND_AT, commands)
-    made += [(_EQUAL, 0, 1, CLONE3[_COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    made += _conditional(FCNTL[COLUMN], _SECOND_AT, commands)
+    made += [(_EQUAL, 0, 1, CLONE3[COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     made.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
     return b"".join(struct.pack("=HBBI", *one) for one in made)
 
@@ -131,7 +131,7 @@ def _mmap() -> list[_Instruction]:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
-    return [(_EQUAL, 0, len(body), MMAP[_COLUMN]), *body]
+    return [(_EQUAL, 0, len(body), MMAP[COLUMN]), *body]
 
 
 def _conditional(number: int, argument_at: int, tests: list[_Instruction]) -> list[_Instruction]:

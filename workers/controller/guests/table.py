@@ -108,6 +108,10 @@ class ProcessTable:
         Raises RequestError if a controller cannot be loaded."""
         return self._launcher.names()
 
+    def missing_layers(self) -> list[str]:
+        """The layers of isolation that the processes lack, with the reasons."""
+        return self._launcher.missing_layers()
+
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""

@@ -23,19 +23,23 @@ import msgspec
 
 from ....protocol import logs, settings
 from ....protocol.errors import TokenbusError
-from ...machine import machine_memory
+from ...machine import machine_memory, memory_limits
 from ..host import Vocabulary
 from ..interface import Program
 from ..python import load_program
+from ..python.printed import captured
 from ..python.script_constraints import load_vocabulary
+from ..tokens import vocabulary as _vocabulary  # noqa: F401 - unpickled later, without files
 from ..wasm import aici, native
 from ..wasm.sandbox import make_engine
 from . import guest
-from .rights import drop_rights, isolate_network
+from .rights import bound_memory, drop_rights, isolate
 from .setup import Setup
 
 log = logging.getLogger(__name__)
 
+MAX_MEMORY = 1 << 60
+"""A memory limit from which a cgroup has no limit, in bytes."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
@@ -52,6 +56,8 @@ class Zygote:
         self._control = control
         self._programs: dict[str, Program] = {}
         self._memory_bytes = machine_memory() // MEMORY_PART
+        self._user = setup.user
+        self._nothing = os.open(os.devnull, os.O_RDWR)
         self._engine = make_engine(setup.limits)
         # The host functions of both ABIs are linked once, before the first fork.
         native._linker(self._engine)
@@ -60,18 +66,22 @@ class Zygote:
 
     def report_layers(self) -> None:
         """Reports the missing layers of isolation to the worker."""
-        missing = isolate_network()
+        missing = isolate(same_users=self._user is not None)
+        if self._user is None:
+            missing.append("a user of their own (guest_user is not set)")
+        if min(memory_limits(), default=MAX_MEMORY) >= MAX_MEMORY:
+            missing.append("a cgroup with a memory limit")
         read, write = os.pipe()
         if not os.fork():
             try:
-                os.write(write, "\n".join(drop_rights()).encode())
+                os.write(write, "\n".join(drop_rights(self._memory_bytes, self._user)).encode())
             finally:
                 os._exit(0)
         os.close(write)
         with open(read) as file:
             missing += file.read().split("\n")
         os.wait()
-        self._report("layers", ", ".join(filter(None, missing)))
+        self._report("layers", "\n".join(filter(None, missing)))
 
     def load(self, controllers: list[str]) -> None:
         """Loads Python controllers, and reports their names. Raises TokenbusError if a controller
@@ -152,16 +162,34 @@ class Zygote:
                 os._exit(0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.closerange(3, control.fileno())
-            os.closerange(control.fileno() + 1, 1 << 16)
             process = guest.GuestProcess(
                 self._engine, self._vocabularies[vocabulary], self._programs
             )
-            guest.run(control, process, self._memory_bytes, trusted=bool(self._programs))
+            if self._programs:
+                self._run_trusted(control, process)
+            else:
+                self._run_sandboxed(control, process)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
+
+    def _run_trusted(self, control: socket.socket, process: guest.GuestProcess) -> None:
+        """Runs code of the operator, which keeps the rights and the log of the worker."""
+        bound_memory(self._memory_bytes)
+        _close_files(control)
+        with captured():
+            guest.run(control, process)
+
+    def _run_sandboxed(self, control: socket.socket, process: guest.GuestProcess) -> None:
+        """Runs code of clients."""
+        # A process that was taken over could fill the log of the worker, or write lines in the name
+        # of the worker.
+        os.dup2(self._nothing, 1)
+        os.dup2(self._nothing, 2)
+        _close_files(control)
+        drop_rights(self._memory_bytes, self._user)
+        guest.run(control, process)
 
     def _report(self, name: str, text: str) -> None:
         self._control.send(msgspec.json.encode((name, 0, 0, text)))
@@ -176,6 +204,12 @@ class Zygote:
                 return
             code = os.waitstatus_to_exitcode(status)
             self._control.send(msgspec.json.encode(("died", code, pid, "")))
+
+
+def _close_files(control: socket.socket) -> None:
+    """Closes all files but the standard ones and ``control``."""
+    os.closerange(3, control.fileno())
+    os.closerange(control.fileno() + 1, 1 << 16)
 
 
 def _main() -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import wasmtime
+from tokenbus.protocol.guest_user import GuestUser
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests.runtime import ProcessRuntime
@@ -48,8 +49,10 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 class Runtime:
     """A runtime with at most ``most`` processes, which have some Python controllers."""
 
-    def __init__(self, most: int, controllers: tuple[str, ...] = ()) -> None:
-        self.runtime = ProcessRuntime(Setup(LIMITS, list(controllers)), most)
+    def __init__(
+        self, most: int, controllers: tuple[str, ...] = (), user: GuestUser | None = None
+    ) -> None:
+        self.runtime = ProcessRuntime(Setup(LIMITS, list(controllers), user), most)
         self.table = self.runtime.table
 
     def served(self, name: str, tenant: str = "tenant") -> Program:
@@ -72,9 +75,11 @@ class Runtime:
 
 
 @contextmanager
-def running(most: int = 8, controllers: tuple[str, ...] = ()) -> Iterator[Runtime]:
+def running(
+    most: int = 8, controllers: tuple[str, ...] = (), user: GuestUser | None = None
+) -> Iterator[Runtime]:
     """A runtime that gets ticks as from a worker."""
-    made = Runtime(most, controllers)
+    made = Runtime(most, controllers, user)
     over = threading.Event()
 
     def tick() -> None:

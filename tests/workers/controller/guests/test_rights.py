@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenbus.protocol.guest_user import GuestUser
 from tokenbus.workers.controller.guests.messages import Close
 from tokenbus.workers.controller.guests.process import GuestDied
 from tokenbus.workers.controller.guests.system_calls import (
@@ -166,17 +168,63 @@ print(json.dumps([tried(lambda: open("/etc/passwd")), tried(lambda: open("/tmp/g
 """) == ["EACCES", "EACCES"]
 
 
-def test_a_guest_process_has_an_empty_network_and_no_memory_that_others_can_read(
+def status_of(sequence: Sequence) -> dict[str, str]:
+    """The status of the process of a sequence."""
+    pid = sequence.controller._process.pid  # type: ignore[attr-defined]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines)
+
+
+def test_a_guest_process_has_an_empty_network_and_file_system_and_no_capabilities(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with running() as runtime:
         sequence = Sequence(runtime.program(CALM))
-        assert "guest processes run without" not in caplog.text
+        missing = runtime.runtime.missing_layers()
+        assert not {"network", "mount", "seccomp", "landlock"} & set(" ".join(missing).split())
+        assert f"guest processes run without {', '.join(missing)}" in caplog.text
         pid = sequence.controller._process.pid  # type: ignore[attr-defined]
-        assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        status = dict(line.split(":\t", 1) for line in lines)
+        for name in ("net", "mnt"):
+            assert os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
+        assert os.listdir(f"/proc/{pid}/root/") == []
+        status = status_of(sequence)
         assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+        assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may change its user")
+def test_guest_processes_run_under_a_user_of_their_own() -> None:
+    nobody = pwd.getpwnam("nobody")
+    user = GuestUser(nobody.pw_uid, nobody.pw_gid)
+    with running(user=user) as runtime:
+        assert not any("a user of their own" in each for each in runtime.runtime.missing_layers())
+        sequence = Sequence(runtime.program(CALM))
+        status = status_of(sequence)
+        assert set(status["Uid"].split()) == {str(user.uid)}
+        assert set(status["Gid"].split()) == {str(user.gid)}
+        assert status["Groups"].split() == []
+        # The worker still kills such a process, and repeats its sequences.
+        sequence.controller._process.kill("the test ends it")  # type: ignore[attr-defined]
+        sequence.round()
+        assert sequence.allowed() == [2]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the test itself changes its user")
+def test_a_user_without_rights_gets_namespaces_with_a_namespace_of_users() -> None:
+    assert in_a_process("""
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+print(json.dumps([rights.isolate(same_users=False), os.listdir("/"), rights.drop_rights()]))
+""") == [[], [], []]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the test itself changes its user")
+def test_a_user_without_rights_that_keeps_its_users_lacks_namespaces() -> None:
+    assert in_a_process("""
+os.setresuid(65534, 65534, 65534)
+print(json.dumps(rights.isolate(same_users=True)))
+""") == ["a network namespace (EPERM)", "a mount namespace (EPERM)"]
 
 
 def test_a_guest_process_cannot_write_to_the_log_of_its_worker() -> None:

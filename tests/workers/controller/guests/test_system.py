@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tokenbus.clients.cli.status import isolation_lines
 
 from ....processes import Bus, until
 from ....worlds.killed_workers import BOUND_S, System
@@ -56,6 +57,14 @@ def test_streams_continue_when_the_parent_of_all_processes_is_killed(system: Sys
     os.kill(zygote, signal.SIGKILL)
     system.check_ends(*readers)
     system.wait_until_free()
+
+
+def test_the_status_names_the_missing_layers(system: System) -> None:
+    status = system.client.status()
+    [worker] = [each for each in status.workers if each.role == "controller"]
+    assert "a user of their own (guest_user is not set)" in worker.missing_layers
+    [line] = isolation_lines(status)
+    assert line == f"{worker.name}: guests run without {', '.join(worker.missing_layers)}"
 
 
 def test_guest_processes_end_with_their_worker(system: System) -> None:
