@@ -114,6 +114,11 @@ class GenerateOptions(RequestOptions, total=False):
     """Removes the prompt's last token and forces its text, so that a prompt may end in the middle
     of a word. With ``text``, the generated text begins after the prompt, and the first token has
     the rest of the word."""
+    processed_logprobs: bool
+    """Whether entries have ``processed``: the log-probability under the distribution that the token
+    was drawn from."""
+    kept: bool
+    """Whether entries have ``kept``: the candidates that the token was drawn from."""
     inspect: bool
     """Whether entries report the effect of their masks: ``allowed``, ``cut`` and ``round_us``."""
 

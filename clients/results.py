@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec import UNSET
 
-from ..protocol.columns import Row, plain_entry
+from ..protocol.columns import Row, kept_of, plain_entry
 from ..protocol.errors import Code, RequestTimeoutError, TokenbusError, error_for
-from ..protocol.messages import ConstraintEnd, Token
+from ..protocol.messages import ConstraintEnd, Span, Token
 from .calls import Call
 
 
@@ -49,6 +49,18 @@ class GeneratedSequence:
     """The number of tokens of the stream's prompt, including its buffers."""
     cached_tokens: int = 0
     """Number of prompt tokens that were in the worker's prefix cache."""
+    processed_logprobs: list[float | None] = field(default_factory=list)
+    """With the option ``processed_logprobs``: the log-probability of each token under the
+    distribution that it was drawn from. None for an appended token, or without the option."""
+    kept: list[int | list[int] | None] = field(default_factory=list)
+    """With the option ``kept``: the candidates that each token was drawn from, as in
+    ``Token.kept``. None for an appended token, or without the option."""
+    spans: list[tuple[int, Span]] = field(default_factory=list)
+    """How the tokens were computed. Each span is preceded by the number of its first token, and
+    ends where the next one begins."""
+    exact: bool | None = None
+    """Whether the bits of the sequence do not depend on batches and workers (``Token.exact``); None
+    before the end of the sequence."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -73,28 +85,40 @@ class GeneratedSequence:
             self.tokens[:at],
             self.logprobs[:at],
             top_logprobs=self.top_logprobs[:at],
+            processed_logprobs=self.processed_logprobs[:at],
+            kept=self.kept[:at],
+            spans=[one for one in self.spans if one[0] < at],
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             _pieces=self._pieces[:at],
         )
 
     def _add_rows(self, rows: Sequence[Row]) -> None:
-        _, tokens, logprobs, _, _, texts = zip(*rows, strict=True)
+        _, tokens, logprobs, _, _, texts, processed, kept = zip(*rows, strict=True)
         self.tokens += tokens
         self.logprobs += logprobs
         self.top_logprobs += [{row[1]: row[2]} for row in rows]
         self._pieces += [text or "" for text in texts]
+        self.processed_logprobs += processed
+        self.kept += [None if one is None else kept_of(one) for one in kept]
 
     def _add(self, entry: Token) -> None:
         if entry.backtrack:
+            length = max(0, len(self.tokens) - entry.backtrack)
             for parts in (self.tokens, self.logprobs, self.top_logprobs, self._pieces):
-                del parts[max(0, len(parts) - entry.backtrack) :]
+                del parts[length:]
+            del self.processed_logprobs[length:], self.kept[length:]
+            self.spans = _cut(self.spans, length)
+        if entry.span is not None and (not self.spans or self.spans[-1][1] != entry.span):
+            self.spans.append((len(self.tokens), entry.span))
         text = "" if entry.text is UNSET else entry.text
         if entry.token is not None:
             self.tokens.append(entry.token)
             self.logprobs.append(entry.logprob if entry.logprob is not None else float("nan"))
             self.top_logprobs.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self._pieces.append(text)
+            self.processed_logprobs.append(None if entry.processed is UNSET else entry.processed)
+            self.kept.append(None if entry.kept is UNSET else entry.kept)
         elif text and self._pieces:
             # The last token receives the text that the worker sent only at the end.
             self._pieces[-1] += text
@@ -103,7 +127,18 @@ class GeneratedSequence:
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
             self.code, self.constraint = entry.code, entry.constraint
-            self.stop = entry.stop
+            self.stop, self.exact = entry.stop, entry.exact
+
+
+def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
+    """The spans of the first ``length`` tokens, and of the tokens that follow them: the last span
+    stays, although its first tokens were removed."""
+    found = [(min(first, length), span) for first, span in spans]
+    return [
+        one
+        for one, after in zip(found, [*found[1:], None], strict=True)
+        if after is None or after[0] > one[0]
+    ]
 
 
 class Sequences:

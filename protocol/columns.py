@@ -6,12 +6,13 @@ names. In columns, the tokens are rows of arrays, so neither side decodes them o
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from .errors import Code, RequestError
 from .messages import MAX_STREAM_ID, Token
@@ -23,6 +24,8 @@ _NAMES = {
     "positions": "p",
     "seqs": "q",
     "texts": "x",
+    "processed": "d",
+    "kept": "k",
     "entries": "e",
 }
 """The names of the fields on the wire. They are short because the broker stores the bodies: a body
@@ -33,8 +36,9 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
 
     The columns are little-endian. A row represents an entry with ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, possibly ``text``, and only its own token in ``top_logprobs``. In
-    one body, all entries of a stream are in the columns, or all are in ``entries``.
+    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and only its own
+    token in ``top_logprobs``. In one body, all entries of a stream are in the columns, or all are
+    in ``entries``.
     """
 
     streams: bytes = b""
@@ -51,6 +55,12 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     texts: list[str | None] = []
     """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
     clients that have the capability ``text_columns``."""
+    processed: bytes = b""
+    """``processed`` of each row, f64 each; NaN if its request did not ask for the field. Empty if
+    no row has the field."""
+    kept: list[int | bytes | None] = []
+    """``kept`` of each row: ids as u32 each, or a number, None if its request did not ask for the
+    field. Empty if no row has the field."""
     entries: list[Token] = []
     """All entries of a stream, if an entry of this stream has a field that is not a column."""
 
@@ -60,8 +70,10 @@ TokenBody = list[Token] | TokenColumns
 second a map."""
 
 
-Row = tuple[int, int, float, int, int, str | None]
-"""A row of columns: stream id, token, logprob, pos, seq, text."""
+Kept = int | bytes
+"""The candidates of a token in a column: their number, or their ids as u32 each."""
+Row = tuple[int, int, float, int, int, str | None, float | None, Kept | None]
+"""A row of columns: stream id, token, logprob, pos, seq, text, processed, kept."""
 
 
 class Rows(NamedTuple):
@@ -73,9 +85,12 @@ class Rows(NamedTuple):
     positions: tuple[int, ...]
     seqs: tuple[int, ...]
     texts: Sequence[str | None]
+    processed: Sequence[float | None]
+    kept: Sequence[Kept | None]
 
 
 _NEW: Callable[[type[Rows], tuple[Sequence[Any], ...]], Rows] = tuple.__new__
+_T = TypeVar("_T")
 _Unpack = Callable[[bytes], tuple[Any, ...]]
 
 
@@ -107,12 +122,15 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
             streams = u64(body.streams)
             seqs = u32(body.seqs) if body.seqs else (0,) * rows
         tokens, logprobs, positions = u32(body.tokens), f64(body.logprobs), u32(body.positions)
+        processed = _values(f64(body.processed)) if body.processed else (None,) * rows
     except struct.error:
-        columns = (body.streams, body.tokens, body.logprobs, body.positions, body.seqs)
+        columns = [body.streams, body.tokens, body.logprobs, body.positions]
+        columns += [body.seqs, body.processed]
         raise RequestError(
             Code.BAD_MESSAGE,
             f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; expected "
-            f"{(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, or no seqs, for {rows} rows",
+            f"{(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, {4 * rows} or 0, and {8 * rows} or 0, "
+            f"for {rows} rows",
         ) from None
     if like is None and rows and max(streams) > MAX_STREAM_ID:
         raise RequestError(
@@ -120,15 +138,26 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
             f"a row of a TOKEN has the stream id {max(streams)}; stream ids are at most "
             f"{MAX_STREAM_ID}",
         )
-    texts = body.texts or (None,) * rows
-    if len(texts) != rows:
+    texts = _listed("texts", body.texts, rows)
+    kept = _listed("kept", body.kept, rows)
+    # Creating a named tuple by its constructor takes as long as unpacking all three columns.
+    return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts, processed, kept))
+
+
+def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
+    """The values of a column that is a list; raises RequestError unless there are ``rows``."""
+    if values and len(values) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {len(texts)} texts; expected {rows}, one for "
-            "each row, or none",
+            f"the columns of a TOKEN have {len(values)} {name}; expected {rows}, one for each row, "
+            "or none",
         )
-    # Creating a named tuple by its constructor takes as long as unpacking all three columns.
-    return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts))
+    return values or (None,) * rows
+
+
+def _values(column: Iterable[float]) -> tuple[float | None, ...]:
+    """The values of a column in which NaN means that a row has no value."""
+    return tuple(None if value != value else value for value in column)
 
 
 def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
@@ -151,6 +180,11 @@ def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
     body.logprobs = _column("d", len(plain)).pack(*(entry.logprob for entry in plain))
     body.positions = u32.pack(*(entry.pos for entry in plain))
     body.texts = _texts(plain)
+    if any(entry.processed is not UNSET for entry in plain):
+        values = (math.nan if e.processed is UNSET else e.processed for e in plain)
+        body.processed = _column("d", len(plain)).pack(*values)
+    if any(entry.kept is not UNSET for entry in plain):
+        body.kept = [packed_kept(entry.kept) for entry in plain]
     body.entries = [entry for entry in entries if entry.stream_id in others]
     return body
 
@@ -166,8 +200,33 @@ def column_entries(body: TokenColumns) -> list[Token]:
     return [*map(plain_entry, *unpack_columns(body)), *body.entries]
 
 
+def packed_kept(kept: int | list[int] | UnsetType) -> Kept | None:
+    """``Token.kept`` in the form of a column."""
+    if isinstance(kept, list):
+        return _column("I", len(kept)).pack(*kept)
+    return None if kept is UNSET else kept
+
+
+def kept_of(kept: Kept) -> int | list[int]:
+    """``Token.kept`` from its form in a column. Raises RequestError if it is not a list of u32."""
+    if isinstance(kept, int):
+        return kept
+    if len(kept) % 4:
+        raise RequestError(
+            Code.BAD_MESSAGE, f"kept of a row has {len(kept)} bytes; expected a multiple of 4"
+        )
+    return list(_column("I", len(kept) // 4).unpack(kept))
+
+
 def plain_entry(
-    stream_id: int, token: int, logprob: float, pos: int, seq: int, text: str | None = None
+    stream_id: int,
+    token: int,
+    logprob: float,
+    pos: int,
+    seq: int,
+    text: str | None = None,
+    processed: float | None = None,
+    kept: Kept | None = None,
 ) -> Token:
     """The entry that a row represents."""
     entry = Token(
@@ -181,6 +240,10 @@ def plain_entry(
     )
     if text is not None:
         entry.text = text
+    if processed is not None:
+        entry.processed = processed
+    if kept is not None:
+        entry.kept = kept_of(kept)
     return entry
 
 
@@ -193,5 +256,11 @@ def is_plain(entry: Token, texts: bool = False) -> bool:
     numbers = (token, entry.pos, entry.seq)
     if min(numbers) < 0 or max(numbers) >= 2**32:
         return False
+    if isinstance(entry.kept, list) and not all(0 <= one < 2**32 for one in entry.kept):
+        return False
     text = entry.text if texts and entry.text is not UNSET else None
-    return entry == plain_entry(entry.stream_id, token, logprob, entry.pos, entry.seq, text)
+    processed = None if entry.processed is UNSET else entry.processed
+    if processed is not None and math.isnan(processed):
+        return False
+    row = (*numbers, text, processed, packed_kept(entry.kept))
+    return entry == plain_entry(entry.stream_id, row[0], logprob, *row[1:])

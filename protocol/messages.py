@@ -352,6 +352,18 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     max_body_bytes: int = MAX_BODY_BYTES
 
 
+class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """How the tokens of a sequence are computed, until its next span begins."""
+
+    weights: str
+    """The version of the weights: the first half of the SHA-256 of the loaded weights, in
+    hexadecimal. Equal versions are equal weights."""
+    exact: str = ""
+    """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
+    log-probabilities do not depend on the batch; empty if they may. Spans with equal fields have
+    equal bits."""
+
+
 class Token(Struct, kw_only=True, omit_defaults=True):
     """An entry of ``TOKEN``, whose body is a list of entries.
 
@@ -367,6 +379,13 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     top_logprobs: dict[int, float] | UnsetType = UNSET
     """Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE
     has them only if the SCORE asks for them."""
+    processed: float | UnsetType = UNSET
+    """``processed_logprobs``: the natural log-probability under the distribution that the token was
+    drawn from: after bias, penalties, mask and temperature, among the candidates that ``top_k``,
+    ``top_p`` and ``min_p`` left. 0 for a greedy token."""
+    kept: int | list[int] | UnsetType = UNSET
+    """``kept``: the ids of the candidates that the token was drawn from, ascending. A number if all
+    tokens of the vocabulary or more than ``MAX_KEPT`` were left: the number of these candidates."""
     pos: int = 0
     """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -388,6 +407,13 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     stop: str | int | None = None
     """In an entry with a finish_reason: the element of the request's ``stop`` that ended the
     sequence; None if an end-of-sequence token ended it."""
+    span: Span | None = None
+    """In the first entry of a sequence, and in its first entry from another worker: how its tokens
+    from this entry on are computed."""
+    exact: bool | None = None
+    """In the last entry of a sequence: whether each step of its stream so far was exact, with the
+    same arithmetic, also at the workers from which the stream moved. The bits of its logits and
+    log-probabilities then do not depend on batches, chunks, drafts, forks and moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
@@ -428,6 +454,10 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """Whether the logits and log-probabilities of a sequence have the same bits in every batch."""
     why_not_exact: str = ""
     """The reason if ``exact`` is false."""
+    arithmetic: str = ""
+    """``Span.exact`` of the streams of this model."""
+    weights: str = ""
+    """``Span.weights`` of the streams of this model."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):

@@ -16,6 +16,8 @@ MAX_STOP_CHARS = 1024
 """Maximum length of a stop string. Each new text is compared with all prefixes of the string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
+MAX_KEPT = 1024
+"""Maximum number of candidates of a token that are reported by their ids."""
 SAMPLING_VERSION = 2
 """The version of the sampling algorithm of GPU workers. It increases when equal seeds give
 different tokens."""
@@ -64,6 +66,10 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""
+    processed_logprobs: bool = False
+    """Whether entries have ``processed``: the log-probability after all these steps."""
+    kept: bool = False
+    """Whether entries have ``kept``: the candidates that are left after all these steps."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence token."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1

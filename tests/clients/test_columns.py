@@ -14,7 +14,7 @@ from tokenbus.clients.connection import Connection
 from tokenbus.clients.request_options import generate_call
 from tokenbus.clients.results import Sequences
 from tokenbus.clients.streams import AsyncStream, Stream
-from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.bodies import encode_body, pack_tokens
 from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.errors import SlowClientError
 from tokenbus.protocol.messages import Token
@@ -91,6 +91,7 @@ def test_sequences_are_the_same_from_rows_and_from_entries(keys: list[tuple[int,
     of_rows, of_entries = Sequences(), Sequences()
     for pos, (seq, looked_at) in enumerate(keys):
         row = (1, pos, -float(pos), pos, seq, str(pos) if pos % 3 else None)
+        row = (*row, *((-0.5, pack_tokens([7, 9])) if pos % 2 else (None, pos or None)))
         of_entries.add(plain_entry(*row))
         of_rows.add_row(row)
         if looked_at:
@@ -115,7 +116,7 @@ class Unconnected(Connection):
 def arrive(call: Call, first: int, last: int, end: bool = False) -> None:
     """Rows, as a message in columns brings them; and the end."""
     for pos in range(first, last):
-        call.unread.append((1, pos, -float(pos), pos, 0, None))
+        call.unread.append((1, pos, -float(pos), pos, 0, None, None, None))
         if call.unread.watched:
             call.unread.wake()
     if end:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
-from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.bodies import decode_as, encode_body, pack_tokens
 from tokenbus.protocol.columns import (
     TokenBody,
     TokenColumns,
@@ -41,6 +41,8 @@ OTHER_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 PLAIN = st.builds(
     *(plain_entry, st.integers(0, 5), U32, FLOATS, U32, st.integers(0, 2)),
     text=st.none() | st.text(max_size=3),
+    processed=st.none() | FLOATS,
+    kept=st.none() | st.integers(0, 9) | st.lists(U32, max_size=3).map(pack_tokens),
 )
 
 
@@ -92,6 +94,12 @@ def test_columns_of_different_lengths_are_refused() -> None:
         assert caught.value.code == Code.BAD_MESSAGE
     with pytest.raises(RequestError, match="columns"):
         unpack_columns(TokenColumns(streams=b"\0" * 9))
+    with pytest.raises(RequestError, match="columns"):
+        unpack_columns(msgspec.structs.replace(body, processed=bytes(9)))
+    with pytest.raises(RequestError, match="2 kept; expected 1, one for each row, or none"):
+        unpack_columns(msgspec.structs.replace(body, kept=[1, None]))
+    with pytest.raises(RequestError, match="kept of a row has 3 bytes; expected a multiple of 4"):
+        column_entries(msgspec.structs.replace(body, kept=[b"abc"]))
     with pytest.raises(RequestError, match="2 texts; expected 1, one for each row, or none"):
         unpack_columns(msgspec.structs.replace(body, texts=["a", None]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from tokenbus.protocol.bodies import encode_body
@@ -32,6 +32,7 @@ class Loop:
         speculation: bool = False,
         batched: int = 2048,
         compiled: bool = False,
+        exact: Literal["auto", "on", "off"] = "auto",
         **settings: Any,
     ) -> None:
         back = f"ipc://{folder}/back.sock"
@@ -41,6 +42,7 @@ class Loop:
         self.speculation = speculation
         self.batched = batched
         self.compiled = compiled
+        self.exact: Literal["auto", "on", "off"] = exact
         self.load("m")
 
     def load(self, model: str) -> None:
@@ -51,6 +53,7 @@ class Loop:
             overlap=self.overlap,
             speculation=self.speculation,
             compiled=self.compiled,
+            exact=self.exact,
         )
         self.worker._models.events.put(Ready(model, Engine(self.loaded, config)))
         self.worker._load_events()

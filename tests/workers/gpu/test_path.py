@@ -14,7 +14,7 @@ from tokenbus.protocol.messages import ForwardPath, Status, WorkerStatus
 from tokenbus.protocol.metrics import Series
 from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.model.cpu_native.library import library
+from tokenbus.workers.gpu.model.cpu_native.library import instruction_set, library
 from tokenbus.workers.gpu.model.cuda import varlen
 from tokenbus.workers.gpu.model.kv_cache import Layout
 from tokenbus.workers.gpu.model.loader import ModelLoadError, load_model
@@ -58,10 +58,13 @@ def test_a_varlen_attn_without_block_tables_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_the_properties_of_a_model_say_how_it_is_computed() -> None:
-    info = model_info(Engine(load_model("embedded"), EngineConfig(kv_cache_bytes=2**21)))
+    loaded = load_model("embedded")
+    info = model_info(Engine(loaded, EngineConfig(kv_cache_bytes=2**21)))
     exact = ForwardPath(attention="native code over blocks", exact=True)
+    exact.arithmetic = instruction_set()
     why = "torch computes its steps: no native code was compiled for this machine"
     torch_only = ForwardPath(attention="SDPA over gathered blocks", why_not_exact=why)
+    exact.weights = torch_only.weights = loaded.weights
     assert info.path == (exact if library() is not None else torch_only)
     assert msgspec.json.decode(msgspec.json.encode(info), type=type(info)) == info
 

@@ -108,6 +108,7 @@ class Results:
             output = TokenOutput.of(sequence, sampled.tokens[i], sampled.logprobs[i])
             output.top_logprobs = sampled.top_of(i)
             output.distribution = sampled.distributions.get(i)
+            output.report(sampled.candidates.get(i))
             if sequence.inspect:
                 output.allowed = sampled.allowed.get(i, UNSET)
                 output.cut, output.bias = sampled.cut.get(i, []), sampled.biased.get(i, {})
@@ -146,4 +147,6 @@ def _columns(
             if isinstance(text, Text) and sequences[i].with_text:
                 texts[i] = text.certain
         columns.texts = texts
+    if sampled.candidates:
+        columns.candidates = [sampled.candidates.get(i) for i in range(len(sequences))]
     return columns

@@ -10,9 +10,11 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
+from ....protocol.columns import kept_of
 from ....protocol.messages import FinishReason, Token
 from ....protocol.sampling import Sampling
 from ..sampling.biases import Bias
+from ..sampling.candidates import Candidate
 from ..sampling.distributions import TokenOptions
 from ..sampling.under import Under
 from ..speculation.drafting import Drafting
@@ -55,6 +57,16 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
             seq=sequence.seq,
             request=sequence.request,
         )
+
+    def report(self, candidate: Candidate | None) -> None:
+        """Adds the distribution that the token was drawn from; None: the request does not ask for
+        it."""
+        if candidate is None:
+            return
+        if candidate.processed is not None:
+            self.processed = candidate.processed
+        if candidate.kept is not None:
+            self.kept = kept_of(candidate.kept)
 
 
 @dataclass(slots=True)
@@ -158,6 +170,11 @@ class Sequence:
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
+    def reports_candidates(self) -> bool:
+        """Whether outputs have ``processed`` or ``kept``."""
+        return self.sampling.processed_logprobs or self.sampling.kept
+
+    @property
     def ends_with_next(self) -> bool:
         """Whether the sequence reaches ``max_length`` with the token that is still on the
         device."""
@@ -205,6 +222,8 @@ class TokenColumns:
     """int64; see ``Token.pos``."""
     texts: list[str | None] | None = None
     """See ``Token.text``; None if no row has text."""
+    candidates: list[Candidate | None] | None = None
+    """See ``Token.processed`` and ``Token.kept``; None if no row has these fields."""
 
     @property
     def requests(self) -> set[int]:
@@ -226,17 +245,21 @@ class TokenColumns:
             self.logprobs[rows],
             self.positions[rows],
             [self.texts[i] for i in rows] if self.texts is not None else None,
+            [self.candidates[i] for i in rows] if self.candidates is not None else None,
         )
 
     def __iter__(self) -> Iterator[TokenOutput]:
         """The rows as outputs."""
         columns = (self.tokens.tolist(), self.logprobs.tolist(), self.positions.tolist())
         texts = self.texts or [None] * len(self.sequences)
-        for s, token, logprob, pos, text in zip(self.sequences, *columns, texts, strict=True):
+        found = self.candidates or [None] * len(self.sequences)
+        rows = zip(self.sequences, *columns, texts, found, strict=True)
+        for s, token, logprob, pos, text, candidate in rows:
             output = TokenOutput.of(s, token, logprob)
             output.pos, output.top_logprobs = pos, {token: logprob}
             if text is not None:
                 output.text = text
+            output.report(candidate)
             yield output
 
 

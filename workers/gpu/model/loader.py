@@ -25,6 +25,7 @@ from .kv_cache import LayerShape
 from .ranks import Ranks
 from .special_tokens import special_tokens
 from .transformers.attention import dot_product, register
+from .weights import weights_version
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class LoadedModel:
     """The model's forward in few operations; None: the engine runs the model's own modules."""
     ranks: Ranks | None = None
     """The other ranks, if the model is spread over several."""
+    weights: str = ""
+    """The version of the weights (``weights_version``)."""
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
 
@@ -152,6 +155,7 @@ def wrap_model(
         layers=layers,
         soft_caps=any(o.softcap is not None for o in options.values()),
         decoder=None if parallel else _fused(name, model, layers, options),
+        weights=weights_version(model),
         token_size=_token_size(tokenizer, tokenizer_json),
     )
 

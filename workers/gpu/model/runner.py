@@ -13,6 +13,7 @@ from ....protocol.messages import ForwardPath
 from ..engine.packing import Mirrors, Packed, pack
 from ..engine.scheduler import Batch, Chunk
 from .backends import ForwardOptions, choose_backend
+from .cpu_native.library import instruction_set
 from .cuda.backend import CudaBackend
 from .cuda.graphs import DecodeGraphs
 from .device_queue import DeviceQueue, InlineQueue, Work
@@ -63,6 +64,7 @@ class Runner:
         )
         tensors = StepTensors(self._cache, loaded.device)
         self.backend = choose_backend(loaded, tensors, layout, options)
+        self._weights = loaded.weights
         self._longest = -(-loaded.context_length // layout.block_size)
         """Number of blocks of the longest sequence."""
         self._mirrors: Mirrors | None = None
@@ -106,6 +108,8 @@ class Runner:
             graphs=self.backend.num_graphs,
             exact=not why,
             why_not_exact=why,
+            arithmetic="" if why else instruction_set(),
+            weights=self._weights,
         )
         if self._layout.in_place or not self._traits.host_memory:
             reasons = {

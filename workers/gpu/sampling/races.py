@@ -354,11 +354,39 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return (bits + 1).view(torch.float32)
 
 
+def kept_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Whether each token may be drawn, bool ``[rows, vocab]``: bias and mask allow the token, and
+    ``top_k``, ``top_p`` and ``min_p`` leave it. The arguments are those of ``draw_tokens``."""
+    size = logits.shape[-1]
+    kept = logits > float("-inf")
+    few = (draws.top_k > 0) & (draws.top_k < size)
+    cut = ~few & ((draws.top_p < 1) | (draws.min_p > 0))
+    if cut.any():
+        which = np.flatnonzero(cut)
+        index = on_device(which, logits.device)
+        kept[index] &= _left_weights(logits[index], draws.of(which)) > 0
+    if few.any():
+        which = np.flatnonzero(few)
+        index = on_device(which, logits.device)
+        ids, weights = _likeliest_weights(logits[index], draws.of(which))
+        left = torch.zeros_like(kept[index]).scatter_(-1, ids, weights > 0)
+        kept[index] &= left
+    return kept
+
+
 # --- from the likeliest tokens --------------------------------------------------------------------
 
 
 def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch.Tensor:
     """Draws from the tokens that ``top_k``, ``top_p`` and then ``min_p`` keep."""
+    ids, kept = _likeliest_weights(logits, draws)
+    place = (kept / log_uniforms(of, step_of(ids))).argmin(-1, keepdim=True)
+    return ids.gather(-1, place).squeeze(-1)
+
+
+def _likeliest_weights(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each row ``[rows, most]``, and their weights in float64; 0 for tokens
+    that ``top_k``, ``top_p`` or ``min_p`` removes."""
     device, most = logits.device, int(draws.top_k.max())
     values, ids = likeliest(logits, most)
     by = draws.column("temperature", device)
@@ -370,8 +398,7 @@ def _from_likeliest(logits: torch.Tensor, draws: Draws, of: np.ndarray) -> torch
         kept *= summed - kept < draws.column("top_p", device) * summed[:, -1:]
     if draws.any_min_p:
         kept *= kept >= draws.column("min_p", device)
-    place = (kept / log_uniforms(of, step_of(ids))).argmin(-1, keepdim=True)
-    return ids.gather(-1, place).squeeze(-1)
+    return ids, kept
 
 
 def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,11 +62,20 @@ class RowParameters:
         """Whether any request has a ``logit_bias``, which may forbid tokens."""
         self.samplings = samplings
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
+        self.reporting = [i for i, s in enumerate(samplings) if s.processed_logprobs or s.kept]
+        """The rows whose requests ask for the distribution that their tokens are drawn from."""
         self.plain = not (self.random or self.bent)
         """Whether all rows take the most likely token of unchanged logits."""
 
     def __len__(self) -> int:
         return len(self.seeds)
+
+
+def leaves_all(s: Sampling) -> bool:
+    """Whether a random token is drawn from the model's own distribution, without a mask and
+    without a controller's bias."""
+    cut = s.top_k or s.top_p < 1 or s.min_p
+    return s.temperature == 1 and not cut and not _bends(s)
 
 
 def _bends(s: Sampling) -> bool:

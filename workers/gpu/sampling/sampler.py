@@ -19,10 +19,11 @@ import torch
 from ....protocol.sampling import Distribution, Sampling
 from ..model.device_queue import on_device
 from .biases import Bias
+from .candidates import Candidate, Candidates, greedy, packed_ids
 from .distributions import Answers, answer
 from .native_rows import reduce_rows
 from .races import PART, costs_launches, draw_tokens, likeliest
-from .row_parameters import Row, Rows
+from .row_parameters import Row, Rows, leaves_all
 
 NAN = "the model's logits contain NaN"
 INSPECTED = 5
@@ -54,6 +55,8 @@ class Sampled:
     and of the chosen token."""
     distributions: dict[int, Distribution] = field(default_factory=dict)
     """By row: the answers to the queries of controllers."""
+    candidates: dict[int, Candidate] = field(default_factory=dict)
+    """By row, if its request asks for it: the distribution that the token was drawn from."""
 
     def top_of(self, row: int) -> dict[int, float]:
         """The log-probabilities that an output of a row reports: at least the chosen token's."""
@@ -120,6 +123,8 @@ class Drawn:
     host."""
     answers: Answers | None = None
     """The answers to the queries of controllers."""
+    candidates: Candidates | None = None
+    """The distributions of the rows that report them, and are not greedy or the model's own."""
 
     def fetch(self) -> Sampled:
         """Converts the results to Python numbers. The device must have finished the copies."""
@@ -136,6 +141,8 @@ class Drawn:
             _report_likely(result, self.rows, *self.likely)
         if self.answers is not None:
             result.distributions = self.answers.fetch(result.tokens, result.logprobs)
+        if self.rows.parameters.reporting:
+            _report_candidates(result, self)
         for i in self.rows.inspected:
             mask, bias = self.rows.masks.get(i), self.rows.biases.get(i)
             if mask is not None or bias is not None:
@@ -163,7 +170,53 @@ def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn
         queries = {i: o.query for i, o in rows.options.items() if o.query is not None}
         if queries:
             drawn.answers = answer(own, drawn.tokens, queries)
+    if rows.parameters.reporting:
+        drawn.candidates = _candidates(own, drawn.tokens, rows)
     return drawn
+
+
+@torch.inference_mode()
+def _candidates(own: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> Candidates | None:
+    """The distributions that some rows report; None if all of these rows are greedy or draw from
+    the model's own distribution."""
+    parameters = rows.parameters
+    places = {row: place for place, row in enumerate(parameters.random)}
+    which = [i for i in parameters.reporting if i in places and not _is_own(rows, i)]
+    if not which:
+        return None
+    index = _ints(which, own)
+    draws = parameters.draws.of(np.array([places[i] for i in which]))
+    return Candidates.of(which, _bend(own[index], which, rows), chosen[index], draws)
+
+
+def _is_own(rows: Rows, i: int) -> bool:
+    """Whether row i draws from the model's own distribution."""
+    return i not in rows.masks and i not in rows.biases and leaves_all(rows.parameters.samplings[i])
+
+
+def _report_candidates(result: Sampled, drawn: Drawn) -> None:
+    """Reports the distribution of each row whose request asks for it."""
+    rows, found = drawn.rows, drawn.candidates
+    samplings, random = rows.parameters.samplings, set(rows.parameters.random)
+    for i in rows.parameters.reporting:
+        asked = samplings[i]
+        if i not in random:
+            result.candidates[i] = greedy(result.tokens[i], asked.processed_logprobs, asked.kept)
+            continue
+        result.candidates[i] = Candidate(
+            result.logprobs[i] if asked.processed_logprobs else None,
+            drawn.vocab if asked.kept else None,
+        )
+    if found is None:
+        return
+    for i, value, kept in zip(
+        found.rows, found.processed.tolist(), found.kept.numpy(), strict=True
+    ):
+        asked = samplings[i]
+        result.candidates[i] = Candidate(
+            value if asked.processed_logprobs else None,
+            packed_ids(kept) if asked.kept else None,
+        )
 
 
 def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:

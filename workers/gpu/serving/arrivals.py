@@ -264,6 +264,7 @@ class Arrivals:
             stream.save = message.save if isinstance(message, Generate) else None
             self._streams.finish(stream)
             return
+        stream.compute_by(engine.path)
         common = {"priority": message.priority, "client": stream.session}
         if isinstance(message, Score):
             stream.usage = engine.score(

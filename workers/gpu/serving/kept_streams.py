@@ -51,7 +51,7 @@ class KeptStreams:
         if not stream.save:
             stream.prompt = []
         self._kept[stream.request] = _Kept(stream, now)
-        self._tokens += stream.num_tokens
+        self._tokens += stream.size
         while self._kept:
             first = next(iter(self._kept.values()))
             over = len(self._kept) > MAX_STREAMS or self._tokens > MAX_TOKENS
@@ -63,4 +63,4 @@ class KeptStreams:
         """Drops the stream of a request, if it is stored."""
         kept = self._kept.pop(request, None)
         if kept is not None:
-            self._tokens -= kept.stream.num_tokens
+            self._tokens -= kept.stream.size

@@ -15,7 +15,7 @@ from ....protocol import logs
 from ....protocol.errors import Code, ServiceError, TokenbusError
 from ....protocol.logs import about
 from ....protocol.messages import Token
-from ..engine.sequence import Sequence, StepOutputs, TokenOutput
+from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
 from .kept_streams import KeptStreams
 from .metrics import WorkerMetrics
 from .recipients import Recipients
@@ -96,13 +96,17 @@ class LiveStreams:
         new: dict[Stream, list[Token]] = {}
         for output in outputs.others:
             self._add(output, new)
-        recipients = None
-        if outputs.columns is not None:
-            recipients = self._recipients_of(outputs.columns.sequences)
+        columns, recipients = outputs.columns, None
+        if columns is not None:
+            recipients = self._known(columns.sequences)
+            if recipients is None:
+                columns = self._begin(columns, new)
+        if columns is not None:
+            recipients = recipients or self._recipients_of(columns.sequences)
         if new or recipients is not None:
             self.metrics.count(new, recipients)
-            if outputs.columns is not None and recipients is not None:
-                recipients.take(outputs.columns)
+            if columns is not None and recipients is not None:
+                recipients.take(columns)
             self._deliver(new, recipients)
 
     def _add(self, output: TokenOutput, new: dict[Stream, list[Token]]) -> None:
@@ -123,14 +127,35 @@ class LiveStreams:
             output.cached_tokens = stream.usage.cached or 0
         output.stream_id, output.request, output.shortened = stream.stream_id, 0, False
         self._settle(stream)
+        stream.begin(output)
         stream.add(output)
         new.setdefault(stream, []).append(output)
 
-    def _recipients_of(self, sequences: list[Sequence]) -> Recipients | None:
-        """The recipients of rows of these sequences; None if all their streams have ended."""
+    def _begin(self, columns: TokenColumns, new: dict[Stream, list[Token]]) -> TokenColumns | None:
+        """Adds the first outputs of moved sequences, which have a span, to the new entries. Returns
+        the other rows; None if there are none."""
+        found = [(s, self._streams.get(s.request)) for s in columns.sequences]
+        begun = {
+            sequence.request
+            for sequence, stream in found
+            if stream is not None and stream.span is not None and sequence.seq not in stream.begun
+        }
+        if not begun:
+            return columns
+        rest, outputs = columns.without(begun)
+        for output in outputs:
+            self._add(output, new)
+        return rest
+
+    def _known(self, sequences: list[Sequence]) -> Recipients | None:
+        """The recipients of rows of these sequences, if the last step had the same rows."""
         for known in self._recipients.values():
             if known.sequences == sequences:
                 return known
+        return None
+
+    def _recipients_of(self, sequences: list[Sequence]) -> Recipients | None:
+        """The recipients of rows of these sequences; None if all their streams have ended."""
         found = Recipients(sequences, [self._streams.get(one.request) for one in sequences])
         if not found.streams:
             return None

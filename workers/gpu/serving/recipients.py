@@ -16,6 +16,7 @@ from ....protocol.columns import TokenColumns as ColumnsBody
 from ....protocol.columns import plain_entry, row_columns
 from ....protocol.messages import Token
 from ..engine.sequence import Sequence, TokenColumns
+from ..sampling.candidates import Candidate
 from .streams import ROW, Form, Stream, TokenMessage
 
 _ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
@@ -37,6 +38,10 @@ class _Part(NamedTuple):
     rows are sent as entries."""
     texts: bool
     """Whether any row has text."""
+    processed: bool
+    """Whether any row has ``processed``."""
+    kept: bool
+    """Whether any row has ``kept``."""
 
 
 class Recipients:
@@ -76,13 +81,21 @@ class Recipients:
         self._texts: list[str | None] = [None] * len(order)
         self._with_text = [sequences[row].with_text for row in order]
         self._sent_texts = [s.row_texts for s in compress(self._streams, self._with_text)]
+        self._candidates = [Candidate()] * len(order)
+        reporting = [sequences[row].reports_candidates for row in order]
+        self._reporting = reporting if any(reporting) else []
+        self._sent_candidates = [s.row_candidates for s in compress(self._streams, reporting)]
         self._parts: list[_Part] = []
         first = 0
         for (link, session, form, in_columns), rows in by_session.items():
             end = first + len(rows)
             body = row_columns(self._ids[first:end], self._seqs[first:end]) if in_columns else None
             texts = any(self._with_text[first:end])
-            self._parts.append(_Part(link, session, form, first, end, body, texts))
+            samplings = [sequences[row].sampling for row in order[first:end]]
+            processed = any(s.processed_logprobs for s in samplings)
+            kept = any(s.kept for s in samplings)
+            part = _Part(link, session, form, first, end, body, texts, processed, kept)
+            self._parts.append(part)
             first = end
 
     def take(self, columns: TokenColumns) -> None:
@@ -103,6 +116,16 @@ class Recipients:
             self._texts = texts if order is None else [texts[row] for row in order.tolist()]
             own = compress(self._texts, self._with_text)
             deque(map(list.append, self._sent_texts, own), maxlen=0)
+        if self._reporting:
+            self._take_candidates(columns.candidates)
+
+    def _take_candidates(self, candidates: list[Candidate | None] | None) -> None:
+        """Takes and stores the distributions of the next step's rows."""
+        assert candidates is not None
+        ordered = range(len(candidates)) if self._order is None else self._order.tolist()
+        self._candidates = [candidates[row] or Candidate() for row in ordered]
+        own = compress(self._candidates, self._reporting)
+        deque(map(list.append, self._sent_candidates, own), maxlen=0)
 
     def settle(self) -> None:
         """Stores the rows of the last steps, and their time, for the streams. Must be called before
@@ -120,7 +143,7 @@ class Recipients:
         rows = self._rows
         tokens, logprobs = rows["token"].tobytes(), rows["logprob"].tobytes()
         positions = rows["pos"].tobytes()
-        for link, session, form, first, end, body, texts in self._parts:
+        for link, session, form, first, end, body, texts, processed, kept in self._parts:
             if body is None:
                 messages[link].add(session, form, self._entries(first, end))
                 continue
@@ -129,6 +152,11 @@ class Recipients:
             body.positions = positions[4 * first : 4 * end]
             if texts:
                 body.texts = self._texts[first:end]
+            if processed:
+                values = (c.processed for c in self._candidates[first:end])
+                body.processed = np.array([*values], dtype="<f8").tobytes()
+            if kept:
+                body.kept = [c.kept for c in self._candidates[first:end]]
             messages[link].columns[session] = body
 
     def entries(self) -> dict[Stream, list[Token]]:
@@ -142,4 +170,6 @@ class Recipients:
         rows = self._rows[first:end]
         columns = [rows[name].tolist() for name in ("token", "logprob", "pos")]
         ids, seqs, texts = self._ids[first:end], self._seqs[first:end], self._texts[first:end]
-        return list(map(plain_entry, ids, *columns, seqs, texts))
+        found = self._candidates[first:end]
+        processed, kept = [c.processed for c in found], [c.kept for c in found]
+        return list(map(plain_entry, ids, *columns, seqs, texts, processed, kept))

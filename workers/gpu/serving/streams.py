@@ -17,9 +17,10 @@ from ....protocol.bodies import Encoding, encode_bodies, encode_body, error_body
 from ....protocol.columns import TokenColumns, pack_columns, plain_entry
 from ....protocol.errors import TokenbusError
 from ....protocol.header import Flag, Header, encode_header, encode_token_header
-from ....protocol.messages import Buffer, Generate, Msg, System, Token
+from ....protocol.messages import Buffer, ForwardPath, Generate, Msg, Span, System, Token
 from ....protocol.worker_messages import Journal
 from ..engine.sequence import PromptUsage
+from ..sampling.candidates import Candidate
 from .model_metrics import ModelMetrics
 
 Frames = list[bytes]
@@ -84,6 +85,8 @@ class Stream:
     """The plain tokens that were sent, as ``ROW``: 20 bytes each, and no Python objects."""
     row_texts: list[str | None] = field(default_factory=list)
     """In text mode: the text of each row."""
+    row_candidates: list[Candidate] = field(default_factory=list)
+    """If the request asks for it: the distribution of each row."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
     """All other entries that were sent, each with the number of rows before it."""
     trace: str = ""
@@ -103,6 +106,13 @@ class Stream:
     """The move of a moved stream, until the client is notified."""
     moves: int = 0
     """Number of moves of the stream before it came to this worker."""
+    span: Span | None = None
+    """How this worker computes the stream; None until the request is passed to the engine."""
+    begun: set[int] = field(default_factory=set)
+    """The sequences whose entries from this worker have begun: their span has been sent."""
+    arithmetics: set[str] = field(default_factory=set)
+    """``Span.exact`` of all workers that have computed the stream; empty strings for workers that
+    were not exact."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
@@ -124,10 +134,39 @@ class Stream:
         return msgpack | (Flag.COLUMNS if self.columns else 0) | (Flag.TEXTS if self.texts else 0)
 
     @property
+    def exact(self) -> bool:
+        """Whether all steps were exact, with the same arithmetic."""
+        return len(self.arithmetics) == 1 and "" not in self.arithmetics
+
+    def compute_by(self, path: ForwardPath) -> None:
+        """Sets how this worker computes the stream."""
+        self.span = Span(weights=path.weights, exact=path.arithmetic)
+        self.arithmetics.add(path.arithmetic)
+
+    def begin(self, entry: Token) -> None:
+        """Adds the span to the first entry of a sequence from this worker, and ``exact`` to its
+        last entry."""
+        if self.span is None:
+            return
+        if entry.seq not in self.begun:
+            self.begun.add(entry.seq)
+            entry.span = self.span
+        if entry.finish_reason is not None:
+            entry.exact = self.exact
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that were sent."""
         others = sum(entry.token is not None for _, entry in self.entries)
         return len(self.rows) // ROW.size + others
+
+    @property
+    def size(self) -> int:
+        """The memory of its entries, in tokens: the ids of five candidates count as a token."""
+        kept = sum(
+            len(c.kept) // ROW.size for c in self.row_candidates if isinstance(c.kept, bytes)
+        )
+        return self.num_tokens + kept
 
     def add(self, entry: Token) -> None:
         """Stores an entry that is sent."""
@@ -135,10 +174,15 @@ class Stream:
 
     def sent(self) -> list[Token]:
         """All entries that were sent, in order."""
-        rows = zip(ROW.iter_unpack(self.rows), self.row_texts or repeat(None), strict=False)
+        rows = zip(
+            ROW.iter_unpack(self.rows),
+            self.row_texts or repeat(None),
+            self.row_candidates or repeat(Candidate()),
+            strict=False,
+        )
         plain = [
-            plain_entry(self.stream_id, token, logprob, pos, seq, text)
-            for (token, logprob, pos, seq), text in rows
+            plain_entry(self.stream_id, token, logprob, pos, seq, text, *candidate)
+            for (token, logprob, pos, seq), text, candidate in rows
         ]
         found: list[Token] = []
         first = 0
@@ -153,6 +197,12 @@ class Stream:
         received. ``moves``: number of its moves so far."""
         self.moves = moves
         self.entries = [(0, entry) for entry in sent]
+        # A worker of an earlier release does not report spans, and may not be exact.
+        begun: set[int] = set()
+        for entry in sent:
+            if entry.span is not None or entry.seq not in begun:
+                self.arithmetics.add(entry.span.exact if entry.span is not None else "")
+            begun.add(entry.seq)
         self.move = move
         if self.num_tokens:
             # The time to first token is not counted again. The pause counts as an interval between

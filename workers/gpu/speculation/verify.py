@@ -111,6 +111,7 @@ class Verifier:
             self.sampled_tokens += 1
             output = TokenOutput.of(sequence, drawn[i], sampled.logprobs[first + i])
             output.top_logprobs = sampled.top_of(first + i)
+            output.report(sampled.candidates.get(first + i))
             if not self._live.append(sequence, output):
                 return
 

@@ -37,6 +37,12 @@ def library() -> CDLL | None:
     return found
 
 
+def instruction_set() -> str:
+    """The name of the instruction set that the native code uses, such as ``x86_64_v4``. Equal names
+    are equal bits: the order of sums depends on the instruction set only."""
+    return _processor(platform.machine())
+
+
 def _processor(machine: str) -> str:
     """The name of the instruction set for which compiled code exists and that this processor has;
     empty if there are none."""

@@ -1,0 +1,35 @@
+"""The version of a model's weights."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+HASHED = 2**24
+"""Number of elements of a weight that are hashed at a time."""
+
+
+def weights_version(model: Any) -> str:
+    """The version of the loaded weights: the first 32 hexadecimal digits of a SHA-256 of all
+    weights, with their names, types and shapes. On a model that is spread over several devices, of
+    this rank's parts.
+
+    The version is a random number if a weight has a type whose bytes cannot be read.
+    """
+    found = hashlib.sha256()
+    try:
+        for name, weight in sorted(model.state_dict().items()):
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            found.update(f"{name} {local.dtype} {tuple(local.shape)}\n".encode())
+            for part in local.detach().reshape(-1).split(HASHED):
+                found.update(part.contiguous().cpu().view(torch.uint8).numpy())
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+        log.info("the weights have a random version, because they cannot be hashed: %s", error)
+        return secrets.token_hex(16)
+    return found.hexdigest()[:32]

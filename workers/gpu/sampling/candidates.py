@@ -1,0 +1,91 @@
+"""Reports the distribution that a token was drawn from, for requests that ask for it.
+
+A trainer that learns from sampled tokens needs the log-probability of each token after bias,
+penalties, mask and temperature, and the candidates that ``top_k``, ``top_p``, ``min_p`` and the
+mask left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....protocol.sampling import MAX_KEPT
+from .races import Draws, costs_launches, kept_tokens
+
+LAUNCHED = 16
+"""Number of rows that a GPU processes at a time, which bounds the memory in float64."""
+
+
+class Candidate(NamedTuple):
+    """The report about one token, in the form of a column."""
+
+    processed: float | None = None
+    """``Token.processed``; None if the request does not ask for it."""
+    kept: int | bytes | None = None
+    """``Token.kept``: a number, or ids as u32 each; None if the request does not ask for it."""
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Reports about some rows, while they are copied to the host."""
+
+    rows: Sequence[int]
+    processed: torch.Tensor
+    """float64 ``[rows]``."""
+    kept: torch.Tensor
+    """Whether each token was left, bool ``[rows, vocab]``."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], bent: torch.Tensor, chosen: torch.Tensor, draws: Draws
+    ) -> Candidates:
+        """Computes the reports. ``bent`` ``[rows, vocab]``: the logits after biases, penalties and
+        masks. ``chosen`` ``[rows]``: the drawn tokens."""
+        step = LAUNCHED if costs_launches(bent) else 1
+        processed, kept = [], []
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            left, values = processed_logprobs(bent[part], chosen[part], draws.of(part))
+            kept.append(left.to("cpu", non_blocking=True))
+            processed.append(values.to("cpu", non_blocking=True))
+        return cls(rows, torch.cat(processed), torch.cat(kept))
+
+
+def processed_logprobs(
+    bent: torch.Tensor, chosen: torch.Tensor, draws: Draws
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of each row are left, bool ``[rows, vocab]``; and the log-probability of each
+    ``chosen`` token among them, float64 ``[rows]``. The arguments are those of ``Candidates.of``.
+
+    On a CPU, the bits of a single row do not depend on anything else.
+    """
+    kept = kept_tokens(bent, draws)
+    scaled = (bent.double() - bent.amax(-1, keepdim=True)) / draws.column(
+        "temperature", bent.device
+    ).double()
+    scaled = scaled.masked_fill_(~kept, float("-inf"))
+    if costs_launches(bent):
+        total = scaled.exp().sum(-1).log()
+    else:
+        total = torch.from_numpy(np.log(np.exp(scaled.numpy()).sum(-1)))
+    return kept, scaled.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - total
+
+
+def packed_ids(kept: np.ndarray) -> int | bytes:
+    """``Token.kept`` in the form of a column. ``kept``: whether each token was left."""
+    ids = np.flatnonzero(kept)
+    return len(ids) if len(ids) == len(kept) or len(ids) > MAX_KEPT else _u32(ids)
+
+
+def _u32(ids: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def greedy(token: int, processed: bool, kept: bool) -> Candidate:
+    """The report about a greedy token, which was the only candidate."""
+    return Candidate(0.0 if processed else None, _u32([token]) if kept else None)
