@@ -160,6 +160,7 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
                 sequence.storage,
                 sequence.error or "",
                 finish_reason(sequence),
+                UNSET if sequence.exact is None else sequence.exact,
             )
         )
     answer.usage = CompletionUsage.of(run.usage)

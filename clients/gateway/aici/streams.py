@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
 from ....protocol.errors import Code, TokenbusError
@@ -37,7 +37,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Co
 
 
 class Fork(Struct):
-    """The new part of a sequence. All fields are always present."""
+    """The new part of a sequence. All fields but ``exact`` are always present."""
 
     index: int
     text: str
@@ -45,6 +45,8 @@ class Fork(Struct):
     storage: list[Any]
     error: str
     finish_reason: str | None
+    exact: bool | UnsetType = UNSET
+    """In the last part: whether each step of the sequence was exact (``Receipt.exact``)."""
 
 
 class Usage:
@@ -148,6 +150,7 @@ class Run:
             storage=entry.storage,
             error=entry.error or "",
             finish_reason=finish_reason(entry),
+            exact=UNSET if entry.exact is None else entry.exact,
         )
 
     def _failed(self, error: TokenbusError) -> Iterable[Fork]:

@@ -121,12 +121,15 @@ class GrowingMessage:
 
     @property
     def receipt(self) -> Receipt | None:
-        """The receipt; None without a constraint."""
+        """The receipt; None before the end, or if the receipt would be empty."""
         constraint = self._prepared.constraint
-        if constraint is None or self._end is None or self._end.constraint is None:
+        if self._end is None:
             return None
-        keywords = self.checks.outcomes.get(0, {})
-        return Receipt(constraint=constraint.label, ended=self._end.constraint, keywords=keywords)
+        receipt = Receipt(exact=self._end.exact)
+        if constraint is not None and self._end.constraint is not None:
+            receipt.constraint, receipt.ended = constraint.label, self._end.constraint
+            receipt.keywords = self.checks.outcomes.get(0, {})
+        return receipt if receipt != Receipt() else None
 
     def started(self, first: Token) -> MessageAnswer:
         """The message before its first block; ``first`` is the first entry of its stream."""

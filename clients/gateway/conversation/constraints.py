@@ -38,8 +38,8 @@ def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constr
 
 
 class Receipt(Struct, kw_only=True, omit_defaults=True):
-    """The field ``tokenbus`` of an answer: the enforced constraint, and the report of its
-    controller."""
+    """The field ``tokenbus`` of an answer: the enforced constraint, the report of its controller,
+    and whether its bits are exact."""
 
     constraint: str | None = None
     """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
@@ -57,6 +57,9 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     """The error of this choice, if other choices did not fail."""
     code: str = ""
+    exact: bool | None = None
+    """Whether each step of the answer was exact: its bits do not depend on batches and workers.
+    Missing if a worker of an earlier release does not report it."""
     backtrack: int = 0
     """Number of characters that a client must remove from the text before it adds the chunk's
     text. Only in chunks."""

@@ -47,10 +47,11 @@ def receipt_of(
     ``end`` is the last entry; None: ``sequence`` has the fields of the end.
     """
     if end is not None:
-        ended, error, code = end.constraint, end.error, end.code
+        ended, error, code, exact = end.constraint, end.error, end.code, end.exact
     else:
         assert isinstance(sequence, GeneratedSequence)
         ended, error, code = sequence.constraint, sequence.error, sequence.code
+        exact = sequence.exact
     receipt = Receipt(
         constraint=constraint.label if constraint is not None and ended is not None else None,
         ended=ended,
@@ -58,6 +59,7 @@ def receipt_of(
         storage=list(sequence.storage),
         error=error or "",
         code=code or "",
+        exact=exact,
     )
     return receipt if receipt != Receipt() else None
 

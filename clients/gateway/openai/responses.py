@@ -161,6 +161,8 @@ def _usage(counter: Counter) -> ResponseUsage:
 
 def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
     receipt, constraint = job.output.receipt, job.prepared.constraint
+    if job.last is not None:
+        receipt.exact = job.last.exact
     if constraint is not None and job.last is not None and job.last.constraint is not None:
         receipt.constraint = constraint.label
         receipt.ended = job.last.constraint

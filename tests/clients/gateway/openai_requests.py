@@ -34,7 +34,7 @@ def openai_client(gateway: Gateway) -> openai.OpenAI:
 
 
 def receipt(answer: Any) -> dict[str, Any]:
-    """The receipt in a choice, a chunk's choice or a response."""
+    """The receipt in a choice, a chunk's choice or a response, without ``exact``."""
     found = (answer.model_extra or {}).get("tokenbus", {})
     assert isinstance(found, dict)
-    return found
+    return {name: value for name, value in found.items() if name != "exact"}

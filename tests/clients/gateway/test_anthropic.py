@@ -170,7 +170,10 @@ def test_a_schema_holds_the_answer(claude: Anthropic) -> None:
     )
     assert set(json.loads(text_of(message))) == {"city", "today"}
     assert message.stop_reason == "end_turn"
-    assert message.model_extra == {"tokenbus": {"constraint": "json_schema", "ended": "complete"}}
+    [receipt] = (message.model_extra or {}).values()
+    exact = receipt.pop("exact")
+    assert receipt == {"constraint": "json_schema", "ended": "complete"}
+    assert isinstance(exact, bool)
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def test_a_schema_and_tools_hold_behind_thinking(api: openai.OpenAI) -> None:
     choice = chat(api, response_format=FORMAT)
     assert choice.message.reasoning_content
     assert json.loads(choice.message.content)["n"] in (1, 2)
-    assert choice.tokenbus == {"constraint": "json_schema", "ended": "complete"}
+    assert choice.tokenbus["constraint"] == "json_schema"
+    assert choice.tokenbus["ended"] == "complete"
     for template in (BEGUN, TEMPLATE):
         named = {"type": "function", "function": {"name": "weather"}}
         called = chat(api, template, tools=TOOLS, tool_choice=named, max_completion_tokens=200)
