@@ -11,7 +11,7 @@ from tokenbus.protocol.header import Flag, Header, decode_header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.transcript import Transcript, decode_transcript
-from tokenbus.protocol.worker_messages import Heartbeat, Unregister
+from tokenbus.protocol.worker_messages import Heartbeat, LiveRequest, Unregister
 
 from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check, check_empty
@@ -276,6 +276,20 @@ def test_what_a_worker_sends_again_is_in_the_transcript_once(bench: Bench, answe
     gone(bench, "a")
     _, transcript = continued(bench, "b")
     assert transcript.entries == sent
+
+
+@pytest.mark.parametrize("step_age_s", [62.0, 1.0])
+def test_a_worker_gets_its_streams_back_unless_its_step_still_hangs(
+    bench: Bench, step_age_s: float
+) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=61.0))
+    live = [LiveRequest(request=header.request, session=header.address, stream_id=1)]
+    answer = bench.worker("a", live=live, step_age_s=step_age_s)
+    hangs = step_age_s > 60
+    assert answer.wanted == ([] if hangs else [header.request])
+    assert answer.unknown == ([header.request] if hangs else [])
 
 
 def test_a_hung_worker_loses_its_streams_and_gets_no_more_until_it_goes_on(bench: Bench) -> None:
