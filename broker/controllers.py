@@ -164,7 +164,8 @@ class Controllers:
         name = request.controller
         request.steered.served_as = name if name in worker.patterns else ANY_MODULE
         sent_by = encode_header(request.id, request.worker.id)
-        given = (b"START", sent_by, body, request.session.tenant)
+        session = b"%x" % request.session.id
+        given = (b"START", sent_by, body, request.session.tenant, session)
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def on_start(self, worker: Worker, frames: list[bytes]) -> None:

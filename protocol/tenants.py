@@ -8,7 +8,8 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
-    The tenant is the last attachment of a ``START`` and of a message for the store of modules. If
+    The tenant is the last attachment of a message for the store of modules, and the first of a
+    ``START``, which the id of the session follows (``owner_of``). If
     the tenant has a key, it is also the last attachment of a ``VARIABLE``. In a message for the
     store, ``quota_bytes`` is the quota of the store. In a ``VARIABLE``, it is the quota of
     variables.
@@ -28,3 +29,10 @@ class Tenant(NamedTuple):
         """The tenant in an attachment; raises ValueError if it is not valid."""
         key, _, quota = attachment.decode().partition(" ")
         return cls(key, int(quota) if quota else None)
+
+
+def owner_of(attachments: list[bytes]) -> str:
+    """The owner of a request's guests, from the attachments of a ``START``: its tenant, or its
+    session if clients do not have keys. Raises ValueError if they are not valid."""
+    tenant = attachments[0].decode()
+    return tenant or " ".join(["session", *(each.decode() for each in attachments[1:2])])

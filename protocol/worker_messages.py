@@ -280,7 +280,8 @@ class Replay(Struct, array_like=True):
 class Start(Struct, kw_only=True, omit_defaults=True):
     """``START``: start the controller of a request, with sequence 0.
 
-    From a GPU worker; the broker chooses the controller worker and attaches the client's tenant.
+    From a GPU worker; the broker chooses the controller worker and attaches the client's tenant and
+    its session.
     """
 
     controller: str

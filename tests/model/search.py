@@ -20,6 +20,7 @@ import functools
 import itertools
 import logging
 import multiprocessing as mp
+import random
 import sys
 import time
 import traceback
@@ -224,6 +225,32 @@ def play(
     return failures, run.touched, ""
 
 
+def sample(seed: int, failures: int, brokers: int) -> str:
+    """Plays a random run with this number of failures, and the runs that lead to it; returns the
+    violation, or ``""``."""
+    draw = random.Random(seed)
+    chosen: tuple[Failure, ...] = ()
+    for number in range(failures + 1):
+        _, touched, violation = play(chosen, brokers)
+        if violation:
+            return f"{chosen}\n{violation}"
+        following = list(choices(touched, chosen[-1] if chosen else None, brokers))
+        if number == failures or not following:
+            break
+        chosen = (*chosen, draw.choice(following))
+    return ""
+
+
+def search_samples(
+    samples: int, failures: int, processes: int, brokers: int
+) -> tuple[int, bool, list[str]]:
+    """Plays random runs, as ``search`` plays all."""
+    one = functools.partial(sample, failures=failures, brokers=brokers)
+    with mp.Pool(processes) as pool:
+        found = pool.map(one, range(samples), chunksize=16)
+    return samples, True, list(filter(None, found))
+
+
 def search(
     failures: int, seconds: float, processes: int, brokers: int
 ) -> tuple[int, bool, list[str]]:
@@ -255,12 +282,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
     parser.add_argument("--brokers", type=int, default=1, help="brokers, 1 or 2 (default: 1)")
+    parser.add_argument("--samples", type=int, default=0, help="play random runs only")
     parser.add_argument("--seconds", type=float, default=600, help="time limit (default: 600)")
     parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")
     given = parser.parse_args()
-    count, complete, violations = search(
-        given.failures, given.seconds, given.processes, given.brokers
-    )
+    if given.samples:
+        count, complete, violations = search_samples(
+            given.samples, given.failures, given.processes, given.brokers
+        )
+    else:
+        count, complete, violations = search(
+            given.failures, given.seconds, given.processes, given.brokers
+        )
     for violation in itertools.islice(violations, 5):
         print(violation)
     print(f"{count} runs, {len(violations)} violations{'' if complete else ', not complete'}")

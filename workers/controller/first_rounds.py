@@ -65,7 +65,7 @@ class FirstRounds:
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
-            program: Program = self._programs.get(tenant, start.controller)
+            program: Program = self._programs.get(tenant, start.controller, group.owner)
             if start.healed is not None:
                 program = HealingProgram(program, start.healed)
             group.meter = self._meters.of(start.controller, tenant)

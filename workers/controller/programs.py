@@ -29,9 +29,10 @@ class Programs:
         self._store = store
         self._constraints = constraints
 
-    def get(self, tenant: str, name: str) -> Program:
-        """The program with this name; raises RequestError if the name is unknown."""
-        served = self._runtime.served(tenant, name)
+    def get(self, tenant: str, name: str, owner: str) -> Program:
+        """The program with this name; raises RequestError if the name is unknown. ``owner``: the
+        tenant, or a session without a key, whose guests are separate from those of others."""
+        served = self._runtime.served(owner, name)
         if served is not None:
             return served
         if self._store is None:
@@ -44,7 +45,7 @@ class Programs:
         if constraint is not None:
             return constraint
         module = self._store.resolve(tenant, name)
-        return self._runtime.program(tenant, module, partial(self._store.load, module))
+        return self._runtime.program(owner, module, partial(self._store.load, module))
 
     def missing_layers(self) -> list[str]:
         """Calls ``GuestRuntime.missing_layers``."""

@@ -37,17 +37,17 @@ class GuestRuntime(Protocol):
     def names(self) -> Iterable[str]:
         """The names of the controllers that the operator serves."""
 
-    def served(self, tenant: str, name: str) -> Program | None:
-        """The factory of controllers that the operator serves with this name, for a tenant; None
+    def served(self, owner: str, name: str) -> Program | None:
+        """The factory of controllers that the operator serves with this name, for an owner; None
         if the name is not one of ``names``."""
 
     def missing_layers(self) -> list[str]:
         """The layers of isolation that guests lack, with the reasons. May wait until a process has
         found them. Trusted controllers need none."""
 
-    def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
-        """The factory of controllers of a tenant's module. ``module`` is the module's id;
-        ``load`` reads its compiled form."""
+    def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
+        """The factory of controllers of a module for an owner of guests. ``module`` is the module's
+        id; ``load`` reads its compiled form."""
 
     def tick(self) -> None:
         """Enforces time limits. Called every millisecond while rounds or starts run, and every 0.25
@@ -75,16 +75,16 @@ class ThreadRuntime:
         """The names of the controllers that the operator serves."""
         return self._given
 
-    def served(self, tenant: str, name: str) -> Program | None:
-        """The program with this name, which all tenants share."""
+    def served(self, owner: str, name: str) -> Program | None:
+        """The program with this name, which all owners share."""
         return self._given.get(name)
 
     def missing_layers(self) -> list[str]:
         """That guests are not in processes of their own."""
         return [] if self._given else ["processes of their own (guest_processes is 0)"]
 
-    def program(self, tenant: str, module: str, load: Callable[[], Loaded]) -> Program:
-        """The program of a module, which all tenants share."""
+    def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
+        """The program of a module, which all owners share."""
         program = self._programs.get(module)
         if program is None:
             program = program_of(self._engine, load())

@@ -87,7 +87,7 @@ class SequenceGroup:
         self._perform = perform
         self.meter = Meter()
         """The meter of the request's controller."""
-        self.tenant = ""
+        self.tenant = self.owner = ""
         """The key of the request's tenant; the worker sets it before the first round."""
         self.memory: TenantMemory | None = None
         """The memory share of the tenant; the worker sets it before the first round."""

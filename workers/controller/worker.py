@@ -33,7 +33,7 @@ from ...protocol.messages import (
 )
 from ...protocol.metrics import Series
 from ...protocol.settings import Settings
-from ...protocol.tenants import Tenant
+from ...protocol.tenants import Tenant, owner_of
 from ...protocol.worker_messages import (
     ANY_MODULE,
     End,
@@ -331,10 +331,13 @@ class ControllerWorker:
         if elsewhere and len(self._groups) >= self._settings.controller_capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
             return
-        self._start(header, start, message.attachments[0].decode(), message.link)
+        tenant, owner = message.attachments[0].decode(), owner_of(message.attachments)
+        self._start(header, start, (tenant, owner), message.link)
 
-    def _start(self, header: Header, start: Start, tenant: str, link: int) -> None:
-        """Gets the vocabulary, then creates the controller and runs its first round."""
+    def _start(self, header: Header, start: Start, client: tuple[str, str], link: int) -> None:
+        """Gets the vocabulary, then creates the controller and runs its first round. ``client``:
+        the tenant of the request, and the owner of its guests."""
+        tenant, owner = client
         group = SequenceGroup(
             header.request,
             header.address,
@@ -347,7 +350,7 @@ class ControllerWorker:
             start.attempt,
         )
         self._end(link, header.request)
-        group.tenant, group.memory = tenant, self._guest_memory.of(tenant)
+        group.tenant, group.owner, group.memory = tenant, owner, self._guest_memory.of(owner)
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)

@@ -21,6 +21,8 @@ AREA_BYTES = 1024 * 1024
 MASK_BYTES = 2 * 1024 * 1024
 """Bytes of the area of masks, or of one mask and a bias. Unused pages do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
+KEPT_BYTES = 64 * 1024
+"""Size of a part after which the memory of both areas is freed, in bytes."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 128 * 1024 * 1024
@@ -90,6 +92,8 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(self._mine, select.POLLIN)
         self._closed = False
+        self._largest = 0
+        """Bytes of the largest part since the memory was freed."""
 
     def send(self, message: bytes) -> None:
         """Sends a message. Raises ChannelClosed if the channel is closed."""
@@ -116,6 +120,7 @@ class Channel:
             self._wait()
             size, more = _PART.unpack_from(self._head, self._in_at)
             total += size
+            self._largest = max(self._largest, size)
             if size > AREA_BYTES or total > self._max_received:
                 raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
             part = bytes(self._in[:size])
@@ -136,6 +141,15 @@ class Channel:
     def current(self, number: int) -> None:
         self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
 
+    def shrink(self, *, masks: bool) -> None:
+        """Frees the memory of the areas after a large message, and that of the masks if ``masks``
+        is true. Called by the worker between requests; the memory then has zeros."""
+        if masks:
+            self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
+        elif self._largest > KEPT_BYTES:
+            self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, 2 * AREA_BYTES)
+        self._largest = 0
+
     def close(self) -> None:
         """Ends the channel: ChannelClosed is raised in a thread that waits, or waits later. Any
         thread may call this method."""
@@ -152,6 +166,7 @@ class Channel:
             self._mine = self._theirs = -1
 
     def _put(self, part: bytes, more: int) -> None:
+        self._largest = max(self._largest, len(part))
         self._out[: len(part)] = part
         _PART.pack_into(self._head, self._out_at, len(part), more)
         if self._closed:

@@ -23,7 +23,7 @@ from ..limits import Limits
 from ..pool import freeing_slot
 from ..variable_calls import VariablesMark
 from . import messages
-from .channel import MAX_REASON, Channel, ChannelClosed, ChannelFiles
+from .channel import MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
 from .launcher import Spawned
 from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MAX_CHANNELS = 300
 """Maximum number of simultaneous requests of a process. All waiting jobs of a pool may have a
 request."""
+MAX_WARM = 4
+"""Maximum number of free channels that keep their memory."""
 GRACE_S = 1.0
 """CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
 stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
@@ -150,6 +152,7 @@ class GuestProcess:
         try:
             yield channel
         finally:
+            channel.shrink(masks=len(self._free) >= MAX_WARM)
             with self._lock:
                 self._running.pop(channel, None)
                 self._free.append(channel)
@@ -294,7 +297,28 @@ class GuestProcess:
 
     def _new_channel(self) -> Channel | None:
         """A channel that the process is to receive; None if the process has not received the
-        channels before. Called under the lock, for which the watchdog waits."""
+        channels before, or if its tenant has no memory left for more than one channel. Raises
+        ControllerError if there is no memory for one. Called under the lock, for which the watchdog
+        waits."""
+        if self._memory is not None:
+            try:
+                self._memory.take(SHARED_BYTES)
+            except ControllerError:
+                if self._channels:
+                    return None
+                raise
+        try:
+            made = self._sent_channel()
+        except BaseException:
+            self._give_back_channel()
+            raise
+        if made is None:
+            self._give_back_channel()
+        else:
+            self._channels.append(made)
+        return made
+
+    def _sent_channel(self) -> Channel | None:
         files = ChannelFiles.make()
         try:
             socket.send_fds(self._control, [b"c"], files)
@@ -304,9 +328,11 @@ class GuestProcess:
             if isinstance(error, BlockingIOError):
                 return None
             raise GuestDied("its socket is closed") from None
-        channel = Channel(files, guest=False)
-        self._channels.append(channel)
-        return channel
+        return Channel(files, guest=False)
+
+    def _give_back_channel(self) -> None:
+        if self._memory is not None:
+            self._memory.give_back(SHARED_BYTES)
 
     def _check(self, running: _Running, now_s: float) -> None:
         try:
@@ -352,6 +378,7 @@ class GuestProcess:
             for channel in self._free:
                 self._channels.remove(channel)
                 channel.free()
+                self._give_back_channel()
             self._free.clear()
             if not self._channels and self._pidfd >= 0:
                 os.close(self._pidfd)

@@ -19,8 +19,6 @@ from .system_calls import ARCHITECTURE, COLUMN, program
 
 MAX_FILES = 1024
 """Maximum descriptors of a guest process. Each channel has two."""
-MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a file. wasmtime stores the initial memory of a module in a file in memory."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -98,7 +96,7 @@ def drop_rights(
     the new user of the process; None: its user does not change."""
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     layers: list[Callable[[], str]] = [
         lambda: _change_user(user) if user is not None else "",
         _no_capabilities,

@@ -32,11 +32,6 @@ ALLOWED = {
     "madvise": (28, 233),
     "brk": (12, 214),
     "membarrier": (324, 283),
-    # The file in memory in which wasmtime keeps the initial memory of a module.
-    "memfd_create": (319, 279),
-    "ftruncate": (77, 46),
-    "pwrite64": (18, 68),
-    "lseek": (8, 62),
     # Threads.
     "set_robust_list": (273, 99),
     "rseq": (334, 293),
@@ -69,6 +64,9 @@ CLONE = (56, 220)
 CLONE_THREAD = 0x0001_0000
 CLONE3 = (435, 435)
 """Refused with ENOSYS, because seccomp cannot read its arguments: libc then uses ``clone``."""
+MEMFD_CREATE = (319, 279)
+"""Refused with ENOSYS, because no limit counts files in memory. wasmtime then copies the initial
+memory of a module into each instance."""
 TGKILL = (234, 131)
 """May send signals only to the process itself, as abort() does."""
 FCNTL = (72, 25)
@@ -79,8 +77,6 @@ FCNTL_COMMANDS = (
     fcntl.F_SETFD,
     fcntl.F_GETFL,
     fcntl.F_DUPFD_CLOEXEC,
-    fcntl.F_ADD_SEALS,
-    fcntl.F_GET_SEALS,
 )
 
 _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
@@ -116,7 +112,8 @@ def program(pid: int) -> bytes:
     made += _conditional(TGKILL[COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
     commands = [(_EQUAL, 0, 1, command) for command in FCNTL_COMMANDS]
     made += _conditional(FCNTL[COLUMN], _SECOND_AT, commands)
-    made += [(_EQUAL, 0, 1, CLONE3[COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    for absent in (CLONE3, MEMFD_CREATE):
+        made += [(_EQUAL, 0, 1, absent[COLUMN]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     made.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
     return b"".join(struct.pack("=HBBI", *one) for one in made)
 

@@ -37,6 +37,28 @@ def test_a_message_arrives_and_is_answered(size: int) -> None:
     thread.join()
 
 
+def test_memory_is_free_after_a_large_message() -> None:
+    files = ChannelFiles.make()
+    memory = os.dup(files.memory)
+    copied = ChannelFiles(*map(os.dup, files))
+    worker, guest = Channel(files, guest=False), Channel(copied, guest=True)
+    worker.send(bytes(100))
+    assert guest.receive() == bytes(100)
+    worker.shrink(masks=False)
+    small = os.fstat(memory).st_blocks
+    assert small > 0
+    worker.send(b"x" * AREA_BYTES)
+    assert guest.receive() == b"x" * AREA_BYTES
+    guest.masks[:] = b"x" * len(guest.masks)
+    before = os.fstat(memory).st_blocks
+    worker.shrink(masks=False)
+    assert os.fstat(memory).st_blocks <= before - AREA_BYTES // 512
+    worker.shrink(masks=True)
+    assert os.fstat(memory).st_blocks <= small
+    guest.send(b"after")
+    assert worker.receive() == b"after"
+
+
 def test_masks_are_shared() -> None:
     worker, guest = both_sides()
     guest.masks[100:104] = b"mask"

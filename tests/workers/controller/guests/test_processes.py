@@ -16,6 +16,7 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests.channel import SHARED_BYTES
 from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
@@ -376,6 +377,32 @@ def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None
     with pytest.raises(ControllerError, match="a client may have as much as it leaves free"):
         _sequences(runtime, memory, 200)
     os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
+    runtime: Runtime,
+) -> None:
+    memory = GuestMemory(8 * SHARED_BYTES + 16 * 1024 * 1024)
+    sequence = Sequence(runtime.program(CALM, "counted"), memory=memory)
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    before = memory.used
+    with process.channel(), process.channel():
+        assert memory.used == before + SHARED_BYTES
+        waiting = threading.Event()
+
+        def take_all() -> None:
+            with contextlib.ExitStack() as stack, contextlib.suppress(GuestDied):
+                for _ in range(9):
+                    stack.enter_context(process.channel())
+            waiting.set()
+
+        threading.Thread(target=take_all, daemon=True).start()
+        until(lambda: len(process._channels) >= 3, 60, "further channels")
+        assert len(process._channels) < 9
+        assert not waiting.is_set()
+        process.kill("the test ends it")
+        assert waiting.wait(60)
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
 
 

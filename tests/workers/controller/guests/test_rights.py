@@ -20,6 +20,7 @@ from tokenbus.workers.controller.guests.system_calls import (
     CLONE,
     CLONE3,
     FCNTL,
+    MEMFD_CREATE,
     MMAP,
     TGKILL,
 )
@@ -91,6 +92,18 @@ print(json.dumps({name: tried(act) for name, act in tries.items()}))
     assert set(tries.values()) == {"EPERM"}
 
 
+def test_a_file_that_a_guest_process_received_cannot_grow() -> None:
+    assert in_a_process("""
+memory = os.memfd_create("channel")
+os.ftruncate(memory, 4096)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+rights.drop_rights()
+print(json.dumps([tried(lambda: os.write(memory, bytes(1))),
+                  tried(lambda: os.ftruncate(memory, 8192)),
+                  tried(lambda: os.memfd_create("more"))]))
+""") == ["EFBIG", "EPERM", "ENOSYS"]
+
+
 def test_a_guest_process_starts_threads_and_uses_memory() -> None:
     assert in_a_process("""
 rights.drop_rights()
@@ -141,7 +154,7 @@ rights.drop_rights()
 print(json.dumps([called(number, -1, -1, -1, -1, -1, -1) for number in {others}]))
 """)
     odd = {number: said for number, said in zip(others, refused, strict=True) if said != "EPERM"}
-    assert odd == {CLONE3[0]: "ENOSYS"}
+    assert odd == {CLONE3[0]: "ENOSYS", MEMFD_CREATE[0]: "ENOSYS"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")

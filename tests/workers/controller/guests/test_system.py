@@ -13,7 +13,7 @@ import pytest
 from tokenbus.clients.cli.status import isolation_lines
 
 from ....processes import Bus, until
-from ....worlds.killed_workers import BOUND_S, System
+from ....worlds.killed_workers import BOUND_S, PROMPT, System
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,12 @@ def test_guest_processes_end_with_their_worker(system: System) -> None:
     until(lambda: not Path(f"/proc/{pid}").exists(), BOUND_S, "the process has ended")
     system.with_controllers(1)
     system.check_ends(reader)
+
+
+def test_sessions_without_keys_have_processes_of_their_own(system: System) -> None:
+    readers = system.streams(2, retry_s=0)
+    with system.bus.client() as client:
+        stream = client.generate(PROMPT, controller="calm", max_tokens=20, retry_s=0)
+        stream.wait()
+        assert len(guests(system)) == 2
+    system.check_ends(*readers)
