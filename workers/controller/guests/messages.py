@@ -15,7 +15,7 @@ from ....protocol.sampling import Distribution, Override, Query, TokenId
 from ..limits import Limits
 from ..wasm.aici_storage import NAME_BYTES
 
-Count = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
+Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 """CPU time, which counts towards the tenant's share of the threads."""
 VariableName = Annotated[str, Meta(max_length=NAME_BYTES)]
