@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 
 from ...protocol.messages import MAX_BODY_BYTES
+from .content_encoding import decoder_of
 from .context import gateway_of
 from .errors import ApiError
 from .idempotency import HEADER, LAST_EVENT, current_named
@@ -35,8 +37,9 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request. Raises ApiError 413 if the body is longer than ``limit`` bytes, and
-    UnavailableError if the gateway's memory for bodies is used up."""
+    """The body of a request, decompressed. Raises ApiError 413 if the body is longer than ``limit``
+    bytes, 415 if its encoding is unknown, and UnavailableError if the gateway's memory for bodies
+    is used up."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -46,7 +49,7 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     shares = gateway.shares
     named = gateway.named.of(request.headers.get(HEADER), request.headers.get(LAST_EVENT))
     try:
-        async for part in request.stream():
+        async for part in _decoded(request):
             size += len(part)
             if size > limit:
                 raise _too_large(size, limit)
@@ -59,6 +62,17 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         named.read(request.url.path, body)
         current_named.set(named)
     return body
+
+
+async def _decoded(request: Request) -> AsyncIterator[bytes]:
+    """The parts of a body after decompression. Other requests run between the pieces of a part."""
+    decoder = decoder_of(request.headers.get("content-encoding", ""))
+    async for part in request.stream():
+        for number, piece in enumerate(decoder.pieces(part)):
+            if number:
+                await asyncio.sleep(0)
+            yield piece
+    decoder.end()
 
 
 async def read_body(request: Request, kind: type[B], ignored: Ignored | None = None) -> B:
