@@ -78,6 +78,10 @@ class GeneratedSequence:
         """The sum of the log-probabilities of all tokens."""
         return sum(self.logprobs)
 
+    def append_text(self, place: int, text: str) -> None:
+        """Adds text to that of the token at ``place``."""
+        self._pieces[place] += text
+
     def _fork(self, number: int, at: int) -> GeneratedSequence:
         return GeneratedSequence(
             number,

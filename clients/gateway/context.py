@@ -10,6 +10,7 @@ from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .idempotency import NamedRequests
 from .models import ModelTable
+from .stored_items import StoredItems
 from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
@@ -30,6 +31,7 @@ class Gateway:
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
+        self.stored_items = StoredItems()
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""
         self.draining = False

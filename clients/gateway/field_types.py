@@ -32,6 +32,8 @@ MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
 MaxThinkingTokens = Annotated[int, Meta(ge=0)]
 RestOfContext = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
 """A maximum of tokens, or -1 for the rest of the context."""
+PromptTokens = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
+"""A number of tokens at the end of a prompt, or -1 for as many as fit into the context."""
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
 MaybeStop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 """A stop string; an empty one has no effect."""

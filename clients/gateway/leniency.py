@@ -39,6 +39,7 @@ _OPENAI = {
     "max_tool_calls",
     "stream_options",
     "include_obfuscation",
+    "client_metadata",
 }
 _SENT_BACK = {
     "annotations",

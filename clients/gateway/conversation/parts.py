@@ -82,6 +82,17 @@ class Rendering:
 
 
 @dataclass
+class Fitting:
+    """How a prompt is shortened."""
+
+    reserve: int | None = None
+    """Leave out the oldest turns, so that the context has room for this number of further tokens;
+    None: a conversation that does not fit is refused."""
+    last_tokens: int | None = None
+    """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
+
+
+@dataclass
 class AnswerRules:
     """The requested form of an answer."""
 
@@ -109,6 +120,7 @@ class Conversation:
     tools: list[Tool] = field(default_factory=list)
     rules: AnswerRules = field(default_factory=AnswerRules)
     rendering: Rendering = field(default_factory=Rendering)
+    fitting: Fitting = field(default_factory=Fitting)
 
     @property
     def offered(self) -> list[Tool]:

@@ -15,9 +15,9 @@ from ..models import ServedModel
 from ..templates import template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
-from .rendering import prompt_ids
 from .schemas import Checked, Checks, enforceable
 from .tools import Calling, calling
+from .truncation import fitting_ids
 
 WITH_PARTS = frozenset(
     ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
@@ -47,7 +47,7 @@ async def prepare(
     model = await gateway.models.get(name)
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)
-    ids = await prompt_ids(gateway, model, conversation, ignored)
+    ids = await fitting_ids(gateway, model, conversation, ignored)
     checked: dict[str, Checked] = {}
     if called is not None:
         loose = {tool.name for tool in conversation.tools if not tool.strict}

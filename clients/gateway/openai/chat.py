@@ -65,6 +65,8 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     counter = Counter()
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
+    # The names of special tokens inside an answer with parts would be read as tags.
+    generations.shown = body.shown_text(prepared.model, special=prepared.form is None)
     return ChatJob(body, prepared, generations, counter)
 
 
@@ -118,6 +120,10 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
         tops = job.body.top_logprobs or 0
         logprobs = ChatLogprobs(token_logprobs(job.prepared.model, Sampled.of(sequence), tops))
     message = message_of(job.prepared, sequence)
+    called = message.tool_calls is not UNSET
+    if job.body.functions and message.tool_calls is not UNSET:
+        message.function_call = message.tool_calls[0].function
+        message.tool_calls = UNSET
     receipt = receipt_of(job.prepared.constraint, sequence, None)
     if receipt is not None:
         receipt.keywords = job.prepared.checks.outcomes.get(sequence.seq, {})
@@ -125,7 +131,7 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
         sequence.seq,
         message,
         logprobs,
-        finish_reason(sequence.finish_reason, message.tool_calls is not UNSET),
+        finish_reason(sequence.finish_reason, called, older=bool(job.body.functions)),
         receipt or UNSET,
     )
 
@@ -149,9 +155,9 @@ def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessa
 
 
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:
-    chunks = ChatChunks(job.id, job.created, job.body, job.prepared)
+    chunks = ChatChunks(job.id, job.created, job.body, job.prepared, job.counter)
     async for _, entries in job.generations.batches():
         await job.prepared.checks.read(entries)
         if part := chunks.write(entries):
             yield part
-    yield chunks.end(job.counter)
+    yield chunks.end()

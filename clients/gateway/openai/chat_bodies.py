@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema
-from ..conversation.parts import Conversation, Rendering
+from ..conversation.parts import Conversation, Fitting, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import (
@@ -56,8 +56,12 @@ class NamedTool(Body, tag="function", tag_field="type"):
 
 def to_tools(given: list[ChatTool] | None) -> list[Tool]:
     """The functions of a request."""
-    functions = [tool.function for tool in given or ()]
-    return [Tool(f.name, f.description, f.parameters, f.strict) for f in functions]
+    return [to_tool(tool.function) for tool in given or ()]
+
+
+def to_tool(function: FunctionTool) -> Tool:
+    """A function as a tool of the conversation."""
+    return Tool(function.name, function.description, function.parameters, function.strict)
 
 
 class TemplateFields(Protocol):
@@ -94,6 +98,10 @@ class ChatRequest(SampledRequest, kw_only=True):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Default: ``auto``."""
+    functions: list[FunctionTool] | None = None
+    """The older form of ``tools``. The answer then has ``function_call``."""
+    function_call: Literal["none", "auto"] | FunctionChoice | None = None
+    """The older form of ``tool_choice``."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
     modalities: list[Literal["text"]] | None = None
@@ -126,6 +134,9 @@ class ChatRequest(SampledRequest, kw_only=True):
             raise invalid_field(
                 "top_logprobs", "top_logprobs is given without logprobs; set it to true"
             )
+        if self.functions and self.tools:
+            raise invalid_field("functions", "functions is the older form of tools; give one")
+        check_max_tokens("truncate_prompt_tokens", self.truncate_prompt_tokens)
         check_max_tokens("max_tokens", self.max_tokens)
         check_max_tokens("max_completion_tokens", self.max_completion_tokens)
         both = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -138,15 +149,27 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     def to_conversation(self) -> Conversation:
         """The conversation to continue. Raises ApiError 400."""
-        choice = self.tool_choice
-        named = f":{choice.function.name}" if isinstance(choice, NamedTool) else choice
         tools = to_tools(self.tools)
-        rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
+        parallel = self.parallel_tool_calls
+        if self.functions:
+            tools = [to_tool(function) for function in self.functions]
+            parallel = False
+        rules = self.answer_rules(self._choice, parallel, bool(tools))
         rules.max_thinking_tokens = self.max_thinking_tokens
         rules.separate_reasoning = self.separate_reasoning is not False
         rendering = rendering_of(self)
         rendering.effort = self.reasoning_effort
-        return Conversation(to_turns(self.messages), tools, rules, rendering)
+        fitting = Fitting(last_tokens=self.truncate_prompt_tokens)
+        return Conversation(to_turns(self.messages), tools, rules, rendering, fitting)
+
+    @property
+    def _choice(self) -> str | None:
+        """Which function the answer calls, as in ``AnswerRules``."""
+        if isinstance(self.tool_choice, NamedTool):
+            return f":{self.tool_choice.function.name}"
+        if isinstance(self.function_call, FunctionChoice):
+            return f":{self.function_call.name}"
+        return self.tool_choice or self.function_call
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
@@ -186,6 +209,8 @@ class AnsweredMessage(Struct):
     reasoning_content: str | UnsetType = UNSET
     """The thinking, if the model's template supports it."""
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    function_call: AnsweredFunction | UnsetType = UNSET
+    """The call, if the request has ``functions``."""
 
 
 class ChatChoice(Struct):
@@ -195,7 +220,7 @@ class ChatChoice(Struct):
     message: AnsweredMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    """``stop``, ``length``, ``tool_calls`` or ``error``."""
+    """``stop``, ``length``, ``tool_calls``, ``function_call`` or ``error``."""
     tokenbus: Receipt | UnsetType = UNSET
 
 
@@ -234,6 +259,7 @@ class Delta(Struct):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

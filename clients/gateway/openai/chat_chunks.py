@@ -29,6 +29,7 @@ class ChatChunks:
         created: int,
         body: ChatRequest,
         prepared: Prepared,
+        counter: Counter,
     ) -> None:
         self._id = id
         self._created = created
@@ -39,6 +40,11 @@ class ChatChunks:
         self._form = prepared.form
         self._answers: dict[int, Answer] = {}
         self._choices = GrowingChoices(prepared.form)
+        self._older = bool(body.functions)
+        """Whether calls have the older form, ``function_call``."""
+        self._counter = counter
+        self._continuous = body.continuous_usage
+        """Whether every chunk has the usage so far."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._plain = prepared.constraint is None and self._tops is None
         """Whether all entries before the last have only text."""
@@ -74,7 +80,7 @@ class ChatChunks:
             parts += self._deltas(seq, text)
         return b"".join(parts)
 
-    def end(self, counter: Counter) -> bytes:
+    def end(self) -> bytes:
         """The usage, if requested, and the end of the stream."""
         if self._usage is UNSET:
             return DONE
@@ -84,7 +90,7 @@ class ChatChunks:
             self._created,
             self._model.name,
             [],
-            counter.usage(),
+            self._counter.usage(),
         )
         return event(chunk) + DONE
 
@@ -96,13 +102,15 @@ class ChatChunks:
         return first
 
     def _text(self, seq: int, text: str) -> bytes:
+        if self._continuous:
+            return self._chunk(seq, Delta(content=text))
         return self._heads[seq] + encode(text) + self._tail
 
     def _deltas(self, seq: int, text: str) -> list[bytes]:
         """The chunks of further text of a choice."""
         if self._form is None:
             return [self._text(seq, text)] if text else []
-        return [self._chunk(seq, _delta(piece)) for piece in self._of(seq).feed(text)]
+        return [self._chunk(seq, self._delta(piece)) for piece in self._of(seq).feed(text)]
 
     def _whole(self, entry: Token, text: str, removed: int, choice: GrowingChoice) -> bytes:
         """The chunks of an entry with more than text."""
@@ -118,10 +126,10 @@ class ChatChunks:
             pieces = answer.feed(text)
             if entry.finish_reason is not None:
                 pieces += answer.end()
-            deltas = [_delta(piece) for piece in pieces]
+            deltas = [self._delta(piece) for piece in pieces]
             called = answer.called
         if entry.finish_reason is not None:
-            reason = finish_reason(entry.finish_reason, called)
+            reason = finish_reason(entry.finish_reason, called, self._older)
             receipt = receipt_of(self._constraint, choice, entry)
             if receipt is not None:
                 receipt.keywords = self._checks.outcomes.get(entry.seq, {})
@@ -165,19 +173,21 @@ class ChatChunks:
             self._created,
             self._model.name,
             [choice],
-            self._usage,
+            self._counter.usage() if self._continuous else self._usage,
         )
         return event(chunk)
 
-
-def _delta(piece: Piece) -> Delta:
-    match piece.part:
-        case Text():
-            return Delta(content=piece.text)
-        case Thinking():
-            return Delta(reasoning_content=piece.text)
-        case Call(id, name) if piece.begins:
-            delta = CallDelta(piece.number, FunctionDelta("", name), id, "function")
-            return Delta(tool_calls=[delta])
-        case Call():
-            return Delta(tool_calls=[CallDelta(piece.number, FunctionDelta(piece.text))])
+    def _delta(self, piece: Piece) -> Delta:
+        match piece.part:
+            case Text():
+                return Delta(content=piece.text)
+            case Thinking():
+                return Delta(reasoning_content=piece.text)
+            case Call(id, name):
+                function = FunctionDelta("", name) if piece.begins else FunctionDelta(piece.text)
+                if self._older:
+                    return Delta(function_call=function)
+                delta = CallDelta(piece.number, function)
+                if piece.begins:
+                    delta.id, delta.type = id, "function"
+                return Delta(tool_calls=[delta])

@@ -33,10 +33,13 @@ class Indexes:
         return number
 
 
-def finish_reason(reason: str | None, called: bool = False) -> str:
-    """OpenAI's name of a finish reason. ``called``: the sequence has called a tool."""
+def finish_reason(reason: str | None, called: bool = False, older: bool = False) -> str:
+    """OpenAI's name of a finish reason. ``called``: the sequence has called a tool. ``older``: the
+    request has the older form of tools, ``functions``."""
     name = FINISH_REASONS.get(reason or "", "stop")
-    return "tool_calls" if called and name == "stop" else name
+    if not called or name != "stop":
+        return name
+    return "function_call" if older else "tool_calls"
 
 
 def receipt_of(

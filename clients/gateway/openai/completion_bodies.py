@@ -10,7 +10,7 @@ from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
-from ..field_types import RestOfContext, TopLogprobs
+from ..field_types import RestOfContext, TopLogprobs, check_max_tokens
 from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
@@ -41,12 +41,13 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """Whether the prompt may end in the middle of a word: its last token is removed and its text is
     forced. Only Tokenbus has this field."""
     suffix: str | None = None
-    """Refused unless it is null."""
+    """The text after the gap that the model fills. Requires a tokenizer with tokens for this."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
-        if self.suffix is not None:
-            raise invalid_field("suffix", "suffix is not supported; put both parts into the prompt")
+        if self.suffix and self.echo:
+            raise invalid_field("suffix", "suffix cannot be combined with echo; leave one out")
+        check_max_tokens("truncate_prompt_tokens", self.truncate_prompt_tokens)
         if self.max_tokens == 0 and not self.echo:
             raise invalid_field("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
         if self.best_of is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
@@ -18,15 +19,26 @@ from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
 from .usage import Counter, Usage
 
 
+class Stamp(NamedTuple):
+    """The fields that all chunks of an answer have."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: ServedModel
+
+
 class CompletionChunks:
     """Encodes the entries of a request's streams as events."""
 
     def __init__(
-        self, id: str, created: int, model: ServedModel, body: CompletionRequest, prompts: int
+        self, stamp: Stamp, body: CompletionRequest, prompts: int, counter: Counter
     ) -> None:
-        self._id = id
-        self._created = created
-        self._model = model
+        self._stamp = stamp
+        self._model = stamp.model
+        self._counter = counter
+        self._continuous = body.continuous_usage
+        """Whether every chunk has the usage so far."""
         self._n = body.n or 1
         self._logprobs = body.logprobs
         self._constraint = body.own_constraint
@@ -78,13 +90,15 @@ class CompletionChunks:
             parts.append(self._chunk(index, text, logprobs, reason, None))
         return b"".join(parts)
 
-    def end(self, counter: Counter) -> bytes:
+    def end(self) -> bytes:
         """The usage, if requested, and the end of the stream."""
         if self._usage is UNSET:
             return DONE
-        return event(self._answer([], counter.usage())) + DONE
+        return event(self._answer([], self._counter.usage())) + DONE
 
     def _text(self, place: int, seq: int, text: str) -> bytes:
+        if self._continuous:
+            return self._chunk(self._indexes.of(place, seq), text, None, None, None)
         head = self._heads.get((place, seq))
         if head is None:
             # The head has the bytes of a chunk before the text of its choice.
@@ -125,10 +139,11 @@ class CompletionChunks:
         receipt: Receipt | None,
     ) -> bytes:
         choice = CompletionChoice(index, text, logprobs, reason, receipt or UNSET)
-        return event(self._answer([choice], self._usage))
+        usage = self._counter.usage() if self._continuous else self._usage
+        return event(self._answer([choice], usage))
 
     def _answer(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
-        name = self._model.name
-        return Completion(self._id, "text_completion", self._created, name, choices, usage)
+        id, created, model = self._stamp
+        return Completion(id, "text_completion", created, model.name, choices, usage)

@@ -16,6 +16,7 @@ from ... import GeneratedSequence
 from ..aici import completions as aici
 from ..bodies import check_json, decode_body, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
+from ..conversation.truncation import last_tokens
 from ..errors import from_tokenbus
 from ..events import unless_disconnected
 from ..json import json_response
@@ -23,7 +24,8 @@ from ..models import ServedModel
 from ..new_ids import new_id
 from .choices import Indexes, check_some_succeeded, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
-from .completion_chunks import CompletionChunks
+from .completion_chunks import CompletionChunks, Stamp
+from .fill_in import ends_of, filled
 from .generations import Generations, Prompt, begun
 from .logprobs import (
     Sampled,
@@ -81,7 +83,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     body.check()
     constraint = body.own_constraint
     model = await gateway.models.get(body.model)
-    prompts = body.prompts
+    prompts = await _shortened(body, model, body.prompts)
     counter = Counter()
     echoes = [Echo() for _ in prompts]
     if body.echo:
@@ -90,10 +92,25 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     if body.max_tokens != 0:
         options = body.options(constraint)
         options["model"] = model.name
+        if body.suffix:
+            prompts = [await filled(model, prompt, body.suffix) for prompt in prompts]
+            options["stop"] = [*options.get("stop", ()), *ends_of(model)]
         generations = Generations(gateway.client, prompts, {}, constraint, counter, **options)
+        generations.shown = body.shown_text(model, special=True)
     else:
         counter.prompt = sum(len(ids) for ids in prompts)
     return Job(body, model, echoes, generations, counter)
+
+
+async def _shortened(
+    body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
+) -> list[Prompt]:
+    """The ends of the prompts that ``truncate_prompt_tokens`` keeps."""
+    if body.truncate_prompt_tokens is None:
+        return prompts
+    ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
+    context = model.info.context_length
+    return [last_tokens(one, body.truncate_prompt_tokens, context) for one in ids]
 
 
 async def _echoes(
@@ -186,7 +203,8 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
 
 async def _events(job: Job) -> AsyncGenerator[bytes, None]:
     body = job.body
-    chunks = CompletionChunks(job.id, job.created, job.model, body, len(job.echoes))
+    stamp = Stamp(job.id, job.created, job.model)
+    chunks = CompletionChunks(stamp, body, len(job.echoes), job.counter)
     if job.generations is None:
         yield b"".join(
             chunks.echo(place, echo.text, echo.sampled, "length")
@@ -203,4 +221,4 @@ async def _events(job: Job) -> AsyncGenerator[bytes, None]:
             if part := head + chunks.write(place, entries):
                 yield part
                 head = b""
-    yield chunks.end(job.counter)
+    yield chunks.end()

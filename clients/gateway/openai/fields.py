@@ -20,6 +20,7 @@ from ..field_types import (
     MaybeStops,
     Penalty,
     Priority,
+    PromptTokens,
     RepetitionPenalty,
     Seed,
     StopIds,
@@ -30,7 +31,9 @@ from ..field_types import (
     seed_of,
     stops_of,
 )
+from ..models import ServedModel
 from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint
+from .shown_text import ShownText
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default temperature. The bus's default is 0."""
@@ -42,6 +45,8 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """Whether the last chunk has the usage of the request. All other chunks then have
     ``usage: null``."""
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk has the usage so far. Requires ``include_usage``. The name is vLLM's."""
 
 
 class TextRequest(Body):
@@ -148,6 +153,14 @@ class SampledRequest(TextRequest):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
+    # Fields that vLLM adds.
+    truncate_prompt_tokens: PromptTokens | None = None
+    """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the text has the stop string that ended it. Default: false."""
+    skip_special_tokens: bool | None = None
+    """Whether the text leaves out special tokens. Default: true."""
+
     @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of ``response_format``."""
@@ -157,6 +170,19 @@ class SampledRequest(TextRequest):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        given = self.stream_options
+        return self.include_usage and given is not None and bool(given.continuous_usage_stats)
+
+    def shown_text(self, model: ServedModel, special: bool) -> ShownText | None:
+        """The text to add to the answers; None if nothing is added. ``special``: whether the names
+        of special tokens can be added."""
+        names = model.special_names if special and self.skip_special_tokens is False else {}
+        with_stop = bool(self.include_stop_str_in_output)
+        return ShownText(with_stop, names) if with_stop or names else None
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields."""

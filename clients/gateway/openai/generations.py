@@ -17,6 +17,7 @@ from ..conversation.constraints import Constraint
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from .logprobs import check_alternatives
+from .shown_text import ShownText
 from .usage import Counter
 
 Prompt = str | list[int]
@@ -43,6 +44,8 @@ class Generations:
         if constraint is not None:
             self._fields |= {"controller": "controller", "controller_arg": constraint.field}
         self.counter = counter
+        self.shown: ShownText | None = None
+        """Text to add to the answers, set before they are read."""
         self.streams: list[AsyncStream] = []
         for prompt in prompts:
             try:
@@ -61,7 +64,11 @@ class Generations:
         ApiError."""
         async for _ in self.batches():
             pass
-        return [stream.sequences for stream in self.streams]
+        found = [stream.sequences for stream in self.streams]
+        if self.shown is not None:
+            for sequence in (one for sequences in found for one in sequences):
+                self.shown.add_all(sequence)
+        return found
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """Yields entries as they arrive. Entries that arrive together are one batch. Raises
@@ -89,6 +96,9 @@ class Generations:
     def _count(self, entries: list[Token]) -> None:
         self.counter.add(entries)
         check_alternatives(self.counter.alternatives)
+        if self.shown is not None:
+            for entry in entries:
+                self.shown.add(entry)
 
     async def _of_several(self) -> AsyncGenerator[Batch, None]:
         reading = {

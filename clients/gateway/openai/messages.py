@@ -63,6 +63,13 @@ class ToolMessage(Body, tag="tool", tag_field="role"):
     name: str | None = None
 
 
+class FunctionMessage(Body, tag="function", tag_field="role"):
+    """The result of a called function, in the older form."""
+
+    content: Content | None
+    name: str
+
+
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
     """An assistant's message, in the form of an answer."""
 
@@ -74,10 +81,18 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     refusal: str | None = None
     """The content for the model if ``content`` is missing."""
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
+    """The older form of ``tool_calls``."""
 
 
-Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Message = (
+    SystemMessage
+    | DeveloperMessage
+    | UserMessage
+    | AssistantMessage
+    | ToolMessage
+    | FunctionMessage
+)
 
 
 def to_turns(messages: Sequence[Message]) -> list[Turn]:
@@ -91,6 +106,9 @@ def _turn(message: Message) -> Turn:
         case ToolMessage():
             result = Result(message.tool_call_id, _texts(message.content), message.name)
             return Turn("user", [result])
+        case FunctionMessage(name=name):
+            # The older form has no ids of calls.
+            return Turn("user", [Result(name, _texts(message.content), name)])
         case AssistantMessage():
             if not message.content and message.refusal:
                 parts = [Text(message.refusal)]
@@ -98,6 +116,8 @@ def _turn(message: Message) -> Turn:
                 parts.append(Thinking(message.reasoning_content))
             for call in message.tool_calls or ():
                 parts.append(Call(call.id, call.function.name, call.function.arguments))
+            if (called := message.function_call) is not None:
+                parts.append(Call(called.name, called.name, called.arguments))
             return Turn("assistant", parts, message.name)
         case SystemMessage():
             return Turn("system", parts, message.name)

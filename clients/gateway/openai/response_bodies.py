@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
-from ..conversation.parts import Conversation, Rendering
+from ..conversation.parts import Conversation, Fitting, Rendering
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import (
@@ -90,7 +90,11 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """Further parts of the answer: ``message.output_text.logprobs``. Other parts have no effect."""
     reasoning: ReasoningSettings | None = None
     max_thinking_tokens: MaxThinkingTokens | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """``auto``: the oldest turns are left out if the conversation does not fit into the context."""
+    store: bool | None = None
+    """Whether later inputs may refer to the items of the answer (``item_reference``). Default:
+    true."""
     background: Literal[False] | None = None
     previous_response_id: str | None = None
     """Refused unless it is null, because responses are not stored."""
@@ -150,7 +154,9 @@ class ResponsesRequest(TextRequest, kw_only=True):
         rules.max_thinking_tokens = self.max_thinking_tokens
         rendering = Rendering(effort_field="reasoning.effort")
         rendering.effort = self.reasoning.effort if self.reasoning is not None else None
-        return Conversation(to_turns(items.input, self.instructions), tools, rules, rendering)
+        fitting = Fitting(self.max_output_tokens or 1 if self.truncation == "auto" else None)
+        turns = to_turns(items.input, self.instructions)
+        return Conversation(turns, tools, rules, rendering, fitting)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
@@ -261,14 +267,14 @@ class ResponseAnswer(Struct, kw_only=True):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
-    store: Literal[False] = False
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
     max_thinking_tokens: MaxThinkingTokens | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
     usage: ResponseUsage | None = None
     metadata: dict[str, Any] = {}
     tokenbus: Receipt | UnsetType = UNSET

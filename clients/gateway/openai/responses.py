@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: answers a whole conversation. Responses are not stored."""
+"""``POST /v1/responses``: answers a whole conversation. Only the items of responses are stored."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ..events import unless_disconnected
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
+from ..stored_items import StoredItems
+from ..turns import current_user
 from .chat import chat_generations
 from .fields import OPENAI_TEMPERATURE
 from .generations import Generations, begun
@@ -48,6 +50,8 @@ class ResponseJob:
     generations: Generations
     counter: Counter
     output: Output
+    stored: StoredItems | None
+    """Where the items are stored for later references."""
     last: Token | None = None
     """The last entry of the answer."""
     id: str = field(default_factory=lambda: new_id("resp_"))
@@ -60,9 +64,11 @@ async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest, ignored)
     body.check()
     body.check_include(ignored)
-    items = read_items(body.input, ignored)
+    gateway = gateway_of(request)
+    given = gateway.stored_items.resolved(current_user.get(), body.input)
+    items = read_items(given, ignored)
     conversation = body.to_conversation(items)
-    work = _begin(gateway_of(request), body, conversation, ignored)
+    work = _begin(gateway, body, conversation, ignored)
     job = await unless_disconnected(request.receive, work)
     if body.stream:
         return await begun(request, _events(job), ignored.headers)
@@ -78,8 +84,9 @@ async def _begin(
     fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, fields)
+    stored = gateway.stored_items if body.store is not False else None
     output = Output(prepared, (body.top_logprobs or 0) if body.with_logprobs else None)
-    return ResponseJob(body, prepared, generations, counter, output)
+    return ResponseJob(body, prepared, generations, counter, output, stored)
 
 
 async def _whole(job: ResponseJob) -> ResponseAnswer:
@@ -104,6 +111,9 @@ async def _events(job: ResponseJob) -> AsyncGenerator[bytes, None]:
             _check(job.last)
     status = _status(job)
     parts = output.end(status)
+    if job.stored is not None:
+        items = {item.id: msgspec.json.encode(item) for item in output.items}
+        job.stored.store(current_user.get(), items)
     yield parts + output.event(f"response.{status}", response=_answer(job, status))
 
 
@@ -140,6 +150,8 @@ def _answer(
         tool_choice="auto" if choice is None else _plain(choice),
         tools=[_plain(tool) for tool in body.tools or ()],
         top_p=1.0 if body.top_p is None else body.top_p,
+        store=job.stored is not None,
+        truncation=body.truncation or "disabled",
         usage=None if status == "in_progress" else _usage(job.counter),
         tokenbus=UNSET if status == "in_progress" else _receipt(job),
     )

@@ -43,6 +43,10 @@ class Stepped:
         self._session = message.header.address
         self._encoding = encoding_to(message.header)
         self.generate: Generate = decode_as(Generate, message.body)
+        self.prompt = (
+            list(memoryview(message.attachments[0]).cast("I")) if message.attachments else []
+        )
+        """The token ids of the prompt."""
         self._stream_id = self.generate.stream_id
         self.sent = 0
         """Tokens that were sent."""

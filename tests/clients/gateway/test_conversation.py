@@ -28,6 +28,7 @@ from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_output import Output
+from tokenbus.clients.gateway.openai.usage import Counter
 from tokenbus.clients.gateway.template_process import render
 from tokenbus.protocol.messages import Token
 
@@ -104,7 +105,7 @@ def whole_chat(case: Case) -> dict[str, Any]:
 def streamed_chat(case: Case) -> dict[str, Any]:
     """The message that a client assembles from the chunks."""
     request = msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, ChatRequest)
-    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(FORM))
+    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(FORM), Counter())
     data = b"".join(chunks.write([entry]) for entry in case.entries).decode()
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for event in data.split("\n\n")[:-1]:

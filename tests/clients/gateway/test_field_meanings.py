@@ -83,3 +83,55 @@ def test_an_effort_reaches_templates_that_have_it(gateway: Gateway) -> None:
     high = chat(gateway, chat_template=template, reasoning_effort="high")
     same = chat(gateway, chat_template="high {{ messages[0].content }}")
     assert text_of(high) == text_of(same)
+
+
+def test_a_text_may_have_the_stop_string_that_ended_it(gateway: Gateway) -> None:
+    greedy = text_of(chat(gateway))
+    stop = greedy[2:4]
+    whole = greedy[: greedy.index(stop)] + stop
+    assert text_of(chat(gateway, stop=stop, include_stop_str_in_output=True)) == whole
+    body = {
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 8,
+        "temperature": 0,
+        "stop": stop,
+        "include_stop_str_in_output": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines]
+    text = "".join(c["delta"].get("content", "") for k in chunks for c in k["choices"])
+    assert text == whole
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    del body["messages"]
+    answer = httpx.post(
+        f"{gateway.url}/v1/completions", json={**body, "prompt": "def"}, timeout=300
+    )
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert all(json.loads(line)["usage"]["prompt_tokens"] for line in lines)
+
+
+def test_functions_are_called_in_the_older_form(gateway: Gateway) -> None:
+    functions = [{"name": "weather", "parameters": WEATHER}]
+    asked = {"functions": functions, "function_call": {"name": "weather"}, "max_tokens": 200}
+    choice = chat(gateway, **asked)
+    called = choice["message"]["function_call"]
+    assert choice["finish_reason"] == "function_call"
+    assert called["name"] == "weather"
+    assert json.loads(called["arguments"])["place"] in ("Bern", "Rome")
+    assert "tool_calls" not in choice["message"]
+    result = {"role": "function", "name": "weather", "content": "sunny"}
+    assert text_of(chat(gateway, messages=[*HELLO, choice["message"], result])) is not None
+    body = {"model": MODEL, "messages": HELLO, "temperature": 0, "stream": True, **asked}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    deltas = [c["delta"]["function_call"] for c in choices if "function_call" in c["delta"]]
+    assert deltas[0]["name"] == "weather"
+    assert "".join(delta["arguments"] for delta in deltas) == called["arguments"]
+    assert choices[-1]["finish_reason"] == "function_call"

@@ -12,7 +12,7 @@ from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
-from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks
+from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks, Stamp
 from tokenbus.clients.gateway.openai.usage import Counter
 from tokenbus.protocol.messages import Token
 
@@ -43,7 +43,7 @@ def choices(data: bytes) -> list[dict[str, Any]]:
 
 def completions(model: ServedModel, prompts: int = 1, **body: Any) -> CompletionChunks:
     request = msgspec.convert({"prompt": "x", **body}, CompletionRequest)
-    return CompletionChunks("cmpl-1", 1, model, request, prompts)
+    return CompletionChunks(Stamp("cmpl-1", 1, model), request, prompts, Counter())
 
 
 def test_what_arrives_together_is_one_chunk_for_each_choice(model: ServedModel) -> None:
@@ -58,7 +58,7 @@ def test_what_arrives_together_is_one_chunk_for_each_choice(model: ServedModel) 
     assert choices(chunks.write(1, [entry("d", 2), last])) == [
         {"index": 2, "text": "d!", "logprobs": None, "finish_reason": "stop"}
     ]
-    assert chunks.end(Counter()) == b"data: [DONE]\n\n"
+    assert chunks.end() == b"data: [DONE]\n\n"
 
 
 def test_a_fork_begins_with_the_text_of_its_parent(model: ServedModel) -> None:
@@ -105,7 +105,7 @@ def test_chats_take_back_too() -> None:
     request = msgspec.convert(
         {"messages": [{"role": "user", "content": "x"}], "controller": "mine"}, ChatRequest
     )
-    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(None, CONTROLLER, NAME))
+    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(None, CONTROLLER, NAME), Counter())
     first, second = choices(chunks.write([entry("ab", 0)]))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert second["delta"] == {"content": "ab"}

@@ -273,7 +273,7 @@ def test_a_controller_can_be_named(api: openai.OpenAI) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a beam": ({"use_beam_search": True}, "use_beam_search", "sequences are sampled"),
     "unknown inside": ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "0 constraints"),
-    "suffix": ({"suffix": "x"}, "suffix", "not supported"),
+    "suffix": ({"suffix": "x"}, "suffix", "no tokens that mark"),
     "temperature": ({"temperature": -1}, "temperature", "at least 0"),
     "no tokens": ({"max_tokens": 0}, "max_tokens", "at least 1"),
     "best_of": ({"n": 3, "best_of": 2}, "best_of", "at least n"),

@@ -147,12 +147,11 @@ def test_logprobs_are_included_where_asked_for(api: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
             "tool_choice.type",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"input": "word " * 2000}, "input"),
     ],

@@ -37,7 +37,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
             ChatRequest,
             {"messages": [{"role": "robot", "content": "x"}]},
             "messages[0].role: expected 'system' or 'developer' or 'user' or 'assistant' or "
-            "'tool', not 'robot'",
+            "'tool' or 'function', not 'robot'",
         ),
         (
             ChatRequest,
@@ -47,8 +47,8 @@ IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
         (ResponsesRequest, {"background": True}, "background: expected false, not true"),
         (
             ResponsesRequest,
-            {"truncation": "auto"},
-            "truncation: expected 'disabled', not 'auto'",
+            {"truncation": "some"},
+            "truncation: expected 'auto' or 'disabled', not 'some'",
         ),
         (
             CreateMessage,
