@@ -10,6 +10,7 @@ TYPECHECK := build/typecheck
 PACKAGES := protocol transport broker workers clients grammars inprocess
 GUEST := $(wildcard grammars/guest/*.c grammars/guest/*.h)
 NATIVE := $(wildcard workers/gpu/model/cpu_native/*.c workers/gpu/model/cpu_native/*.h)
+SCRIPTS := $(wildcard workers/controller/scripts/*/*.c)
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
@@ -28,7 +29,7 @@ endef
 
 # SGLang's parsers of answers are installed without dependencies, which would replace this project's
 # versions of transformers and openai. pyproject.toml lists the packages that the parsers import.
-$(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE) $(SDK)
+$(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE) $(SCRIPTS) $(SDK)
 	$(call with_extra,dev)
 	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
 	touch $@

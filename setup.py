@@ -1,12 +1,14 @@
 """Compiles the C sources when the package is built.
 
-They are the grammar guest and the console's examples, as Wasm. On Linux, the GPU worker's native
-forward for few tokens is compiled for this machine's architecture.
+They are the grammar guest, the console's examples and the interpreter of scripts, as Wasm. On
+Linux, the GPU worker's native forward for few tokens is compiled for this machine's architecture.
 """
 
 import platform
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -20,6 +22,24 @@ SDK = Path("workers", "controller", "sdk")
 CONSOLE = Path("clients", "console")
 EXAMPLES = ["backtrack", "best_of"]
 """The SDK's examples whose modules the console uploads."""
+
+SCRIPTS = Path("workers", "controller", "scripts")
+QUICKJS = "quickjs==1.19.4"
+QUICKJS_SHA256 = "1205953abc24ff757f4a795304d5d61e4bf1e555c9ef6ec96a132d4b95535484"
+"""The sources of QuickJS are in the source distribution of this package of PyPI."""
+QUICKJS_SOURCES = ["quickjs.c", "cutils.c", "libregexp.c", "libunicode.c", "libbf.c"]
+# EMSCRIPTEN leaves out atomics. WASI's libc has one rounding mode.
+QUICKJS_FLAGS = [
+    "-target",
+    "wasm32-wasi",
+    "-mexec-model=reactor",
+    "-O2",
+    "-g0",
+    "-w",
+    "-D_GNU_SOURCE",
+]
+QUICKJS_FLAGS += ["-DEMSCRIPTEN", "-DCONFIG_STACK_CHECK", "-DFE_UPWARD=0", "-DFE_DOWNWARD=0"]
+QUICKJS_FLAGS += ['-DCONFIG_VERSION="2021-03-27"', "-Wl,-z,stack-size=262144", "-Wl,--strip-all"]
 
 NATIVE = Path("workers", "gpu", "model", "cpu_native")
 NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "functions.c", "rows.c", "threads.c")]
@@ -42,10 +62,37 @@ class BuildNative(build_py):
         for name in EXAMPLES:
             sources = ["-I", str(SDK), str(SDK / "examples" / f"{name}.c")]
             _compile([*GUEST_FLAGS, *sources], root / CONSOLE / f"{name}.wasm")
+        _build_javascript(root / SCRIPTS / "javascript" / "engine.wasm")
         machine = platform.machine() if sys.platform == "linux" else ""
         for processor in PROCESSORS.get(machine, []):
             library = root / NATIVE / f"decode-{machine}-{processor}.so"
             _compile([*NATIVE_FLAGS, f"-mcpu={processor}", *NATIVE_SOURCES], library)
+
+
+def _build_javascript(to: Path) -> None:
+    """Compiles QuickJS. Without it, the package works except for scripts in JavaScript."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sources = _download(QUICKJS, QUICKJS_SHA256, Path(folder)) / "upstream-quickjs"
+            files = [str(sources / name) for name in QUICKJS_SOURCES]
+            glue = str(SCRIPTS / "javascript" / "engine.c")
+            _compile([*QUICKJS_FLAGS, "-I", str(sources), glue, *files], to)
+    except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
+        print(f"warning: scripts in JavaScript are not available: {error}", file=sys.stderr)
+
+
+def _download(requirement: str, sha256: str, folder: Path) -> Path:
+    """The unpacked source distribution of a package. pip checks its hash."""
+    listed = folder / "requirements.txt"
+    listed.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
+    subprocess.check_call([*command, "--requirement", str(listed)])
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    [unpacked] = [path for path in folder.iterdir() if path.is_dir()]
+    return unpacked
 
 
 def _compile(arguments: list[str], to: Path) -> None:

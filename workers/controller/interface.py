@@ -36,6 +36,9 @@ class Action(IntEnum):
     SPLICE = 4
     """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
     append ``tokens``, without a mid_process in between."""
+    GENERATE = 5
+    """mid_process of a script's guest: the worker generates a text, as ``Answer.generate`` says,
+    and passes all of its tokens to post_process. ``scripts.controller`` handles this action."""
 
 
 class Answer(NamedTuple):
@@ -58,6 +61,8 @@ class Answer(NamedTuple):
     complete: bool = False
     """With STOP: the text is complete, as if the model had ended it; otherwise the program
     stopped."""
+    generate: bytes = b""
+    """GENERATE: the JSON of ``scripts.generation.Generate``."""
 
 
 STOP = Answer(Action.STOP)

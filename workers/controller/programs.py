@@ -10,7 +10,13 @@ from ...protocol.metrics import Series
 from .backends.constraints import Constraints
 from .interface import Program
 from .runtime import GuestRuntime
+from .scripts.controller import ScriptProgram
+from .scripts.sources import IN_ARGUMENT
 from .wasm.store import ModuleStore
+
+
+def _no_constraint(name: str) -> None:
+    return None
 
 
 class Programs:
@@ -44,8 +50,18 @@ class Programs:
         constraint = self._constraints.get(name) if self._constraints is not None else None
         if constraint is not None:
             return constraint
+        language = IN_ARGUMENT.get(name)
+        if language is not None:
+            load = partial(self._store.interpreter, language)
+            return self._scripted(self._runtime.program(owner, f"script:{language}", load))
         module = self._store.resolve(tenant, name)
-        return self._runtime.program(owner, module, partial(self._store.load, module))
+        load = partial(self._store.load, module)
+        program = self._runtime.program(owner, module, load)
+        return self._scripted(program) if load().script is not None else program
+
+    def _scripted(self, guests: Program) -> Program:
+        constraints = self._constraints
+        return ScriptProgram(guests, constraints.get if constraints is not None else _no_constraint)
 
     def missing_layers(self) -> list[str]:
         """Calls ``GuestRuntime.missing_layers``."""

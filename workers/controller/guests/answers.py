@@ -34,6 +34,7 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
             None if mid.query is None else checked_query(mid.query, size),
             None if mid.override is None else checked_override(mid.override),
             mid.complete,
+            mid.generate,
         )
     if outcome.fault is not None:
         yield outcome.fault.error()

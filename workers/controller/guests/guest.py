@@ -189,8 +189,9 @@ class GuestProcess:
                 return [self._fork(self._seated[handle], child, spec)]
             case Close(handle):
                 self._close(handle)
-            case Load(module, abi, why_no_fork, code):
-                loaded = Loaded(abi, Module.deserialize(self.engine, code), why_no_fork)
+            case Load(module, abi, why_no_fork, code, script):
+                compiled = Module.deserialize(self.engine, code)
+                loaded = Loaded(abi, compiled, why_no_fork, script)
                 self._programs[module] = program_of(self.engine, loaded)
         return []
 
@@ -316,6 +317,7 @@ def _mid_answer(
         query=answer.query,
         override=answer.override,
         complete=answer.complete,
+        generate=answer.generate,
     )
     if answer.bias is not None:
         made.pairs, data = answer.bias

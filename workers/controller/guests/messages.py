@@ -14,6 +14,7 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import Distribution, Override, Query, TokenId
 from ..limits import Limits
 from ..wasm.aici_storage import NAME_BYTES
+from ..wasm.compiled_modules import Abi
 
 Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -48,9 +49,11 @@ class Load(Message):
     """Loads a compiled module."""
 
     module: str
-    abi: Literal["native", "aici"]
+    abi: Abi
     why_no_fork: str | None
     code: bytes
+    script: bytes | None = None
+    """As ``Loaded.script``."""
 
 
 class Begin(OfController):
@@ -156,6 +159,7 @@ class MidAnswer(Struct, array_like=True):
     query: Query | None = None
     override: Override | None = None
     complete: bool = False
+    generate: bytes = b""
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):

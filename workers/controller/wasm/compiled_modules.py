@@ -28,7 +28,9 @@ from ....protocol.errors import Code, UnavailableError
 from ...whole_files import clear_left, write_first, write_whole
 from ..limits import Limits
 from ..pool import waiting
-from .module_compiler import compile_module
+from ..scripts.engines import engine
+from ..scripts.sources import Source, is_script, read_source
+from .module_compiler import check_script, compile_module
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +46,23 @@ _MAC_BYTES = 32
 _KEY_BYTES = 32
 
 
-class Loaded(NamedTuple):
-    """A module that can be instantiated."""
+Abi = Literal["native", "aici", "javascript"]
+"""The interface of a module, or the language of a script."""
 
-    abi: Literal["native", "aici"]
+
+class Loaded(NamedTuple):
+    """A module that can be instantiated, or a script with its interpreter."""
+
+    abi: Abi
     module: wasmtime.Module
     """The compiled module, with all of its state exported."""
     why_no_fork: str | None = None
     """The state of a module that a fork could not copy; None if a fork copies everything."""
+    script: bytes | None = None
+    """The text of a script; None for a module, and for a script in the request's argument."""
 
 
-Head = tuple[Literal["native", "aici"], str | None]
+Head = tuple[Abi, str | None]
 """The header before the compiled code on disk."""
 
 
@@ -78,6 +86,7 @@ class CompiledModules:
         self._kept_bytes = 0
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._compiling = threading.Semaphore(AT_ONCE)
+        self._interpreters = threading.Lock()
 
     def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
         """Examines and compiles a module unless its compiled form is stored; returns the module,
@@ -107,6 +116,20 @@ class CompiledModules:
                 ready = self._compile(module, wasm(module), TURN_S)
             self._keep(module, *ready)
             return ready[0]
+
+    def interpreter(self, language: str) -> Loaded:
+        """The interpreter of a language; compiles it when it is used for the first time. Raises
+        RequestError if it is not installed."""
+        found = engine(language)
+        with self._interpreters:
+            with self._lock:
+                kept = self._kept.get(found.id)
+            if kept is not None:
+                return kept[0]
+            ready = self._read(found.id) or self._compile(found.id, found.wasm, TURN_S, boots=True)
+            loaded = ready[0]._replace(abi=language)  # type: ignore[arg-type]
+            self._keep(found.id, loaded, ready[1])
+            return loaded
 
     def drop(self, module: str) -> None:
         """Removes a module from memory and disk."""
@@ -145,7 +168,13 @@ class CompiledModules:
     def _file(self, module: str) -> Path:
         return self._folder / f"{module}-{self._suffix}"
 
-    def _compile(self, module: str, wasm: bytes, wait_s: float = 0.0) -> tuple[Loaded, int]:
+    def _compile(
+        self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
+    ) -> tuple[Loaded, int]:
+        """``boots``: the module is an interpreter, which is compiled with its memory after its
+        boot."""
+        source = read_source(wasm) if is_script(wasm) else None
+        interpreter = self.interpreter(source.language) if source is not None else None
         if not self._free_to_compile(wait_s):
             raise UnavailableError(
                 Code.QUEUE_FULL,
@@ -154,18 +183,26 @@ class CompiledModules:
             )
         try:
             with waiting():
-                found, code = compile_module(wasm, self._limits)
+                if source is not None and interpreter is not None:
+                    loaded, code = self._checked(source, interpreter), source.text
+                else:
+                    found, code = compile_module(wasm, self._limits, boots)
+                    compiled = wasmtime.Module.deserialize(self._engine, code)
+                    loaded = Loaded(found.abi, compiled, found.why_no_fork)
         finally:
             self._compiling.release()
-        compiled = wasmtime.Module.deserialize(self._engine, code)
-        loaded = Loaded(found.abi, compiled, found.why_no_fork)
-        content = msgspec.json.encode((found.abi, found.why_no_fork)) + b"\n" + code
+        content = msgspec.json.encode((loaded.abi, loaded.why_no_fork)) + b"\n" + code
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(self._file(module), self._mac(module, content) + content, synced=False)
         except OSError as error:
             log.warning("the compiled form of %s is not stored on disk: %s", module, error)
         return loaded, len(code)
+
+    def _checked(self, source: Source, interpreter: Loaded) -> Loaded:
+        """A script whose syntax was checked; raises RequestError with the place of an error."""
+        check_script(source.text, bytes(interpreter.module.serialize()), self._limits)
+        return interpreter._replace(script=source.text)
 
     def _free_to_compile(self, wait_s: float) -> bool:
         if self._compiling.acquire(blocking=False):
@@ -186,6 +223,8 @@ class CompiledModules:
             return None
         head, _, code = content.partition(b"\n")
         abi, why_no_fork = msgspec.json.decode(head, type=Head)
+        if abi == "javascript":
+            return self.interpreter(abi)._replace(script=code), len(code)
         with suppress(wasmtime.WasmtimeError):  # The code is for another target.
             compiled = wasmtime.Module.deserialize(self._engine, code)
             return Loaded(abi, compiled, why_no_fork), len(code)

@@ -255,6 +255,17 @@ class Guest:
             raise ControllerError(Code.INTERNAL, f"the module does not export a table {name}")
         return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
 
+    def global_value(self, name: str) -> int:
+        """The value of an exported global that is an integer."""
+        export = self._export(name)
+        if export is None or export.kind != ffi.WASMTIME_EXTERN_GLOBAL.value:
+            raise ControllerError(Code.INTERNAL, f"the global {name} is not exported")
+        value: Any = ffi.wasmtime_val_t()
+        ffi.wasmtime_global_get(self._context, ctypes.byref(export.of.global_), value)
+        is_long = value.kind == ffi.WASMTIME_I64.value
+        number: int = value.of.i64 if is_long else value.of.i32
+        return number
+
     def function_names(self) -> dict[int, str]:
         """The names of the guest's exported functions, by the address in a reference to the
         function. Empty if the guest's tables are not copied."""

@@ -4,9 +4,11 @@ A small module may take hours to compile (300 kB of loops over 2,000 locals take
 the worker does not compile uploads in its own process. It does not parse them there either, because
 parsing takes a second for some modules of 4 MB.
 
-``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S`` reads a module from
+``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
 stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
-``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``.
+``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``. KIND is ``module``,
+``interpreter`` (booted before it is compiled), or ``script``: then stdin has the size of a script
+as a line, the script, and its compiled interpreter.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from typing import NamedTuple
 import msgspec
 import wasmtime
 
-from ....protocol.errors import Code, RequestError, ServiceError
+from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ..limits import Limits
+from ..scripts.engines import booted
+from ..scripts.guest import ScriptModule
 from .abis import Examined, examine
 from .exported_state import with_exported_state
-from .sandbox import make_engine
+from .sandbox import Ticker, make_engine
 from .wasm_reader import WasmError
 
 CPU_S = 30
@@ -55,35 +59,51 @@ class Compiled(NamedTuple):
     """The compiled form, with all of its state exported (``with_exported_state``)."""
 
 
-def compile_module(wasm: bytes, limits: Limits) -> Compiled:
+def compile_module(wasm: bytes, limits: Limits, boots: bool = False) -> Compiled:
     """A module that was examined, and compiled for an engine that ``make_engine`` made from the
-    same limits.
+    same limits. ``boots``: the module is an interpreter of scripts, with its memory after its boot.
 
     Raises RequestError if ``examine`` does, if the module is not valid, or if it exceeds the bounds
     above.
     """
-    command = [sys.executable, "-m", __name__, msgspec.json.encode(limits).decode(), str(CPU_S)]
+    output = _run_apart("interpreter" if boots else "module", wasm, limits)
+    head, _, code = output.partition(b"\n")
+    if len(code) > COMPILED_BYTES:
+        raise WasmError(
+            f"the module's compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
+            "allowed"
+        )
+    return Compiled(msgspec.json.decode(head, type=Examined), code)
+
+
+def check_script(text: bytes, interpreter: bytes, limits: Limits) -> None:
+    """Raises RequestError with the place of a syntax error in a script. ``interpreter``: the
+    compiled form of its interpreter."""
+    _run_apart("script", b"%d\n" % len(text) + text + interpreter, limits)
+
+
+def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
+    """The output of this module's process. Raises RequestError if it refuses its input, and
+    WasmError if it exceeds the bounds above."""
+    encoded = msgspec.json.encode(limits).decode()
+    command = [sys.executable, "-m", __name__, encoded, str(CPU_S), kind]
     try:
-        done = subprocess.run(command, input=wasm, capture_output=True, timeout=WALL_S, check=False)
+        done = subprocess.run(
+            command, input=given, capture_output=True, timeout=WALL_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise WasmError(f"the module could not be compiled within {WALL_S:g} s") from None
+        raise WasmError(f"the {kind} could not be compiled within {WALL_S:g} s") from None
     if done.returncode == 0:
-        head, _, code = done.stdout.partition(b"\n")
-        if len(code) > COMPILED_BYTES:
-            raise WasmError(
-                f"the module's compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
-                "allowed"
-            )
-        return Compiled(msgspec.json.decode(head, type=Examined), code)
+        return done.stdout
     said = done.stderr.decode("utf-8", "replace").strip()
     if done.returncode == _REFUSED:
         raise RequestError(Code.INVALID_FIELD, said, path="$.data")
     if done.returncode == _INVALID:
         raise WasmError(f"the module is not valid: {said}")
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise WasmError(f"compiling the module takes more than {CPU_S} s of CPU time")
+        raise WasmError(f"compiling the {kind} takes more than {CPU_S} s of CPU time")
     if done.returncode in (-signal.SIGABRT, _NO_MEMORY):
-        raise WasmError(f"compiling the module takes more than {MEMORY_BYTES >> 20} MiB of memory")
+        raise WasmError(f"compiling the {kind} takes more than {MEMORY_BYTES >> 20} MiB of memory")
     raise ServiceError(
         Code.INTERNAL,
         f"the module compiler failed with exit code {done.returncode}: {said[-300:]}",
@@ -92,11 +112,16 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
 
 def _main() -> int:
     limits, cpu_s = msgspec.json.decode(sys.argv[1], type=Limits), int(sys.argv[2])
+    kind = sys.argv[3]
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wasm = sys.stdin.buffer.read()
+    if kind == "script":
+        return _check(wasm, limits)
     try:
+        if kind == "interpreter":
+            wasm = booted(wasm)
         found = examine(wasm, limits)
         exported = with_exported_state(wasm)
         compiled = wasmtime.Module(make_engine(limits), exported).serialize()
@@ -110,6 +135,22 @@ def _main() -> int:
     except MemoryError:
         return _NO_MEMORY
     sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n" + compiled)
+    return 0
+
+
+def _check(given: bytes, limits: Limits) -> int:
+    """Compiles a script without running it."""
+    size, _, rest = given.partition(b"\n")
+    text, compiled = rest[: int(size)], rest[int(size) :]
+    engine = make_engine(limits)
+    try:
+        with Ticker(engine):
+            module = wasmtime.Module.deserialize(engine, compiled)
+            ScriptModule(engine, module, text).check(limits)
+    except ControllerError as error:
+        said = error.message.removeprefix("the script: ")[:_SAID_CHARACTERS]
+        sys.stderr.buffer.write(f"the script is not valid: {said}".encode())
+        return _REFUSED
     return 0
 
 

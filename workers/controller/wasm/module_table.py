@@ -17,6 +17,7 @@ from msgspec import Struct
 from ....protocol.errors import Code, RequestError, UnavailableError
 from ....protocol.messages import StoredModule, Tagged
 from ....protocol.pace import RETRY_AFTER_S
+from ..scripts.sources import IN_ARGUMENT
 
 MAX_MODULES = 1_000
 """Maximum modules of a tenant."""
@@ -182,7 +183,7 @@ def _some(tags: Iterable[str], name: str) -> str:
 
 def check_tag(tag: str) -> None:
     """Raises RequestError if the tag is not valid."""
-    if tag in BUILT_IN:
+    if tag in BUILT_IN or tag in IN_ARGUMENT:
         raise RequestError(
             Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
         )

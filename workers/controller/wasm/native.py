@@ -140,7 +140,7 @@ class NativeController:
         """Calls tokenbus_pre_process."""
         block = self._block
         block[_COUNT] = 0
-        action = self._guest.call(self._pre, self._host.limits.pre_s, "pre_process")
+        action = self._guest.call(self._pre, self._limit(self._host.limits.pre_s), "pre_process")
         if action == 1:
             return CONTINUE
         if action == 0:
@@ -163,7 +163,7 @@ class NativeController:
             self._put_one(fork_group[0])
         else:
             self._put(fork_group, self._host.limits.mid_s)
-        action = self._guest.call(self._mid, self._host.limits.mid_s, "mid_process")
+        action = self._guest.call(self._mid, self._limit(self._host.limits.mid_s), "mid_process")
         self._guest.count()
         if action == 1:
             answer = self._sampling(mask)
@@ -175,7 +175,7 @@ class NativeController:
             return STOP
         if action == 4:
             return Answer(Action.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
-        raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice)")
+        return self._other_answer(action)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Calls tokenbus_post_process."""
@@ -185,7 +185,7 @@ class NativeController:
         else:
             self._put(tokens, self._host.limits.post_s)
         block[_BACKTRACK] = backtrack
-        action = self._guest.call(self._post, self._host.limits.post_s, "post_process")
+        action = self._guest.call(self._post, self._limit(self._host.limits.post_s), "post_process")
         if backtrack:
             block[_BACKTRACK] = 0
         if action == 1:
@@ -202,13 +202,21 @@ class NativeController:
             )
         state = NativeState(host, self._state)
         state.guest = guest = self._guest.clone(state, host.limits)
-        return NativeController(guest, host, self._block_at, self._why_no_fork)
+        return type(self)(guest, host, self._block_at, self._why_no_fork)
 
     def close(self) -> None:
         """Frees the instance."""
         self._guest.close()
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _limit(self, own_s: float) -> float:
+        """The CPU time of a call whose own limit is ``own_s``, in seconds."""
+        return own_s
+
+    def _other_answer(self, action: int) -> Answer:
+        """The answer of a mid_process that neither stops, samples nor splices."""
+        raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice)")
 
     def _put_one(self, number: int) -> None:
         block, guest = self._block, self._guest
@@ -237,7 +245,7 @@ class NativeController:
         """The answer of a mid_process that samples; copies its mask into ``mask``."""
         block, guest = self._block, self._guest
         address = block[_MASK]
-        bias = self._bias() if block[_BIAS] else None
+        bias = self._own_bias()
         if not address:
             return CONTINUE if bias is None else Answer(Action.CONTINUE, bias=bias)
         size = 4 * self._words
@@ -262,6 +270,14 @@ class NativeController:
         if not pairs:
             return biases.dense(found.view("<f4"), size)
         return biases.sparse(found[::2], found[1::2].view("<f4"), size)
+
+    def _own_bias(self) -> biases.Bias | None:
+        """The bias of an answer, if it has one."""
+        return self._bias() if self._block[_BIAS] else None
+
+    def _list(self) -> tuple[int, int]:
+        """The address and the length of the answer's list."""
+        return self._block[_LIST], self._block[_N]
 
     def _tokens(self) -> list[int]:
         count = self._block[_N]
@@ -332,6 +348,23 @@ def tokenized(guest: Guest, host: Host, address: int, size: int) -> list[int]:
         )
     guest.charge(TOKENIZED_WORK * size)
     return host.vocabulary.tokenize(guest.read(address, size), guest.check_time)
+
+
+def _token_bytes(
+    state: NativeState, tokens: int, count: int, into: int, most: int, lengths_at: int
+) -> int:
+    """Writes the bytes of tokens, one after another, and the length of each; returns the size of
+    all. A number outside the vocabulary has no bytes."""
+    guest, vocabulary = state.guest, state.host.vocabulary
+    guest.charge(TOKENIZED_WORK * count)
+    numbers = array.array("I", guest.read(tokens, 4 * count))
+    pieces = [vocabulary.token(number) for number in numbers]
+    data = b"".join(pieces)
+    guest.charge(len(data))
+    guest.write_part(into, data, most)
+    if lengths_at:
+        guest.write(lengths_at, array.array("I", map(len, pieces)).tobytes())
+    return len(data)
 
 
 def _trie_size(state: NativeState) -> int:
@@ -460,6 +493,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "seq_id"): HostFunction("", "i", _seq_id),
     ("tokenbus", "special_token"): HostFunction("i", "i", _special_token),
     ("tokenbus", "tokenize"): HostFunction("iiii", "i", _tokenize),
+    ("tokenbus", "token_bytes"): HostFunction("iiiii", "i", _token_bytes),
     ("tokenbus", "trie_size"): HostFunction("", "i", _trie_size),
     ("tokenbus", "trie_read"): HostFunction("iii", "i", _trie_read),
     ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),

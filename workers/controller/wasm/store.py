@@ -228,6 +228,10 @@ class ModuleStore:
         """A compiled module; ``module`` is an id from ``resolve``."""
         return self._compiled.load(module, self.wasm)
 
+    def interpreter(self, language: str) -> Loaded:
+        """The interpreter of a language, which runs a script in the request's argument."""
+        return self._compiled.interpreter(language)
+
     def wasm(self, module: str) -> bytes:
         """The uploaded bytes, from this machine or another one."""
         wasm = self.own(module)

@@ -1,0 +1,200 @@
+"""The controller of a script: its guest, and the text that the worker generates for the guest.
+
+The guest decides between texts. While a text is generated, the worker runs the rounds with the
+controller of a built-in constraint, and calls the guest again with the tokens of the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..host import Host
+from ..interface import (
+    CONTINUE,
+    Action,
+    Answer,
+    Batch,
+    Batched,
+    Constraint,
+    ConstraintProgram,
+    Controller,
+    DecidesAhead,
+    Program,
+)
+from .generation import Generate, Generation, decode_generate, failed
+
+MAX_EMPTY_TEXTS = 256
+"""Maximum texts without a token that a script generates one after another in one round."""
+
+FindConstraint = Callable[[str], ConstraintProgram | None]
+
+
+class ScriptProgram:
+    """Makes the controllers of a script, whose guests ``guests`` makes."""
+
+    def __init__(self, guests: Program, constraints: FindConstraint) -> None:
+        """``constraints`` finds a built-in constraint by its name."""
+        self._guests = guests
+        self._constraints = constraints
+
+    def start(self, host: Host) -> Controller:
+        """Creates a guest; raises TokenbusError if the script fails."""
+        return ScriptController(self._guests.start(host), host, self._constraints)
+
+
+class ScriptController:
+    """The controller of one sequence."""
+
+    def __init__(self, guest: Controller, host: Host, constraints: FindConstraint) -> None:
+        self._guest = guest
+        self._host = host
+        self._constraints = constraints
+        self._generation: Generation | None = None
+        self._length = 0
+        """Number of tokens after the prompt."""
+        self._held: Answer | None = None
+        """An answer of the guest's pre_process that is returned by the next pre_process."""
+        self._detour = 0
+        """1: a token was appended to get to pre_process without sampling; 2: it was dropped."""
+
+    # --- interface.Controller -------------------------------------------------------------------
+
+    def init_prompt(self, prompt: Sequence[int]) -> None:
+        """Runs the script to its first ``await``."""
+        self._guest.init_prompt(prompt)
+
+    def pre_process(self) -> Answer:
+        """Calls the guest, or the constraint of the text that is generated."""
+        if self._detour:
+            return CONTINUE
+        held, self._held = self._held, None
+        if held is not None:
+            return held
+        generation = self._generation
+        if generation is not None and not generation.ended:
+            return generation.pre_process()
+        if generation is not None:
+            self._finish_text()
+        return self._guest.pre_process()
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
+        """Calls the guest, or the constraint of the text that is generated."""
+        if self._detour:
+            self._detour = 2
+            return Answer(Action.SPLICE, backtrack=1)
+        for _ in range(MAX_EMPTY_TEXTS):
+            if self._generation is None:
+                answer = self._guest.mid_process(fork_group, mask)
+                if answer.action is not Action.GENERATE:
+                    return answer
+                self._begin_text(answer)
+            assert self._generation is not None
+            found = self._generation.mid_process(mask)
+            if found is not None:
+                return found
+            self._finish_text()
+            answer = self._guest.pre_process()
+            if answer.action is Action.FORK or answer.action is Action.SUSPEND:
+                return self._leave(answer)
+            if answer.action is not Action.CONTINUE:
+                return answer
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the script generated {MAX_EMPTY_TEXTS} texts without a token one after another",
+        )
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Passes the tokens to the text that is generated, or else to the guest."""
+        self._length += len(tokens) - backtrack
+        if self._detour:
+            self._detour = 0 if self._detour == 2 else self._detour
+            return CONTINUE
+        if self._generation is None:
+            return self._guest.post_process(tokens, backtrack)
+        self._generation.post_process(tokens, backtrack)
+        return CONTINUE
+
+    def fork(self, host: Host) -> ScriptController:
+        """Copies the guest and the text."""
+        other = ScriptController(self._guest.fork(host), host, self._constraints)
+        other._length, other._held, other._detour = self._length, self._held, self._detour
+        if self._generation is not None:
+            other._generation = self._generation.fork(host)
+        return other
+
+    def close(self) -> None:
+        """Frees the guest and the constraint."""
+        if self._generation is not None:
+            self._generation.close()
+        self._guest.close()
+
+    # --- interface.DecidesAhead -----------------------------------------------------------------
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the next call is one of the guest, whose answer is present."""
+        ahead = self._generation is None and not self._detour and self._held is None
+        return ahead and isinstance(self._guest, DecidesAhead) and self._guest.has_decided
+
+    def ends(self) -> None:
+        """Called before the last post_process."""
+        if isinstance(self._guest, DecidesAhead):
+            self._guest.ends()
+
+    # --- interface.Batched ----------------------------------------------------------------------
+
+    def batch(self, token: int) -> tuple[Batch, int] | None:
+        """The batch of the constraint or of the guest; None if the round runs by itself."""
+        if self._detour or self._held is not None:
+            return None
+        if self._generation is not None:
+            return self._generation.batch(token)
+        return self._guest.batch(token) if isinstance(self._guest, Batched) else None
+
+    def batched(self, token: int) -> None:
+        """Records a round that ran in a batch."""
+        self._length += 1
+        if self._generation is not None:
+            self._generation.batched(token)
+        elif isinstance(self._guest, Batched):
+            self._guest.batched(token)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _begin_text(self, answer: Answer) -> None:
+        asked = decode_generate(answer.generate)
+        constraint = None
+        if asked.kind is not None:
+            try:
+                constraint = self._constraint(asked)
+            except TokenbusError as error:
+                raise failed(asked, error) from None
+        self._generation = Generation(asked, self._host, constraint, answer.bias)
+
+    def _constraint(self, asked: Generate) -> Constraint:
+        program = self._constraints(asked.kind or "")
+        if program is None:
+            raise ControllerError(Code.CONTROLLER_FAILED, "this worker has no constraints")
+        left = self._host.max_tokens - self._length
+        most = left if asked.max_tokens is None else min(left, asked.max_tokens)
+        host = replace(self._host, arg=asked.argument.encode(), max_tokens=max(1, most))
+        constraint = program.start(host)
+        constraint.init_prompt(())
+        return constraint
+
+    def _finish_text(self) -> None:
+        """Passes the tokens of the text to the guest."""
+        generation, self._generation = self._generation, None
+        assert generation is not None
+        generation.close()
+        self._guest.post_process(generation.tokens, 0)
+
+    def _leave(self, answer: Answer) -> Answer:
+        """Appends a token, which the next mid_process drops, so that pre_process is called. The
+        client does not see the two changes."""
+        # A suspended guest decides again, because variables may have changed meanwhile.
+        self._held = answer if answer.action is Action.FORK else None
+        self._detour = 1
+        return Answer(Action.SPLICE, tokens=(0,))

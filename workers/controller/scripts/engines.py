@@ -1,0 +1,112 @@
+"""The interpreters of scripts: Wasm modules that are built when the package is installed.
+
+An interpreter has the exports of the native ABI, and two more: ``tokenbus_boot`` creates the
+interpreter, and runs the library of its language (the section ``tokenbus.boot``);
+``tokenbus_script`` runs a script. The memory after ``tokenbus_boot`` is stored once, and every
+script starts from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError, RequestError
+from ..limits import Limits
+from ..wasm.exported_state import with_exported_state
+from ..wasm.instance import Guest, Template
+from ..wasm.native import START, NativeState, _linker
+from ..wasm.wasm_binary import GLOBAL, read
+from .snapshot import custom_section, read_custom, with_memory
+
+BOOT_SECTION = "tokenbus.boot"
+BOOT_S = 30.0
+"""Maximum CPU time of ``tokenbus_boot``, in seconds."""
+
+INBOX, INBOX_SIZE, COUNT, BACKTRACK = 1, 2, 3, 4
+"""Words of the call block."""
+
+_FOLDER = Path(__file__).parent
+_LIBRARIES = {"javascript": ("driver.js", "context.js", "aici.js")}
+_FRAMES = {"javascript": ('(function (host) { "use strict";', "return calls; })(host)")}
+
+
+class Engine(NamedTuple):
+    """An interpreter before its boot."""
+
+    id: str
+    """SHA-256 of ``wasm``."""
+    wasm: bytes
+
+
+@cache
+def engine(language: str) -> Engine:
+    """The interpreter of a language; raises RequestError if it is not installed."""
+    folder = _FOLDER / language
+    file = folder / "engine.wasm"
+    if not file.exists():
+        raise RequestError(
+            Code.UNKNOWN_CONTROLLER,
+            f"this worker cannot run scripts in {language}, because {file} is missing; the "
+            "installation of the package builds it: see its warnings, and install again",
+        )
+    before, after = _FRAMES[language]
+    parts = [(folder / name).read_text(encoding="utf-8") for name in _LIBRARIES[language]]
+    boot = "\n".join([before, *parts, after]).encode()
+    wasm = file.read_bytes() + custom_section(BOOT_SECTION, boot)
+    return Engine(hashlib.sha256(wasm).hexdigest(), wasm)
+
+
+def booted(wasm: bytes) -> bytes:
+    """An interpreter with the memory that it has after ``tokenbus_boot``.
+
+    Raises ControllerError if the boot fails.
+    """
+    exported = with_exported_state(wasm)
+    config = wasmtime.Config()
+    config.cranelift_opt_level = "none"
+    config.epoch_interruption = True
+    config.memory_may_move = False
+    machine = wasmtime.Engine(config)
+    template = Template(_linker(machine), wasmtime.Module(machine, exported), machine)
+    # The boot calls no function that uses the host.
+    state = NativeState(None)  # type: ignore[arg-type]
+    guest = state.guest = Guest(template, state, Limits(init_s=BOOT_S))
+    guest.call(guest.function("_initialize"), BOOT_S, "_initialize")
+    block = guest.call(guest.function(START), BOOT_S, START) & 0xFFFF_FFFF
+    put_text(guest, block, read_custom(wasm, BOOT_SECTION), BOOT_S)
+    guest.call(guest.function("tokenbus_boot"), BOOT_S, "tokenbus_boot")
+    globals_ = read(exported)
+    values = {
+        number: guest.global_value(name)
+        for name, number in globals_.exported(GLOBAL).items()
+        if globals_.globals[number].mutable
+    }
+    memory = memoryview(guest.read(0, guest.measure()))
+    guest.free()
+    return with_memory(wasm, memory, values, {"_initialize", "tokenbus_boot"})
+
+
+def put_text(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
+    """Writes a text and its length into the inbox of an interpreter, whose call block is at
+    ``block``."""
+    block_words = words(guest, block)
+    if len(text) > block_words[INBOX_SIZE]:
+        grow = guest.function("tokenbus_grow")
+        if not guest.call_with(grow, limit_s, "tokenbus_grow", len(text)):
+            raise ControllerError(
+                Code.CONTROLLER_FAILED, f"the script of {len(text)} bytes does not fit in memory"
+            )
+    guest.write(block_words[INBOX], text)
+    block_words[COUNT] = len(text)
+
+
+def words(guest: Guest, block: int) -> ctypes.Array[ctypes.c_uint32]:
+    """The words of the call block at an address."""
+    guest.check(block, 64)
+    return (ctypes.c_uint32 * 16).from_address(guest.base + block)

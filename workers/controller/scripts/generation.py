@@ -1,0 +1,176 @@
+"""A text that the worker generates for a script, under a constraint of the worker.
+
+The rounds of the text do not call the script. They call the controller of a built-in constraint,
+which has its own caches, and closes its text before ``max_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..biases import Bias
+from ..host import Host
+from ..interface import CONTINUE, Action, Answer, Batch, Batched, Constraint
+
+Kind = Literal["regex", "choice", "json_schema", "lark", "yacc", "substring", "combination"]
+
+
+class Generate(msgspec.Struct, frozen=True):
+    """The arguments of ``gen``."""
+
+    kind: Kind | None = None
+    """The built-in constraint; None: every text is allowed."""
+    argument: str = ""
+    stop_at: list[str] = []
+    """The text ends after the first of these texts."""
+    max_tokens: int | None = None
+    place: str = ""
+    """The place of the call in the script, for errors."""
+
+
+_decoder = msgspec.json.Decoder(Generate)
+
+
+def decode_generate(data: bytes) -> Generate:
+    """Decodes the arguments of ``gen``; raises ControllerError."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ControllerError(Code.CONTROLLER_FAILED, f"gen: {error}") from None
+
+
+class Generation:
+    """The text of one ``gen``, whose calls correspond to those of a controller."""
+
+    def __init__(
+        self, asked: Generate, host: Host, constraint: Constraint | None, bias: Bias | None
+    ) -> None:
+        """``constraint``: the controller of the constraint, at its beginning."""
+        self._asked = asked
+        self._host = host
+        self._constraint = constraint
+        self._bias = bias
+        self._free = Answer(Action.CONTINUE, bias=bias)
+        self._stops = [stop.encode() for stop in asked.stop_at]
+        self._text = bytearray()
+        """The text, which is only collected if there are stop texts."""
+        self._repair: Answer | None = None
+        """The splice that drops what follows the end of the text."""
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def pre_process(self) -> Answer:
+        """Calls the constraint, which may append tokens."""
+        if self._repair is not None or self._constraint is None:
+            return CONTINUE
+        return self._constraint.pre_process()
+
+    def mid_process(self, mask: memoryview) -> Answer | None:
+        """Samples or splices; None: the text has ended."""
+        if self._repair is not None:
+            return self._repair
+        if self._constraint is None:
+            return self._free
+        answer = self._constraint.mid_process((self._host.seq,), mask)
+        if answer.action is Action.STOP:
+            self.ended = True
+            return None
+        if answer.action is Action.CONTINUE and self._bias is not None:
+            return answer._replace(bias=self._bias)
+        return answer
+
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> None:
+        """Adds tokens up to the end of the text."""
+        if self._repair is not None:
+            self.ended = True
+            return
+        if backtrack:
+            del self.tokens[len(self.tokens) - backtrack :]
+            self._text = bytearray(self._bytes(self.tokens)) if self._stops else self._text
+        eos_ids = self._host.vocabulary.eos_ids
+        for place, token in enumerate(tokens):
+            more = len(tokens) - place - 1
+            if token in eos_ids:
+                self._end(more + 1)
+                return
+            self.tokens.append(token)
+            if self._stops and self._stopped(token, more):
+                return
+            if len(self.tokens) == self._asked.max_tokens:
+                self._end(more)
+                return
+        if self._constraint is not None:
+            answer = self._constraint.post_process(tokens, backtrack)
+            self.ended = answer.action is Action.STOP
+
+    def batch(self, token: int) -> tuple[Batch, int] | None:
+        """The batch in which the round after a token runs; None if it runs by itself."""
+        alone = self._stops or self._bias is not None or self._repair is not None or self.ended
+        constraint = self._constraint
+        if alone or not isinstance(constraint, Batched):
+            return None
+        if len(self.tokens) + 1 == self._asked.max_tokens:
+            return None
+        return constraint.batch(token)
+
+    def batched(self, token: int) -> None:
+        """Records a round that ran in a batch."""
+        self.tokens.append(token)
+        assert isinstance(self._constraint, Batched)
+        self._constraint.batched(token)
+
+    def fork(self, host: Host) -> Generation:
+        """A copy for another sequence."""
+        constraint = self._constraint.fork(host) if self._constraint is not None else None
+        other = Generation(self._asked, host, constraint, self._bias)
+        other.tokens, other._text = list(self.tokens), bytearray(self._text)
+        other._repair, other.ended = self._repair, self.ended
+        return other
+
+    def close(self) -> None:
+        """Frees the constraint."""
+        if self._constraint is not None:
+            self._constraint.close()
+            self._constraint = None
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._host.vocabulary.token, tokens))
+
+    def _stopped(self, token: int, more: int) -> bool:
+        """Adds a token's text; if a stop text occurs, ends the text after it."""
+        before = len(self._text)
+        self._text += self._host.vocabulary.token(token)
+        ends = [
+            at + len(stop)
+            for stop in self._stops
+            if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if not ends:
+            return False
+        end = min(ends)
+        if end == len(self._text):
+            self._end(more)
+            return True
+        self.tokens.pop()
+        again = self._host.vocabulary.tokenize(bytes(self._text[before:end]))
+        self.tokens += again
+        self._end(more + 1, again)
+        return True
+
+    def _end(self, drop: int, tokens: Sequence[int] = ()) -> None:
+        if drop:
+            self._repair = Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
+        else:
+            self.ended = True
+
+
+def failed(asked: Generate, error: TokenbusError) -> ControllerError:
+    """The error of a constraint, with its place in the script."""
+    where = f"{asked.place}: " if asked.place else ""
+    return ControllerError(Code.CONTROLLER_FAILED, f"{where}gen({asked.kind}): {error.message}")

@@ -1,0 +1,90 @@
+"""Scripts as guests: an interpreter of the native ABI that has loaded a script."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError
+from ..host import Host
+from ..interface import Action, Answer, Controller
+from ..limits import Limits
+from ..wasm.instance import Guest, Template
+from ..wasm.native import START, NativeController, NativeState, _linker
+from .engines import BACKTRACK, put_text, words
+
+GENERATE = 5
+"""The result of mid_process that asks the worker to generate a text. The list of the answer has
+the bytes of a ``generation.Generate`` as JSON."""
+MAX_GENERATE_BYTES = 2 * 1024 * 1024
+
+
+class ScriptModule:
+    """The program of a script: each sequence has an instance of the interpreter."""
+
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
+    ) -> None:
+        """``module``: the interpreter after its boot. ``text``: the script; None: the argument of
+        the request is the script."""
+        self._template = Template(_linker(engine), module, engine)
+        self._text = text
+
+    def start(self, host: Host) -> Controller:
+        """Creates an instance and runs the script up to its end, which defines ``main``."""
+        text = self._text
+        if text is None:
+            text, host = host.arg, replace(host, arg=b"")
+        state = NativeState(host)
+        guest = state.guest = Guest(self._template, state, host.limits, host.memory)
+        try:
+            block = guest.call(guest.function(START), host.limits.init_s, START) & 0xFFFF_FFFF
+            controller = ScriptGuest(guest, host, block, None)
+            load(guest, block, text + LAST_LINE, host.limits.init_s)
+            return controller
+        except BaseException:
+            guest.close()
+            raise
+
+    def check(self, limits: Limits) -> None:
+        """Compiles the script without running it; raises ControllerError with the place of a syntax
+        error."""
+        state = NativeState(None)  # type: ignore[arg-type]
+        guest = state.guest = Guest(self._template, state, limits)
+        block = guest.call(guest.function(START), limits.init_s, START) & 0xFFFF_FFFF
+        words(guest, block)[BACKTRACK] = 1
+        load(guest, block, self._text or b"", limits.init_s)
+        guest.free()
+
+
+LAST_LINE = (
+    b"\n;globalThis.__script = {main: typeof main === 'undefined' ? undefined : main, "
+    b"Main: typeof Main === 'undefined' ? undefined : Main};"
+)
+"""Hands the names of a script, which is a module, to the interpreter's library."""
+
+
+def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
+    """Loads a script into an instance of an interpreter."""
+    put_text(guest, block, text, limit_s)
+    guest.call(guest.function("tokenbus_script"), limit_s, "the script")
+
+
+class ScriptGuest(NativeController):
+    """The guest of one sequence. A script may run for the CPU time of a round in every call."""
+
+    def _limit(self, own_s: float) -> float:
+        return max(own_s, self._host.limits.round_s)
+
+    def _other_answer(self, action: int) -> Answer:
+        if action != GENERATE:
+            return super()._other_answer(action)
+        address, size = self._list()
+        if size > MAX_GENERATE_BYTES:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"the arguments of gen have {size} bytes; at most {MAX_GENERATE_BYTES} are allowed",
+            )
+        generate = self._guest.read(address, size)
+        return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)

@@ -1,0 +1,227 @@
+// The context of a script: the argument of `async function main(ctx)`.
+
+function show(value) {
+  if (typeof value === "string") return value;
+  if (value instanceof Error) return describe(value);
+  try {
+    const text = JSON.stringify(value);
+    return text === undefined ? String(value) : text;
+  } catch (error) {
+    return String(value);
+  }
+}
+
+function whole(what, value, least = 1) {
+  if (!Number.isInteger(value) || value < least)
+    throw new TypeError(`${what} with ${show(value)}; right would be a number, at least ${least}`);
+  return value;
+}
+
+// A set of tokens, as a mask: bit i of the words is token i.
+class TokenSet {
+  constructor(tokens = []) {
+    this.length = host.word(VOCABULARY);
+    this.words = new Uint32Array(Math.ceil(this.length / 32));
+    for (const token of tokens) this.add(token);
+  }
+  add(token) {
+    this.words[this.check(token) >> 5] |= 1 << (token & 31);
+    return this;
+  }
+  delete(token) {
+    this.words[this.check(token) >> 5] &= ~(1 << (token & 31));
+    return this;
+  }
+  has(token) { return (this.words[token >> 5] >>> (token & 31) & 1) === 1; }
+  setAll(value) {
+    this.words.fill(value ? 0xffffffff : 0);
+    if (value && this.length & 31) this.words[this.words.length - 1] = (1 << (this.length & 31)) - 1;
+    return this;
+  }
+  numSet() {
+    let count = 0;
+    for (let word of this.words) for (; word; word &= word - 1) count++;
+    return count;
+  }
+  check(token) {
+    if (!Number.isInteger(token) || token < 0 || token >= this.length)
+      throw new RangeError(`token ${show(token)} is not in the vocabulary, which is 0 to ` +
+                           `${this.length - 1}`);
+    return token;
+  }
+}
+
+function token_set(tokens) {
+  const set = tokens instanceof TokenSet ? tokens : new TokenSet(tokens);
+  if (!set.numSet()) throw new RangeError("the set of allowed tokens is empty");
+  return set;
+}
+
+// {token: value} or a value for each token, as the bytes that the host reads.
+function bias_of(values) {
+  if (values === null || values === undefined) return null;
+  if (Array.isArray(values) || ArrayBuffer.isView(values))
+    return { data: Float32Array.from(values), pairs: 0 };
+  const entries = values instanceof Map ? [...values] : Object.entries(values);
+  const data = new DataView(new ArrayBuffer(8 * entries.length));
+  entries.forEach(([token, value], i) => {
+    data.setUint32(8 * i, Number(token), true);
+    data.setFloat32(8 * i + 4, value, true);
+  });
+  return entries.length ? { data: data.buffer, pairs: entries.length } : null;
+}
+
+class Label {
+  constructor() { this.position = sequence.tokens.length; }
+  tokensSince() { return sequence.tokens.slice(this.position); }
+  textSince() { return host.text(this.tokensSince()); }
+  fixedAfter(text) { return append(text, this); }
+  fixAfter(text) { return append(text, this); }
+}
+
+function position(label, what) {
+  if (!(label instanceof Label)) throw new TypeError(`${what}: right would be a label`);
+  return label.position;
+}
+
+function append(text, following) {
+  if (typeof text !== "string" && !ArrayBuffer.isView(text))
+    throw new TypeError(`fixed(text) with ${show(text)}; right would be text or bytes`);
+  const after = following ? position(following, "fixed({following})") : sequence.tokens.length;
+  const drop = sequence.tokens.length - after;
+  if (drop < 0)
+    throw new RangeError(`fixed({following}): the label is at ${after} tokens, but the sequence ` +
+                         `was cut back to ${sequence.tokens.length}`);
+  return ask(new Append(text.length ? host.tokenize(text) : [], drop), "fixed");
+}
+
+const CONSTRAINTS = {
+  regex: (value) => value instanceof RegExp ? (value.ignoreCase ? "(?i)" : "") + value.source : value,
+  choice: (value) => JSON.stringify(value),
+  jsonSchema: (value) => typeof value === "string" ? value : JSON.stringify(value),
+  lark: (value) => value,
+  yacc: (value) => value,
+  substring: (value) => JSON.stringify({ text: value }),
+};
+const ALIASES = { json_schema: "jsonSchema", stop_at: "stopAt", max_tokens: "maxTokens",
+                  options: "choice", substring_end: "substringEnd", store_var: "storeVar" };
+const OPTIONS = ["allow", "bias", "stopAt", "maxTokens", "storeVar", "substringEnd"];
+
+function generation(given) {
+  const options = {};
+  for (const [name, value] of Object.entries(given)) {
+    const known = ALIASES[name] || name;
+    if (!(known in CONSTRAINTS) && !OPTIONS.includes(known))
+      throw new TypeError(`gen({${name}}) is unknown; right would be ` +
+                          [...Object.keys(CONSTRAINTS), ...OPTIONS].join(", "));
+    if (value !== null && value !== undefined) options[known] = value;
+  }
+  const kinds = Object.keys(options).filter((name) => name in CONSTRAINTS || name === "allow");
+  if (kinds.length > 1)
+    throw new TypeError(`gen({${kinds.join(", ")}}): only one of these is allowed at a time`);
+  const stops = [].concat(options.stopAt === undefined ? [] : options.stopAt);
+  if (stops.some((stop) => typeof stop !== "string" || !stop))
+    throw new TypeError(`gen({stopAt: ${show(options.stopAt)}}); right would be text`);
+  if (options.maxTokens !== undefined) whole("gen({maxTokens})", options.maxTokens);
+  return [options, kinds[0], stops];
+}
+
+// The tokens of a generated text.
+async function generate(given = {}) {
+  const [options, kind, stops] = generation(given);
+  const bias = bias_of(options.bias);
+  if (kind === "allow")
+    return ask(new GenerateAllowed(token_set(options.allow).words, bias, stops,
+                                   options.maxTokens), "gen");
+  const spec = { place: place(), stop_at: stops, max_tokens: options.maxTokens };
+  if (kind) {
+    const argument = CONSTRAINTS[kind](options[kind]);
+    if (typeof argument !== "string")
+      throw new TypeError(`gen({${kind}: ${show(options[kind])}}); right would be text`);
+    spec.kind = kind === "jsonSchema" ? "json_schema" : kind;
+    spec.argument = argument;
+    if (kind === "substring" && options.substringEnd !== undefined) {
+      spec.kind = "combination";
+      spec.argument = JSON.stringify({ sequence: [
+        { substring: options.substring }, options.substringEnd] });
+    }
+  }
+  const tokens = await ask(new Generate(spec, bias), "gen");
+  if (options.storeVar) host.varWrite(options.storeVar, host.bytes(tokens), false, -1);
+  return tokens;
+}
+
+const ROLES = ["unk", "pad", "sep", "bos", "eos", "cls", "mask", "turn_start", "turn_end"];
+
+// Bytes with AICI's method decode().
+class Bytes extends Uint8Array {
+  decode() { return host.decode(this); }
+}
+
+const vars = {
+  read(name) {
+    const found = host.varGet(String(name));
+    return found === null ? null : { version: found[0], value: new Bytes(found[1]) };
+  },
+  get(name, otherwise = null) {
+    const found = vars.read(name);
+    return found === null ? otherwise : found.value.decode();
+  },
+  has(name) { return vars.read(name) !== null; },
+  set(name, value, when = -1) { return written(name, value, false, when); },
+  append(name, value, when = -1) { return written(name, value, true, when); },
+};
+
+function written(name, value, append, when) {
+  const [ok, version] = host.varWrite(String(name), value, append, when);
+  return { ok, version };
+}
+
+function log(...values) { host.log(values.map(show).join(" ") + "\n"); }
+
+async function forked(count) {
+  return ask(new Fork(whole("fork(n)", count)), "fork");
+}
+
+const context = {
+  async fixed(text, { following } = {}) { return append(text, following); },
+  async gen(options) { return host.text(await generate(options)); },
+  fork: forked,
+  async waitVar(name) {
+    const [value] = await ask(new WaitFor([name]), "waitVar");
+    return host.decode(value);
+  },
+  async stop() { return ask(new End(), "stop"); },
+  vars,
+  get prompt() { return sequence.tokens.slice(0, sequence.promptLength); },
+  get tokens() { return sequence.tokens.slice(); },
+  get arg() {
+    if (!sequence.arg) return null;
+    try { return JSON.parse(sequence.arg); } catch (error) { return sequence.arg; }
+  },
+  get seq() { return host.seq(); },
+  get eos() { return host.word(EOS); },
+  get vocabularySize() { return host.word(VOCABULARY); },
+  // The tokens whose bytes pass a test.
+  tokenSet(test) {
+    const set = new TokenSet();
+    for (let token = 0; token < set.length; token++) {
+      const bytes = new Bytes(host.bytes([token]));
+      if (bytes.length && test(bytes)) set.add(token);
+    }
+    return set;
+  },
+  specialToken(name) {
+    const number = ROLES.indexOf(name);
+    if (number < 0)
+      throw new TypeError(`specialToken(${show(name)}); right would be one of ${ROLES.join(", ")}`);
+    const token = host.special(number);
+    return token < 0 ? null : token;
+  },
+  label: () => new Label(),
+  tokensSince(label) { return sequence.tokens.slice(position(label, "tokensSince(label)")); },
+  textSince(label) { return host.text(context.tokensSince(label)); },
+  tokenize: (text) => host.tokenize(text),
+  text: (tokens) => host.text(tokens),
+  log,
+};

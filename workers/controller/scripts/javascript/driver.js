@@ -1,0 +1,342 @@
+// The calls of the host, and the operations that a script waits for.
+//
+// boot.js is the concatenation of driver.js, context.js and aici.js in one function. `host` has the
+// imports of the ABI (engine.c). A fork copies the memory of the interpreter, so a script continues
+// in each fork without a replay.
+
+const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5;
+
+// The words of the call block.
+const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
+
+const sequence = { tokens: [], promptLength: 0, arg: "" };
+
+let pending = null;  // the operation that the script waits for
+let program = null;  // the object of a class with the four calls
+let started = null;  // the coroutine given to start()
+let ended = false;
+
+function place() {
+  const found = /\bscript:(\d+)/.exec(new Error().stack);
+  return found ? `line ${found[1]}` : "";
+}
+
+function describe(error) {
+  if (!(error instanceof Error)) return `the script threw ${String(error)}`;
+  const found = /\bscript:(\d+)/.exec(String(error.stack));
+  const line = found ? found[1] : error.fileName === "script" ? error.lineNumber : 0;
+  const text = `${error.name}: ${error.message}`;
+  return line ? `line ${line}: ${text}` : text;
+}
+
+// Each operation has pre, mid and post, which correspond to the calls of a controller; each may
+// finish the operation. mid returns null if pre_process has to be called first.
+class Operation {
+  finished = false;
+  answer = undefined;
+  pre() { return CONTINUE; }
+  mid(group) { return null; }
+  post(tokens, backtrack) {}
+  finish(answer) { this.finished = true; this.answer = answer; }
+}
+
+class End extends Operation {
+  pre() { return STOP; }
+  mid(group) { return STOP; }
+}
+
+class Append extends Operation {
+  constructor(tokens, drop) {
+    super();
+    this.tokens = tokens;
+    this.drop = drop;
+    if (!tokens.length && !drop) this.finish();
+  }
+  pre() {
+    if (this.drop) return CONTINUE;
+    host.tokens(this.tokens);
+    return SPLICE;
+  }
+  mid(group) {
+    host.drop(this.drop);
+    host.tokens(this.tokens);
+    return SPLICE;
+  }
+  post(tokens, backtrack) { this.finish(); }
+}
+
+// The worker generates under a constraint, and passes all tokens of the text to post.
+class Generate extends Operation {
+  constructor(spec, bias) {
+    super();
+    this.spec = JSON.stringify(spec);
+    this.bias = bias;
+  }
+  mid(group) {
+    give_bias(this.bias);
+    host.generate(this.spec);
+    return GENERATE;
+  }
+  post(tokens, backtrack) { this.finish(tokens); }
+}
+
+// Generates tokens of a set. The text ends at max tokens, at a stop text or at the end of sequence.
+class GenerateAllowed extends Operation {
+  constructor(mask, bias, stops, max) {
+    super();
+    this.mask = mask;
+    this.bias = bias;
+    this.stops = stops;
+    this.max = max;
+    this.tokens = [];
+    this.repair = null;
+  }
+  mid(group) {
+    if (this.repair) {
+      host.drop(this.repair[0]);
+      host.tokens(this.repair[1]);
+      return SPLICE;
+    }
+    host.mask(this.mask);
+    give_bias(this.bias);
+    return CONTINUE;
+  }
+  post(tokens, backtrack) {
+    if (this.repair) return this.finish(this.tokens);
+    for (let i = 0; i < tokens.length; i++) {
+      if (tokens[i] === host.word(EOS)) return this.end(tokens.length - i, []);
+      this.tokens.push(tokens[i]);
+      const more = tokens.length - i - 1;
+      const text = this.stops.length ? host.text(this.tokens) : "";
+      const ends = this.stops.map((s) => text.indexOf(s) < 0 ? -1 : text.indexOf(s) + s.length);
+      const end = Math.min(...ends.filter((e) => e >= 0));
+      if (end < text.length) {
+        this.tokens.pop();
+        const again = host.tokenize(text.slice(host.text(this.tokens).length, end));
+        this.tokens.push(...again);
+        return this.end(more + 1, again);
+      }
+      if (end === text.length && this.stops.length) return this.end(more, []);
+      if (this.tokens.length === this.max) return this.end(more, []);
+    }
+  }
+  end(drop, tokens) {
+    if (drop) this.repair = [drop, tokens];
+    else this.finish(this.tokens);
+  }
+}
+
+class Fork extends Operation {
+  constructor(count) {
+    super();
+    this.count = count;
+    this.made = false;
+  }
+  pre() {
+    this.made = true;
+    host.count(this.count);
+    return FORK;
+  }
+  mid(group) {
+    if (this.made) this.finish(group.indexOf(host.seq()));
+    return null;
+  }
+}
+
+class WaitFor extends Operation {
+  constructor(names) {
+    super();
+    this.names = names;
+  }
+  pre() {
+    const found = this.names.map((name) => host.varGet(name));
+    if (found.every((value) => value !== null)) this.finish(found.map((value) => value[1]));
+    return SUSPEND;
+  }
+}
+
+// A class with methods for single steps (AICI's NextToken). Its tokens are the answer.
+class Steps extends Operation {
+  constructor(object) {
+    super();
+    this.object = object;
+    this.appended = null;
+  }
+  pre() { return decided(this.object.preProcess(), "preProcess"); }
+  mid(group) { return decided(this.object.midProcess(), "midProcess"); }
+  post(tokens, backtrack) {
+    this.object.postProcess(backtrack, tokens);
+    this.finish(tokens);
+  }
+}
+
+function give_bias(bias) {
+  if (bias) host.bias(bias.data, bias.pairs);
+}
+
+function ask(operation, name) {
+  if (pending) throw new Error(`${name}: the script has to await its previous call first`);
+  if (ended) throw new Error(`${name}: the script has ended`);
+  return new Promise((resolve, reject) => {
+    if (operation.finished) return resolve(operation.answer);
+    operation.resolve = resolve;
+    pending = operation;
+  });
+}
+
+// The operation that the script waits for; runs the script while the last one is finished.
+function current() {
+  while (pending === null || pending.finished) {
+    const last = pending;
+    pending = null;
+    if (last) last.resolve(last.answer);
+    host.jobs();
+    if (failure) throw failure.error;
+    if (pending === null) {
+      if (!ended)
+        throw new Error("the script awaits something that never happens; it may only await the " +
+                        "calls of its context");
+      pending = new End();
+    }
+  }
+  return pending;
+}
+
+let failure = null;
+
+function begin(main, ...given) {
+  Promise.resolve().then(() => main(...given)).then(
+    (value) => {
+      ended = true;
+      if (value !== undefined) host.log(`${show(value)}\n`);
+    },
+    (error) => { failure = { error }; });
+}
+
+// --- decisions of classes ------------------------------------------------------------------------
+
+class Decision {
+  constructor(action, fields = {}) {
+    this.action = action;
+    Object.assign(this, fields);
+  }
+}
+
+function tokens_of(what) {
+  if (typeof what === "string" || ArrayBuffer.isView(what)) return host.tokenize(what);
+  if (!Array.isArray(what)) throw new TypeError("right would be text or a list of token ids");
+  return what;
+}
+
+const decide = {
+  goOn: () => new Decision(CONTINUE),
+  stop: () => new Decision(STOP),
+  suspend: () => new Decision(SUSPEND),
+  fork: (count) => new Decision(FORK, { count: whole("decide.fork(n)", count) }),
+  append: (what) => new Decision(SPLICE, { tokens: tokens_of(what), backtrack: 0 }),
+  splice: (backtrack, what = []) => new Decision(SPLICE, { tokens: tokens_of(what), backtrack }),
+  sample: ({ allow = null, bias = null } = {}) =>
+    new Decision(CONTINUE, {
+      mask: allow === null ? null : token_set(allow).words,
+      bias: bias_of(bias),
+    }),
+};
+
+const MAY = {
+  preProcess: [STOP, CONTINUE, SUSPEND, FORK, SPLICE],
+  midProcess: [STOP, CONTINUE, SPLICE],
+  postProcess: [STOP, CONTINUE],
+};
+
+function decided(decision, call) {
+  if (decision === undefined && call !== "midProcess") return CONTINUE;
+  if (!(decision instanceof Decision) || !MAY[call].includes(decision.action))
+    throw new TypeError(`${call} returned ${show(decision)}, which is not a decision of this call`);
+  const { action, count, tokens, backtrack, mask, bias } = decision;
+  if (count) host.count(count);
+  if (tokens) host.tokens(tokens);
+  if (backtrack) host.drop(backtrack);
+  if (mask) host.mask(mask);
+  if (bias) give_bias(bias);
+  return action;
+}
+
+class Controller {
+  initPrompt(prompt) {}
+  preProcess() {}
+  midProcess(group) { return decide.sample(); }
+  postProcess(tokens, backtrack) {
+    return tokens.includes(host.word(EOS)) ? decide.stop() : decide.goOn();
+  }
+}
+
+// --- the four calls ------------------------------------------------------------------------------
+
+// After a fork, a script that has to suspend or fork again gets to pre_process by appending a token
+// and dropping it. The client does not see the two changes.
+let detour = 0;
+
+const calls = {
+  describe,
+
+  init(prompt, arg) {
+    sequence.tokens = prompt;
+    sequence.promptLength = prompt.length;
+    sequence.arg = arg;
+    const { main, Main } = globalThis.__script || {};
+    delete globalThis.__script;
+    if (started) {
+      begin(started);
+    } else if (typeof Main === "function") {
+      program = new Main();
+      program.initPrompt(prompt.slice());
+      return 1;
+    } else if (typeof main === "function") {
+      begin(main, context);
+    } else {
+      throw new Error("the script does not define async function main(ctx), class Main extends " +
+                      "Controller, or call start(main)");
+    }
+    current();
+    return 1;
+  },
+
+  pre() {
+    if (program) return decided(program.preProcess(), "preProcess");
+    if (detour) return CONTINUE;
+    for (;;) {
+      const operation = current();
+      const action = operation.pre();
+      if (!operation.finished) return action;
+    }
+  },
+
+  mid(group) {
+    if (program) return decided(program.midProcess(group), "midProcess");
+    if (detour === 1) {
+      detour = 2;
+      host.drop(1);
+      host.tokens([]);
+      return SPLICE;
+    }
+    for (;;) {
+      const operation = current();
+      const action = operation.mid(group);
+      if (operation.finished) continue;
+      if (action !== null) return action;
+      detour = 1;
+      host.drop(0);
+      host.tokens([0]);
+      return SPLICE;
+    }
+  },
+
+  post(tokens, backtrack) {
+    if (backtrack) sequence.tokens.length -= backtrack;
+    for (let i = 0; i < tokens.length; i++) sequence.tokens.push(tokens[i]);
+    if (program) return decided(program.postProcess(tokens, backtrack), "postProcess");
+    if (detour === 2) detour = 0;
+    else if (!detour && pending) pending.post(tokens, backtrack);
+    return CONTINUE;
+  },
+};

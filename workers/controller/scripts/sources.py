@@ -1,0 +1,63 @@
+"""The text of an uploaded script.
+
+The first line names the language, so that the id of a script, the SHA-256 of its bytes, covers the
+language too:
+
+    #!tokenbus javascript
+    async function main(ctx) { ... }
+
+Clients add this line. Line numbers in errors do not count it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.scripts import LANGUAGES, MAX_SCRIPT_BYTES, SCRIPT_MARK
+
+IN_ARGUMENT = {
+    "jsctrl-latest": "javascript",
+    "gh:microsoft/aici/jsctrl": "javascript",
+}
+"""AICI's names for an interpreter that runs the script in the request's argument, with the language
+of each. A tag cannot have such a name."""
+
+
+class Source(NamedTuple):
+    """A script: its language, and its text."""
+
+    language: str
+    text: bytes
+
+
+def is_script(data: bytes) -> bool:
+    """Whether an upload is a script and not a Wasm module."""
+    return data.startswith(SCRIPT_MARK)
+
+
+def read_source(data: bytes) -> Source:
+    """The script in an upload; raises RequestError if its language is unknown, or if it is too
+    large or not UTF-8."""
+    head, _, text = data.partition(b"\n")
+    language = head.removeprefix(SCRIPT_MARK).strip().decode("utf-8", "replace")
+    if language not in LANGUAGES:
+        raise _refusal(
+            f"the script is in {language[:40]!r}; it must be in one of {', '.join(LANGUAGES)}"
+        )
+    if len(text) > MAX_SCRIPT_BYTES:
+        raise RequestError(
+            Code.TOO_LARGE,
+            f"the script has {len(text)} bytes; at most {MAX_SCRIPT_BYTES} are allowed",
+            path="$.data",
+        )
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise _refusal(f"the script is not UTF-8: {error.reason} in line {line}") from None
+    return Source(language, text)
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(Code.INVALID_FIELD, message, path="$.data")
