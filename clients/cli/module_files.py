@@ -1,4 +1,4 @@
-"""Reads controllers from Wasm files, and compiles C files with the SDK of this installation."""
+"""Reads Wasm files and scripts, and compiles C files with the SDK of this installation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-SUFFIXES = (".wasm", ".c", ".py")
+from ...protocol.scripts import LANGUAGES, language_of, marked_script
+
+SCRIPT_SUFFIXES = tuple(suffix for group in LANGUAGES.values() for suffix in group)
+SUFFIXES = (".wasm", ".c", ".py", *SCRIPT_SUFFIXES)
 """A name is a file name if it has one of these suffixes or contains a "/"."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
@@ -45,7 +48,7 @@ def is_file(name: str) -> bool:
 
 
 def read_module(file: Path) -> bytes:
-    """Reads the module in a Wasm file, or compiles a C file; raises FileFault.
+    """Reads a Wasm file or a script, or compiles a C file; raises FileFault.
 
     Prints the compiler's warnings on stderr.
     """
@@ -58,6 +61,9 @@ def read_module(file: Path) -> bytes:
         content = file.read_bytes()
     except OSError as error:
         raise FileFault(f"cannot read {file}: {error.strerror}") from None
+    language = language_of(file.suffix)
+    if language is not None:
+        return marked_script(content, language)
     return _compiled(file) if file.suffix == ".c" else content
 
 
