@@ -1,0 +1,130 @@
+"""Scripts in a whole system: uploads, tenants' tags, AICI's names, guest processes, moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from tokenbus.clients import Client
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.scripts import marked_script
+
+from ....processes import Bus
+
+SCRIPT = b"""
+async function main(ctx) {
+  await ctx.fixed(`The ${ctx.arg} is `);
+  const number = await ctx.gen({ regex: '[0-9]+', maxTokens: 12 });
+  const i = await ctx.fork(2);
+  await ctx.fixed(` (${i})`);
+  ctx.vars.set(`v${i}`, number);
+  await ctx.gen({ regex: '[a-z ]{40,60}' });
+  ctx.log(await ctx.waitVar(`v${1 - i}`) === number);
+}
+"""
+AICI_SCRIPT = """
+import { start, gen, $, fork } from "aici";
+start(async () => {
+  await $`one `;
+  const n = await gen({ regex: /[0-9]{2}/, storeVar: "n" });
+  checkVar("n", n);
+});
+"""
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["threads", "processes"])
+def bus(processes: None, request: pytest.FixtureRequest) -> Iterator[Bus]:
+    with Bus(guest_processes=request.param, heartbeat_s=0.2, expiry_s=5) as bus:
+        bus.start_worker()
+        bus.start_other("controller")
+        bus.start_other("state")
+        bus.wait_for_models("embedded")
+        yield bus
+
+
+@pytest.fixture
+def client(bus: Bus) -> Iterator[Client]:
+    with bus.client() as client:
+        yield client
+
+
+def run(client: Client, controller: str, arg: str = "answer") -> list[tuple[str, str]]:
+    stream = client.generate(
+        "Q: ", controller=controller, controller_arg=arg, max_tokens=150, temperature=0.0
+    )
+    stream.wait()
+    assert not any(s.error for s in stream.sequences), [s.error for s in stream.sequences]
+    return sorted((s.text, s.logs) for s in stream.sequences)
+
+
+def test_a_script_is_uploaded_tagged_and_run(client: Client) -> None:
+    stored = client.upload_controller(marked_script(SCRIPT, "javascript"), "answer")
+    assert (stored.abi, stored.forks, stored.tags) == ("javascript", True, ["answer"])
+    (zero, log), (one, _) = run(client, "answer")
+    assert zero.startswith("The answer is ")
+    assert log.endswith("true\n")
+    assert one.split(" (")[0] == zero.split(" (")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b"let a = 1;\nlet b = ;\n", "line 2: SyntaxError"),
+        (b"async function main(ctx) {\n  await ctx.gen(;\n}", "line 2: SyntaxError"),
+        (b"\xff", "not UTF-8"),
+    ],
+)
+def test_an_upload_with_an_error_is_refused_with_the_place(
+    client: Client, text: bytes, error: str
+) -> None:
+    with pytest.raises(RequestError, match=error):
+        client.upload_controller(marked_script(text, "javascript"))
+
+
+def test_an_unknown_language_is_refused(client: Client) -> None:
+    with pytest.raises(RequestError, match="'cobol'; it must be in one of javascript"):
+        client.upload_controller(marked_script(b"", "cobol"))
+
+
+@pytest.mark.parametrize("name", ["jsctrl-latest", "gh:microsoft/aici/jsctrl"])
+def test_aicis_names_run_the_script_of_the_argument(client: Client, name: str) -> None:
+    [(text, _)] = run(client, name, AICI_SCRIPT)
+    assert text.startswith("one ")
+    with pytest.raises(RequestError, match="built-in"):
+        client.tag_controller(run_id(client), name)
+
+
+def run_id(client: Client) -> str:
+    return client.upload_controller(marked_script(SCRIPT, "javascript")).module
+
+
+def test_aicis_rest_interface_runs_a_script(bus: Bus) -> None:
+    gateway = bus.start_gateway()
+    body = {
+        "controller": "gh:microsoft/aici/jsctrl",
+        "controller_arg": AICI_SCRIPT,
+        "prompt": "",
+        "temperature": 0.0,
+    }
+    answer = httpx.post(f"{gateway.url}/v1/run", json=body, timeout=120.0)
+    parts = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+    forks = [fork for part in parts for fork in part.get("forks", [])]
+    assert "".join(fork["text"] for fork in forks).startswith("one ")
+    assert not any(fork["error"] for fork in forks)
+
+
+def test_a_script_moves_to_another_worker(bus: Bus, client: Client) -> None:
+    client.upload_controller(marked_script(SCRIPT, "javascript"), "moves")
+    expected = run(client, "moves")
+    stream = client.generate(
+        "Q: ", controller="moves", controller_arg="answer", max_tokens=150, temperature=0.0
+    )
+    iterator = iter(stream)
+    for _ in range(8):
+        next(iterator)
+    bus.others[0].kill()
+    bus.start_other("controller")
+    stream.wait()
+    assert sorted((s.text, s.logs) for s in stream.sequences) == expected
