@@ -19,7 +19,7 @@ from tokenbus.workers.controller.wasm.native import NativeProgram
 
 from ....counts import examples
 from ..played import BYTES, EOS, WORDS, Run, Steered, engine, program, says
-from ..wasm.guests import ROOT, SDK, compile_guest
+from ..wasm.guests import ROOT, SDK
 
 pytestmark = pytest.mark.process
 
@@ -254,16 +254,6 @@ def test_the_string_recognizer_of_the_guide_writes_sums() -> None:
     """
     run = Run(program(source), WORDS, says("one + eleven + one"))
     assert (run.text(), run.ended) == ("one + eleven + one", {0: "stop"})
-
-
-def test_the_forks_of_the_guide_talk_through_a_variable() -> None:
-    wasm = compile_guest(c_of_the_guide("tb_suspend"), "-Wno-unused-parameter")
-    program = NativeProgram(engine, wasmtime.Module(engine, wasm))
-    run = Run(program, WORDS, says("never", "meow and more"))
-    assert (run.text(0), run.text(1)) == ("It said:meow", "meow")
-    assert run.logs == {0: "", 1: "version 1\n"}
-    assert run.ended == {0: "stop", 1: "stop"}
-    assert Run(program, WORDS, says("never", "me")).text(0) == "It said:me"
 
 
 def test_each_function_of_the_guide_is_in_the_header_that_it_names() -> None:
