@@ -287,13 +287,12 @@ class Dealer:
     The dealer connects to one of the brokers. If that broker fails, is silent or refuses the
     connection, the dealer connects to the next broker.
 
-    ZeroMQ queues sent messages without a bound, so that a send does not block. The time after which
-    the peer reports ``lost`` bounds the queue, because closing the socket discards it.
-    ``linger_ms`` is how long an orderly close continues to send.
+    ZeroMQ queues sent messages without a bound, so that a send does not block. The queue is
+    discarded when the socket is closed, at the latest when the peer reports ``lost``. ``linger_ms``
+    is how long an orderly close continues to send.
 
-    The connection's thread receives messages and checks deadlines. Any thread may ``send``,
-    because handing a message to another thread takes longer than sending it: both threads need the
-    interpreter's lock.
+    The connection's thread receives messages and checks deadlines. Any thread may ``send``, because
+    sending a message takes less time than handing it to the connection's thread.
 
     ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
     ``key``: the key for the connection, or None. Raises AddressError.
@@ -389,7 +388,8 @@ class Dealer:
                 frames = queue[0]
                 send(socket, pack(frames) if self._packed else frames)
                 queue.popleft()
-            # A send can clear the descriptor's signal that would wake the connection's thread.
+            # A send can clear the signal of an arrived message, which would wake the connection's
+            # thread.
             return not readable(socket)
         except zmq.ZMQError:
             # The connection's thread gets the same error and handles it.
