@@ -39,7 +39,7 @@ class Lease:
         self._drain: Drain | None = None
         self._outdated = False
         """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
-        ``connected`` clears it, and so does ``changed`` when it sends the update."""
+        ``connected`` clears the flag, and ``changed`` clears it when it sends the update."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that this lease began with."""
         self._registrations = 0
@@ -62,11 +62,11 @@ class Lease:
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
-        """Handles a message from the broker; returns whether it is for the lease only, and the
-        answers to it.
+        """Handles a message from the broker. Returns whether the message is for the lease only, and
+        the answers to send.
 
-        The message must have at least three frames. A ``REGISTERED`` is for the worker too, unless
-        it answers an earlier REGISTER. Raises RefusedError.
+        The message must have at least three frames. A ``REGISTERED`` that answers the last REGISTER
+        is for the worker too. Raises RefusedError.
         """
         self._received_at = now
         match frames[0]:

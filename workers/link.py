@@ -4,8 +4,9 @@ A worker has a link to each broker of its list. Each link has its own lease, and
 other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
-requests to other workers. So posted messages are dropped from the ``REGISTER`` of a new lease on,
-until the worker has handled the answering ``REGISTERED`` and calls ``registered``.
+requests to other workers. So the link drops posted messages after it has sent the ``REGISTER`` of a
+new lease. It sends messages again when the worker has handled the answer ``REGISTERED`` and calls
+``registered``.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class Link:
         self._carrier.close()
 
     def _mute(self) -> None:
-        """Mutes the link, because another lease begins. Called by the holder of the turn to send,
-        before the lease sends ``REGISTER``."""
+        """Drops posted messages from now on, because a new lease begins. Called before the lease
+        sends ``REGISTER``, by the thread that may send."""
         with self._gate:
             self._muted = True
             self._outbox.clear()
@@ -158,7 +159,7 @@ class _WorkerPeer:
         self._outbox = outbox
         self._worker = worker
         self._answers: deque[Frames] = deque()
-        """The messages of the lease, which precede the messages of the worker."""
+        """The messages of the lease. They are sent before the messages of the worker."""
         self._mute = mute
         self._refusal = ""
         """The broker's last reason to refuse this worker; empty after it has registered."""

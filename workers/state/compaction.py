@@ -1,8 +1,7 @@
 """Compaction of the log: a new log with the current state, written a few requests at a time.
 
-Operations continue meanwhile. An operation of a request that is already in the new log is written
-to both logs; earlier operations are part of the request's saved state. Requests do not depend on
-each other, so each can be saved at a different time.
+Operations continue meanwhile. Once a request is saved in the new log, its operations are written to
+both logs. Requests do not depend on each other, so each can be saved at a different time.
 """
 
 from __future__ import annotations

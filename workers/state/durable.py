@@ -234,7 +234,7 @@ class DurableVariables:
             with self._lock:
                 self._abandon(error)
             return SYNC_S
-        # Operations get as much time as they had to wait.
+        # A pause as long as this call leaves operations half of the time.
         return time.monotonic() - now
 
     def close(self) -> None:
