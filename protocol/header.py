@@ -40,7 +40,8 @@ class Flag(IntFlag):
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The flags' bits from this one on contain how long the request waited at the broker, in ms."""
+"""The first bit of the flags that contains the time for which the request waited at the broker, in
+milliseconds."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 

@@ -75,8 +75,9 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """If the broker has no session with this token, under any key, begin a session with this token.
     The token is then a secret of 32 hexadecimal digits that the client has chosen."""
     elsewhere: bool = False
-    """Whether the session may have been at another broker since it was last at this one. The broker
-    then asks the workers for its live streams, and the client sends its buffers again."""
+    """Whether the session may have used another broker since its last connection to this broker.
+    The broker then asks the workers for its live streams, and the client sends its buffers
+    again."""
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []

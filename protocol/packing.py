@@ -7,9 +7,9 @@ Receiving a frame from a socket takes longer than the rest of the broker's work 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
 Numbers are little-endian. The first frame contains ``count`` frames of the message, at least one,
-directly after each other. The last of these frames has no entry among the sizes, because it ends
-where the first frame ends. The first large frame of the message, and all frames after it, are sent
-separately and not copied.
+directly after each other. The sizes of all but the last of these frames are given; the last one
+ends where the first frame ends. The first large frame of the message, and all frames after it, are
+sent separately and not copied.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ class Pages(Struct, kw_only=True, omit_defaults=True):
     """
 
     reset: bool = False
-    """The worker has only the added pages: the first message after a registration."""
+    """Whether the added pages are all pages of the worker, as in the first message after a
+    registration."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
@@ -253,9 +254,9 @@ class Replay(Struct, array_like=True):
     The controller worker runs all rounds again with the same inputs. Variable operations get the
     same answers as the first time. The worker sends, in order, the results that may not have been
     applied: all results after the sequence's last sampled token or its last fork, whichever is
-    later. A fork is one of ``forks``, or the fork that created the sequence. The first of these
-    results has all logs and writes since the sampled token. The GPU worker stores how many of these
-    logs and writes the client has received.
+    later. The fork that created the sequence counts as a fork, as do those of ``forks``. The first
+    of these results has all logs and writes since the sampled token. The GPU worker stores how many
+    of these logs and writes the client has received.
     """
 
     seq: Id
@@ -318,10 +319,12 @@ class StepSequence(Struct, array_like=True):
     request: Id
     seq: int
     tokens: list[TokenId]
-    """The sampled tokens: the argument of ``post_process``. There are several tokens only if each
-    token but the last was sampled under a mask along a draft."""
+    """The sampled tokens: the argument of ``post_process``. There are several tokens only after a
+    draft: each token but the last was then sampled under one of the controller's masks along the
+    draft."""
     ended: FinishReason | None = None
-    """The sequence has finished: its instance is dropped after a last post_process."""
+    """The finish reason if the sequence has finished. Its controller gets a last post_process and
+    is then dropped."""
     stop: str = ""
     """The stop string that ended the sequence. The sequence's text ends before the first occurrence
     of this string."""
