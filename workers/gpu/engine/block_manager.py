@@ -30,8 +30,8 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """For each of the first blocks that are registered: the id of the content up to the end of
-    the block."""
+    """The ids of the registered blocks, which are the first blocks of the sequence. An id stands
+    for all content up to the end of its block."""
     pages: list[bytes] = field(default_factory=list)
     """The keys of the sequence's first pages that have been computed."""
 
@@ -79,8 +79,8 @@ class BlockManager:
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks that must stay free for the growth of a running sequence with
-        ``num_tokens`` known tokens: the blocks that it still needs, at least one."""
+        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens:
+        the blocks that these tokens and one more still need, at least one."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -172,8 +172,8 @@ class BlockManager:
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Frees all blocks of a table whose content is unusable. Returns the blocks to clear:
-        the blocks that other sequences do not share."""
+        """Frees all blocks of a table with unusable content. Returns the blocks that no other
+        sequence shares, which must be cleared."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)

@@ -16,8 +16,8 @@ from .packing import Mirrors, Packed, PackedGroup, PackedSpans, ints
 from .scheduler import Chunk
 
 SPARE_COLUMNS = 8
-"""Unused columns of a new block table: the number of blocks that a row can get before the table is
-enlarged."""
+"""Number of unused columns of a new block table. A row can get this number of blocks before the
+table must be enlarged."""
 
 
 class Decodes:

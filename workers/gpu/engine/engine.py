@@ -52,7 +52,7 @@ __all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", 
 log = logging.getLogger(__name__)
 
 DRAFT_PART = 8
-"""A draft model's KV cache takes one part in ``DRAFT_PART`` of the engine's KV cache memory."""
+"""A draft model gets 1 / ``DRAFT_PART`` of the engine's memory for KV caches."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -194,14 +194,14 @@ class Engine:
     ) -> PromptUsage:
         """Begins a generation with ``sampling.n`` sequences, numbered from 0.
 
-        ``client``: number of the client. Clients with the fewest running sequences go first, and
-        drafts come only from the client's own texts. ``text``: outputs contain text. ``inspect``:
-        outputs report the effect of the masks. ``speculate``: the sequences may have drafts, if
-        the engine makes any; pass False if a controller decides on each token. ``continued``: the
-        live sequences of a request that began at another worker. ``healed``: the token that was
-        removed from the end of the prompt; the generated text begins with its text, which outputs
-        leave out. Returns the prompt's usage, which is complete when the first output arrives.
-        Raises RequestError, and changes nothing, if the request cannot be run.
+        ``client``: number of the client. Sequences of clients with few running sequences are
+        admitted first, and drafts come only from the client's own texts. ``text``: outputs contain
+        text. ``inspect``: outputs report the effect of the masks. ``speculate``: the sequences may
+        have drafts, if the engine makes any; pass False if a controller decides on each token.
+        ``continued``: the live sequences of a request that began at another worker. ``healed``: the
+        token that was removed from the end of the prompt; the generated text begins with its text,
+        which outputs leave out. Returns the prompt's usage, which is complete when the first output
+        arrives. Raises RequestError, and changes nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -270,8 +270,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything. Suspended and deferred sequences do not count, nor do
-        waiting sequences that cannot be admitted before a deferred one is rescheduled or ends."""
+        """Whether ``step`` would do anything. Suspended and deferred sequences do not count.
+        Waiting sequences do not count either, if they can only be admitted after a deferred
+        sequence is rescheduled or has ended."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property

@@ -21,7 +21,7 @@ class Lack(NamedTuple):
 
 
 def rank(sequence: Sequence) -> tuple[int, int, int]:
-    """The order of sequences: the lowest rank is preempted or skipped first."""
+    """The order of sequences. The sequence with the lowest rank is preempted or skipped first."""
     return sequence.priority, -sequence.arrival, -sequence.seq
 
 
@@ -37,10 +37,10 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough.
 
-    Repeatedly chooses the last sequence in order of the client with the most running sequences.
-    Each client keeps as many sequences as ``refused`` has with its forks. Sequences of a higher
-    priority are not chosen. Overdue sequences are not chosen either, because the waiting queue
-    would admit them again first.
+    Each victim is the sequence with the lowest rank of the client that has the most running
+    sequences left. A client is not left with fewer sequences than ``refused`` and its forks.
+    Sequences of a higher priority are not chosen. Overdue sequences are not chosen either, because
+    the waiting queue would admit them again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
@@ -69,8 +69,9 @@ def choose_victims(
 
 
 def from_largest_client(sequences: Iterable[Sequence], kept: int = 0) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they are preempted: each is the last in order of
-    the client with the most blocks, while that client has more than ``kept``."""
+    """Yields sequences in the order in which they are preempted. Each is the sequence with the
+    lowest rank of the client that has the most blocks left. Ends when no client has more than
+    ``kept`` blocks."""
     of_client: dict[int, list[Sequence]] = {}
     for sequence in sorted(sequences, key=rank, reverse=True):
         of_client.setdefault(sequence.client, []).append(sequence)

@@ -31,13 +31,13 @@ sequences are not admitted. A deferred sequence has no slot but keeps its row of
 4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
 to be admitted and deferred, and the device would run out of memory."""
 RECOMPUTED = 8
-"""At most 1 / ``RECOMPUTED`` of the steps' tokens are computed again for sequences that were
-preempted for other clients. Otherwise consecutive short requests could make the engine compute a
-long text again for each request."""
+"""A sequence that is preempted for another client has to be computed again. At most 1 /
+``RECOMPUTED`` of all computed tokens may be such repeated tokens. Otherwise consecutive short
+requests could make the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
-"""At most 1 / ``MAX_DISPLACED`` of the slots, and at least one, belong to sequences that were
-preempted for other clients and still wait. Each session is a client. Without this bound, many
-sessions of one user could preempt all sequences but one of another user."""
+"""Maximum number of waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED``
+of the number of slots, at least one. Each session is a client. Without this bound, many sessions of
+one user could preempt all sequences but one of another user."""
 
 
 class Chunk(NamedTuple):
@@ -120,13 +120,14 @@ class Scheduler:
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
-        """The first waiting sequence if the last step had no slot or too few blocks for it."""
+        """The first waiting sequence, if the last step could not admit it: no slot was free, or too
+        few blocks."""
         self._recomputed = 0
-        """Number of tokens to compute again for sequences that were preempted for other clients,
-        minus the number that the steps since then allow."""
+        """Number of repeated tokens (``RECOMPUTED``) that the steps since the preemptions have not
+        allowed yet."""
         self.owes_room = False
-        """Whether one of the next steps preempts sequences for the refused one, so that each of
-        these steps must be scheduled."""
+        """Whether one of the next steps will preempt sequences for ``_refused``. Until then, each
+        step must be scheduled anew."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
         because deferred sequences leave too few blocks or are too many. ``schedule`` sets it; a
@@ -262,8 +263,8 @@ class Scheduler:
             elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
                 break
             elif sequence.continued and self._prefills(sequence.request):
-                # Another sequence of the request is computing its prompt. The waiting sequence can
-                # later reuse the blocks of their common text.
+                # Another sequence of the request is computing the prompt. The waiting sequence can
+                # reuse these blocks later.
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
@@ -394,8 +395,9 @@ class Scheduler:
         self.waiting.count_running(sequence.client, 1)
 
     def _evict_for(self, sequence: Sequence) -> bool:
-        """Frees blocks for a waiting sequence while no sequence runs: first the blocks of sequences
-        that are not admitted, then the blocks of deferred sequences that come later in order."""
+        """Frees blocks for a waiting sequence while no sequence runs. Sequences that are not
+        admitted are preempted first, then deferred sequences with a lower rank than the waiting
+        sequence."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:

@@ -36,8 +36,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     request: int = 0
     """The number of the request. Clients do not receive it."""
     shortened: bool = False
-    """In the last output: the text ends earlier than the controller's view of it, at a stop string
-    or between appended tokens. Clients do not receive it."""
+    """In the last output: whether the text ends before the last token that the controller has
+    processed, because of a stop string or between appended tokens. Clients do not receive it."""
 
     @classmethod
     def of(
