@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .channel import MASK_BYTES
+from .channel import MASK_BYTES, MAX_ANSWER_BYTES
 from .messages import Advance, Item
 from .process import Cause, GuestDied, GuestProcess
+
+ITEM_BYTES = 128 * 1024
+"""Maximum bytes of an item's answer in a batch, without its bias. The log of a round has up to 64
+KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,9 @@ class ProcessBatch:
         (``interface.Batch``). Rounds that were not usual have been run too, and their controllers
         have the answers."""
         row = len(masks[0])
-        most = max(1, MASK_BYTES // row)
+        # Each item may answer with a bias of 32 bits for each bit of its mask, and with a log.
+        answer = 32 * row + ITEM_BYTES
+        most = max(1, min(MASK_BYTES // row, MAX_ANSWER_BYTES // answer))
         done: list[bool] = []
         for at in range(0, len(turns), most):
             done += self._some(turns[at : at + most], masks[at : at + most], row)

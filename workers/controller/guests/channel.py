@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import struct
+import threading
 from typing import NamedTuple
 
 HEAD_BYTES = 4096
@@ -25,8 +26,8 @@ KEPT_BYTES = 64 * 1024
 """Size of a part after which the memory of both areas is freed, in bytes."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
-MAX_ANSWER_BYTES = 128 * 1024 * 1024
-"""Maximum bytes of a message of the guest process. The biases of a batch have up to 64 MiB."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Maximum bytes of a message of the guest process. A batch has few enough items for it."""
 MAX_REASON = 4096
 """Maximum bytes of the error of a process, which its worker logs once."""
 CLOSED_MS = 1000
@@ -74,8 +75,13 @@ class Channel:
     """One side of a channel. Its methods, except ``close``, may be called by one thread at a
     time."""
 
-    def __init__(self, files: ChannelFiles, *, guest: bool) -> None:
-        """``guest``: whether this is the side of the guest process. The channel owns ``files``."""
+    def __init__(
+        self, files: ChannelFiles, *, guest: bool, long: threading.Lock | None = None
+    ) -> None:
+        """``guest``: whether this is the side of the guest process. The channel owns ``files``.
+        ``long``: held while a message of several parts is received, so that the channels of a
+        process cannot fill the worker's memory together."""
+        self._long = long or threading.Lock()
         self._map = mmap.mmap(files.memory, SHARED_BYTES)
         os.close(files.memory)
         view = memoryview(self._map)
@@ -114,22 +120,17 @@ class Channel:
     def receive(self) -> bytes:
         """Waits for a message and returns it. Raises ChannelClosed if the channel is closed, or if
         a part is not valid."""
-        parts: list[bytes] = []
-        total = 0
-        while True:
-            self._wait()
-            size, more = _PART.unpack_from(self._head, self._in_at)
-            total += size
-            self._largest = max(self._largest, size)
-            if size > AREA_BYTES or total > self._max_received:
-                raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
-            part = bytes(self._in[:size])
-            if not more and not parts:
-                return part
-            parts.append(part)
-            if not more:
-                return b"".join(parts)
-            self._notify(self._theirs)
+        part, more = self._receive_part(0)
+        if not more:
+            return part
+        with self._long:
+            parts, total = [part], len(part)
+            while more:
+                self._notify(self._theirs)
+                part, more = self._receive_part(total)
+                parts.append(part)
+                total += len(part)
+            return b"".join(parts)
 
     @property
     def current(self) -> int:
@@ -164,6 +165,16 @@ class Channel:
             os.close(self._mine)
             os.close(self._theirs)
             self._mine = self._theirs = -1
+
+    def _receive_part(self, before: int) -> tuple[bytes, int]:
+        """A part, and whether further parts follow. ``before``: bytes of the earlier parts."""
+        self._wait()
+        size, more = _PART.unpack_from(self._head, self._in_at)
+        self._largest = max(self._largest, size)
+        total = before + size
+        if size > AREA_BYTES or total > self._max_received:
+            raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
+        return bytes(self._in[:size]), more
 
     def _put(self, part: bytes, more: int) -> None:
         self._largest = max(self._largest, len(part))

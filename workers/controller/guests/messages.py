@@ -19,6 +19,12 @@ from ..wasm.compiled_modules import Abi
 Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 """CPU time, which counts towards the tenant's share of the threads."""
+MAX_ITEMS = 65_536
+MAX_TOKENS = 524_288
+"""Maximum tokens of an answer. Guests may append fewer, which their runtime checks."""
+MAX_ERROR = 16_384
+"""Maximum characters of an error. The rest is cut off."""
+Tokens = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 VariableName = Annotated[str, Meta(max_length=NAME_BYTES)]
 
 
@@ -127,9 +133,10 @@ class Fault(Struct, array_like=True):
         return cls(str(error.code), error.message)
 
     def error(self) -> TokenbusError:
-        """The exception of the fault."""
-        known = self.code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
-        return (ControllerError if known else TokenbusError)(self.code, self.message)
+        """The exception of the fault. A compromised process may send any code and any text."""
+        code = self.code if self.code in set(Code) else Code.CONTROLLER_FAILED
+        known = code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
+        return (ControllerError if known else TokenbusError)(code, self.message[:MAX_ERROR])
 
 
 ToGuest = Load | Begin | Prompt | Advance | Mid | Fork | Close | Told
@@ -140,7 +147,7 @@ class PreAnswer(Struct, array_like=True):
 
     action: int
     count: Count = 1
-    tokens: list[TokenId] = []
+    tokens: Tokens = []
 
 
 class MidAnswer(Struct, array_like=True):
@@ -148,7 +155,7 @@ class MidAnswer(Struct, array_like=True):
 
     action: int
     backtrack: Count = 0
-    tokens: list[TokenId] = []
+    tokens: Tokens = []
     masked: bool = False
     pairs: Count | None = None
     """Number of pairs of the bias, 0 for a dense bias; None without a bias."""
@@ -184,7 +191,7 @@ class Done(Message):
     """The answer to a request. An item is None if its round was usual: the controller accepted the
     tokens, wrote only a mask, and logged nothing."""
 
-    items: list[Outcome | None]
+    items: Annotated[list[Outcome | None], Meta(max_length=MAX_ITEMS)]
     cpu_s: Seconds = 0.0
     """CPU time that the request took."""
 

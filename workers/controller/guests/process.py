@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -34,11 +35,18 @@ MAX_CHANNELS = 300
 request."""
 MAX_WARM = 4
 """Maximum number of free channels that keep their memory."""
+MAX_QUESTIONS = 10_000
+"""Maximum questions of a guest in one call. Its time limit allows fewer, but does not count the
+worker's time."""
 GRACE_S = 1.0
 """CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
 stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
 WATCHED_S = 0.05
 """Duration of a call from which the watchdog reads the CPU time of its process, in seconds."""
+BUSY_S = 0.005
+"""CPU time between two checks of a process from which its threads are counted, in seconds."""
+MAX_THREADS = MAX_CHANNELS + 100
+"""Maximum threads of a process. Each channel has one, and the runtime has some."""
 MAX_WALL_S = 60.0
 """Wall-clock time of one call after which its process is killed, in seconds."""
 
@@ -96,6 +104,8 @@ class _Running:
     items: int
     item: int = 0
     began_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=time.monotonic)
+    """The time of the request; ``began_s`` is the time of the item, without its pauses."""
     cpu_s: float | None = None
     """CPU time of the process when the item was first seen."""
     first_cpu_s: float | None = None
@@ -103,6 +113,15 @@ class _Running:
     paused: bool = False
     """Whether the process waits for the worker's answer to a question."""
     killed: str = ""
+
+
+class _Seen(NamedTuple):
+    """The time that a process has used, when it was last checked."""
+
+    at_s: float
+    served_s: float
+    """Duration of all requests, in seconds."""
+    cpu_s: float
 
 
 class GuestProcess:
@@ -118,6 +137,7 @@ class GuestProcess:
         self._changed = threading.Condition(self._lock)
         self._free: list[Channel] = []
         self._channels: list[Channel] = []
+        self._long = threading.Lock()
         self._running: dict[Channel, _Running] = {}
         self._memory = memory
         self._granted = 0
@@ -129,10 +149,14 @@ class GuestProcess:
         self.dead = ""
         """The reason why the process has ended; empty while the process runs."""
         self._killed = False
+        self.compromised = False
+        """Whether the process did work that no guest can do. Its controllers are suspects."""
         self.last_used_s = time.monotonic()
-        self._idle_since = 0.0
-        """The end of the last call when ``_idle_cpu_s`` was read."""
-        self._idle_cpu_s = 0.0
+        self._served_s = 0.0
+        """Duration of all requests that have ended, in seconds."""
+        self._seen = _Seen(time.monotonic(), 0.0, self._cpu_s())
+        self._excess_s = 0.0
+        """Recent CPU time beyond the duration of requests."""
 
     @property
     def busy(self) -> bool:
@@ -154,7 +178,9 @@ class GuestProcess:
         finally:
             channel.shrink(masks=len(self._free) >= MAX_WARM)
             with self._lock:
-                self._running.pop(channel, None)
+                ended = self._running.pop(channel, None)
+                if ended is not None:
+                    self._served_s += time.monotonic() - ended.started_s
                 self._free.append(channel)
                 self._changed.notify()
             if self.dead:
@@ -167,7 +193,7 @@ class GuestProcess:
         running = self._running[channel] = _Running(limit_s, items)
         try:
             channel.send(messages.encode(request))
-            while True:
+            for _ in range(MAX_QUESTIONS * items):
                 answer = self._receive(channel)
                 if isinstance(answer, Done):
                     add_guest_cpu(answer.cpu_s)
@@ -175,8 +201,9 @@ class GuestProcess:
                 with self._paused(running):
                     told = messages.encode(self._told(answer))
                 channel.send(told)
-        except (ChannelClosed, msgspec.MsgspecError) as error:
-            if not isinstance(error, ChannelClosed) or not self.dead:
+            raise ChannelClosed(f"more than {MAX_QUESTIONS} questions in a call")
+        except ChannelClosed as error:
+            if not self.dead:
                 running.killed = f"it sent a message that is not valid: {error}"
                 self.kill(running.killed)
             item = max(0, min(channel.current, items - 1))
@@ -199,15 +226,21 @@ class GuestProcess:
             elif now_s - running.began_s > WATCHED_S:
                 self._check(running, now_s)
 
-    def watch_idle(self) -> None:
-        """Kills the process if it uses CPU time although no request runs."""
-        with contextlib.suppress(OSError):
-            cpu_s = time.clock_gettime(self._clock)
-            if self._idle_since != self.last_used_s:
-                self._idle_since, self._idle_cpu_s = self.last_used_s, cpu_s
-            elif cpu_s - self._idle_cpu_s > GRACE_S:
-                log.warning("guest process %d is killed, because it runs without a call", self.pid)
-                self.kill("it used CPU time without a call")
+    def watch_excess(self, now_s: float) -> None:
+        """Kills the process if it uses CPU time beyond the duration of its requests, or has too
+        many threads: code that no request runs then runs there."""
+        before = self._seen
+        if now_s - before.at_s < WATCHED_S:
+            return
+        with self._lock:
+            running_s = sum(now_s - each.started_s for each in self._running.values())
+            seen = self._seen = _Seen(now_s, self._served_s + running_s, self._cpu_s())
+        used_s = seen.cpu_s - before.cpu_s
+        self._excess_s = max(0.0, self._excess_s + used_s - (seen.served_s - before.served_s))
+        if self._excess_s > GRACE_S:
+            self._kill_compromised("it used CPU time without a call")
+        elif used_s > BUSY_S and (threads := _num_threads(self.pid)) > MAX_THREADS:
+            self._kill_compromised(f"it has {threads} threads; at most {MAX_THREADS} are allowed")
 
     def kill(self, why: str) -> None:
         """Kills the process, unless it has ended. ``why``: the reason for its other requests."""
@@ -229,13 +262,21 @@ class GuestProcess:
 
     # --- inside ---------------------------------------------------------------------------------
 
+    def _kill_compromised(self, why: str) -> None:
+        log.warning("guest process %d is killed, because %s", self.pid, why)
+        self.compromised = True
+        self.kill(why)
+
     def _receive(self, channel: Channel) -> messages.FromGuest:
         if channel.quick():
             body = channel.receive()
         else:
             with freeing_slot():
                 body = channel.receive()
-        answer: messages.FromGuest = messages.decode_from_guest(body)
+        try:
+            answer: messages.FromGuest = messages.decode_from_guest(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+            raise ChannelClosed(str(error)) from None
         return answer
 
     @contextlib.contextmanager
@@ -328,7 +369,7 @@ class GuestProcess:
             if isinstance(error, BlockingIOError):
                 return None
             raise GuestDied("its socket is closed") from None
-        return Channel(files, guest=False)
+        return Channel(files, guest=False, long=self._long)
 
     def _give_back_channel(self) -> None:
         if self._memory is not None:
@@ -383,6 +424,15 @@ class GuestProcess:
             if not self._channels and self._pidfd >= 0:
                 os.close(self._pidfd)
                 self._pidfd = -1
+
+
+def _num_threads(pid: int) -> int:
+    """The number of threads of a process; 0 if it is unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[17])
 
 
 def _why(code: int) -> str:

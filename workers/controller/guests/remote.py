@@ -45,6 +45,8 @@ from .table import ProcessTable
 MAX_LOSSES = 2
 """Number of processes that may crash during one call. After this number, the controller of the call
 ends."""
+MAX_SUSPICIONS = 2
+"""Number of compromised processes that a controller may have been in, after which it ends."""
 MAX_TRIES = 10
 """Maximum number of processes in which one call is tried."""
 LOAD_S = 10.0
@@ -86,7 +88,7 @@ class RemoteController:
         self._ending = self._asks = self._slow = self._waits = False
         self._fault: ControllerError | None = None
         """The error with which the sequence ends at its next call."""
-        self._losses = 0
+        self._losses = self._suspicions = 0
         self.takes_drafts = False
 
     # --- interface.Controller -------------------------------------------------------------------
@@ -107,7 +109,7 @@ class RemoteController:
         """The answer of pre_process, which may have been computed with an earlier call."""
         if not self._ahead:
             self._advance(Item(0))
-        return self._next()
+        return self._next("pre_process")
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """The answer and the mask of mid_process, which may have been computed with an earlier
@@ -116,7 +118,7 @@ class RemoteController:
             group = list(fork_group)
             self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
             self._recording.add(Mid(0, group))
-        answer = self._next()
+        answer = self._next("mid_process")
         if answer.masked:
             mask[:] = self._ahead_mask
         self._asks = answer.query is not None or answer.bias is not None
@@ -128,7 +130,7 @@ class RemoteController:
         if not self._ahead:
             distributions = list(self._host.distributions)
             self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))
-        return self._next()
+        return self._next("post_process")
 
     def ends(self) -> None:
         """Records that the next post_process is the last call."""
@@ -312,7 +314,11 @@ class RemoteController:
             text = f"its process sent an answer that is not valid: {error}"
             self._ahead.append(ControllerError(Code.CONTROLLER_FAILED, text))
 
-    def _next(self) -> Answer:
+    def _next(self, phase: str) -> Answer:
+        if not self._ahead:
+            # Only a compromised process leaves out an answer.
+            text = f"its process sent no answer of {phase}"
+            raise ControllerError(Code.CONTROLLER_FAILED, text)
         answer = self._ahead.popleft()
         if isinstance(answer, TokenbusError):
             raise answer
@@ -332,6 +338,10 @@ class RemoteController:
         process = self._process
         if process is not None and not process.dead:
             return process
+        if process is not None and process.compromised:
+            self._suspicions += 1
+            if self._suspicions >= MAX_SUSPICIONS:
+                raise GuestDied(process.dead, Cause.KILLED)
         place = self._place
         process = place.table.take(place.tenant, self._host)
         self._load(process)
