@@ -180,7 +180,7 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
     mid: MidAnswer | None = None
     fault: Fault | None = None
     log: bytes = b""
-    dropped: Count = 0
+    dropped: Annotated[int, Meta(ge=0)] = 0
     """Bytes of the log that did not fit."""
     takes_drafts: bool = False
     slow: bool = False

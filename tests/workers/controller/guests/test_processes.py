@@ -290,25 +290,32 @@ def test_a_process_cannot_begin_its_items_again_without_end(
     until(begun_again, 60, "the process is killed")
 
 
-def test_a_process_that_runs_without_a_call_is_killed(
+def test_the_second_process_that_runs_without_a_call_ends_the_sequence(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that handles SIGPROF stands for one that was taken over."""
     sequence = Sequence(runtime.program(CALM, "idle", "idle"))
-    process = sequence.controller._process  # type: ignore[attr-defined]
-    monkeypatch.setattr(process_module, "GRACE_S", 0.02)
 
-    def runs() -> bool:
-        for _ in range(100):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGPROF)
-        return bool(process.dead)
+    def run_without_a_call() -> None:
+        process = sequence.controller._process  # type: ignore[attr-defined]
 
-    until(runs, 60, "the process is killed")
-    assert process.dead == "it used CPU time without a call"
-    monkeypatch.undo()
+        def runs() -> bool:
+            for _ in range(100):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGPROF)
+            return bool(process.dead)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "GRACE_S", 0.02)
+            until(runs, 120, "the process is killed")
+        assert process.dead == "it used CPU time without a call"
+
+    run_without_a_call()
     sequence.round()
     assert sequence.allowed() == [2]
+    run_without_a_call()
+    with pytest.raises(ControllerError, match="it used CPU time without a call"):
+        sequence.round()
 
 
 def test_the_watchdog_does_not_wait_for_a_process_that_takes_no_channels(runtime: Runtime) -> None:
