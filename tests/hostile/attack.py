@@ -1,0 +1,70 @@
+"""One row of the table of attacks, and the outcome that is expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of an attack, as its client sees it."""
+
+    code: str = ""
+    """The code of the error; empty after a normal end."""
+    text: str = ""
+    """The message of the error; after a normal end, the logs of the first sequence."""
+    tokens: int = 0
+    """Number of tokens of the first sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The outcomes that are right."""
+
+    codes: tuple[str, ...] = ("",)
+    """Codes of errors; empty for a normal end."""
+    says: str = ""
+    """A regular expression that the text of the outcome contains."""
+
+    def problem(self, outcome: Outcome) -> str:
+        """The difference to an outcome; empty if the outcome is right."""
+        if outcome.code not in self.codes:
+            return f"expected one of {self.codes}, not {outcome}"
+        if not re.search(self.says, outcome.text):
+            return f"expected the text {self.says!r}, not {outcome}"
+        return ""
+
+
+ENDS = Expected()
+TIMEOUT = Expected(("controller_timeout",))
+
+
+def fails(says: str = "", *codes: str) -> Expected:
+    """The error ``controller_failed``, or one of the given errors, with a text."""
+    return Expected(codes or ("controller_failed",), says)
+
+
+def refused(says: str = "", *codes: str) -> Expected:
+    """The upload, or the request, is refused as invalid."""
+    return Expected(codes or ("invalid_field",), says)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """A hostile request, or several at the same time."""
+
+    name: str
+    tries: str
+    """The effect that the attacker wants."""
+    expected: Expected
+    source: Callable[[], bytes] | str
+    """Makes the module, which the attacker uploads; or the name of a built-in constraint."""
+    arg: str | dict[str, Any] | list[Any] = ""
+    """The controller's argument."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the request."""
+    requests: int = 1
+    """Number of simultaneous requests."""
