@@ -1,9 +1,11 @@
-"""Measures the effect of hostile controllers on another stream, and the time to import the client.
+"""Measures the effect of attacks on another tenant's streams, and the time to import the client.
 
-A stream with a well-behaved controller runs all the time. The first figure is the stream's slowest
-step while a hostile controller runs in the same controller worker, divided by its slowest step
-while a second well-behaved controller runs there. The second figure is the ratio of the client's
-import time to the import time of its two required libraries.
+The attacks are the table of ``tests/hostile``: modules, arguments, and guest processes that were
+taken over. The calm streams of another tenant run all the time, in the same workers. For each
+attack, the largest time between two calm tokens is compared with the largest time in a period of
+equal length without an attack. ``calm_throughput`` compares the numbers of calm tokens in these
+periods. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
+two required libraries.
 """
 
 from __future__ import annotations
@@ -11,114 +13,105 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-import wasmtime
 from _report import arguments, report
-from controllers import System, system
-from tokenbus.clients import Client, TokenbusError
 
-PROMPT = "def add(a, b):"
-GUEST = """(module
-  (memory (export "memory") 1 1024)
-  (data (i32.const 1024) "\\01\\00\\00\\00\\00\\08\\00\\00\\00\\10\\00\\00")
-  (func $recurse (call $recurse))
-  (func (export "tokenbus_abi_v1") (result i32) (i32.const 1024))
-  (func (export "tokenbus_grow") (param i32) (result i32) (i32.const 0))
-  (func (export "tokenbus_init_prompt") (result i32) %(init)s (i32.const 1))
-  (func (export "tokenbus_post_process") (result i32) (i32.const 1))
-  (func (export "tokenbus_pre_process") (result i32) %(pre)s (i32.const 1))
-  (func (export "tokenbus_mid_process") (result i32) %(mid)s (i32.const 1)))"""
-LOOP = "(loop $ever (br $ever))"
-HOSTILE = {
-    "endless loop at the start": {"init": LOOP},
-    "endless loop in a step": {"mid": LOOP},
-    "endless recursion": {"mid": "(call $recurse)"},
-    "all the memory there is": {
-        "init": """(loop $more (br_if $more (i32.ne (memory.grow (i32.const 1)) (i32.const -1))))
-          (memory.fill (i32.const 65536) (i32.const 1)
-            (i32.mul (i32.sub (memory.size) (i32.const 1)) (i32.const 65536)))"""
-    },
-    "a fork bomb": {"pre": "(i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))"},
-}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.hostile.attack import Attack
+from tests.hostile.attacks import ATTACKS
+from tests.hostile.world import HostileWorld, hostile_world
+
+SETTLED_S = 0.2
+"""Time after an attack that still counts as part of the attack, in seconds."""
+MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
+"""Bounds of a period without an attack, in seconds."""
 NOTES = {
-    "hostile_step_ratio": "ratio of the slowest steps next to hostile and well-behaved controllers",
+    "calm_gap_ms": "largest gap of calm tokens beyond the usual one, of all attacks: at most 50",
+    "calm_throughput": "ratio of calm tokens per second with and without attacks: at least 0.97",
+    "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
+    "wrong_outcomes": "attacks with another outcome than expected: 0",
+    "hostile_step_ratio": "largest ratio of the calm streams' slowest steps",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }
 
 
-def guest(**calls: str) -> bytes:
-    """A controller that allows every token. ``calls``: code at the beginning of a call, by the
-    call's name in ``GUEST`` (``init``, ``pre``, ``mid``)."""
-    return bytes(wasmtime.wat2wasm(GUEST % {"init": "", "pre": "", "mid": "", **calls}))
+class Period(NamedTuple):
+    """The calm tokens of a period."""
+
+    seconds: float
+    tokens: int
+    largest_gap_s: float
 
 
-class Neighbour:
-    """A stream that always runs, and the arrival times of its tokens."""
+class Measured(NamedTuple):
+    """An attack, and the period before it."""
 
-    def __init__(self, front: str, controller: str) -> None:
-        self._front, self._controller = front, controller
-        self._times: list[float] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        while len(self._times) < 50:
-            time.sleep(0.01)
+    usual: Period
+    attacked: Period
+    right: bool
+    """Whether the attack has the expected outcome, and nothing else has changed."""
 
-    def slowest(self, since: float, until: float) -> float:
-        """The longest time between two tokens that overlaps a period, in seconds."""
-        gaps = [b - a for a, b in pairwise(self._times[:]) if b >= since and a <= until]
-        return max(gaps, default=0.0)
-
-    def close(self) -> None:
-        """Ends the stream."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with Client(self._front) as client:
-            while not self._over.is_set():
-                with client.generate(
-                    PROMPT, controller=self._controller, max_tokens=600, ignore_eos=True, text=False
-                ) as stream:
-                    for _ in stream:
-                        self._times.append(time.monotonic())
-                        if self._over.is_set():
-                            return
-                self._times.append(float("nan"))
+    @property
+    def gap_ms(self) -> float:
+        """The largest gap beyond the usual one."""
+        return max(0.0, self.attacked.largest_gap_s - self.usual.largest_gap_s) * 1000
 
 
-def spans(running: System, neighbour: Neighbour, controller: str, runs: int) -> float:
-    """Runs a controller ``runs`` times; returns the median of the neighbour's slowest steps, in
-    seconds."""
-    slowest = []
-    for _ in range(runs):
-        began = time.monotonic()
-        stream = running.client.generate("x = 1", controller=controller, max_tokens=8, text=False)
-        try:
-            stream.wait()
-        except TokenbusError:
-            pass
-        ended = time.monotonic()
-        time.sleep(0.1)
-        slowest.append(neighbour.slowest(began, ended + 0.02))
-    return statistics.median(slowest)
+def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
+    """The calm tokens between two times. A gap counts if it overlaps the period."""
+    arrivals = world.calm.arrivals
+    gaps = [later - each for each, later in pairwise(arrivals) if later > begin_s and each < end_s]
+    tokens = sum(begin_s < each <= end_s for each in arrivals)
+    return Period(end_s - begin_s, tokens, max(gaps, default=end_s - begin_s))
 
 
-def hostile_step_ratio(runs: int) -> float:
-    """The largest ratio of all hostile controllers."""
-    with system(["-m", "tokenbus.workers.gpu"], Path("embedded")) as running:
-        calm = running.client.upload_controller(guest()).module
-        neighbour = Neighbour(running.front, calm)
-        try:
-            usual = spans(running, neighbour, calm, runs)
-            names = [running.client.upload_controller(guest(**c)).module for c in HOSTILE.values()]
-            return max(spans(running, neighbour, name, runs) / usual for name in names)
-        finally:
-            neighbour.close()
+def measure(world: HostileWorld, attack: Attack, wait_s: float) -> Measured:
+    """Waits without an attack, then makes the attack. ``wait_s``: the attack's usual duration."""
+    module = None if isinstance(attack.source, str) else attack.source()
+    del world.calm.arrivals[:]
+    world.calm.wait_for_streams()
+    begin_s = time.monotonic()
+    time.sleep(min(MAX_PERIOD_S, max(MIN_PERIOD_S, wait_s)))
+    middle_s = time.monotonic()
+    outcome = world.run(attack, module)
+    time.sleep(SETTLED_S)
+    end_s = time.monotonic()
+    world.calm.wait_for_streams()
+    right = not attack.expected.problem(outcome) and not world.problems()
+    return Measured(period(world, begin_s, middle_s), period(world, middle_s, end_s), right)
+
+
+def attacks(world: HostileWorld, runs: int) -> dict[str, float]:
+    """The results of all attacks."""
+    results: dict[str, float] = {}
+    every: list[Measured] = []
+    ratios = []
+    for attack in ATTACKS:
+        made = [measure(world, attack, MIN_PERIOD_S)]
+        while len(made) < runs:
+            made.append(measure(world, attack, made[-1].attacked.seconds))
+        every += made
+        results[f"calm_gap_ms {attack.name}"] = statistics.median(each.gap_ms for each in made)
+        ratios.append(
+            statistics.median(
+                each.attacked.largest_gap_s / each.usual.largest_gap_s for each in made
+            )
+        )
+    with_attacks = sum(m.attacked.tokens for m in every) / sum(m.attacked.seconds for m in every)
+    without = sum(m.usual.tokens for m in every) / sum(m.usual.seconds for m in every)
+    return {
+        "calm_gap_ms": max(results.values()),
+        "calm_throughput": with_attacks / without,
+        "nothing_else_dies": float(not world.problems()),
+        "wrong_outcomes": float(sum(not each.right for each in every)),
+        "hostile_step_ratio": max(ratios),
+        **results,
+    }
 
 
 def import_s(modules: str, runs: int) -> float:
@@ -131,11 +124,11 @@ def import_s(modules: str, runs: int) -> float:
 def main() -> None:
     """Measures and reports."""
     options = arguments(__doc__)
-    runs = 5 if options.quick else 25
-    results = {
-        "hostile_step_ratio": hostile_step_ratio(runs),
-        "client_import_ratio": import_s("tokenbus.clients", 5) / import_s("zmq, msgspec", 5),
-    }
+    # The calm streams are read by a thread of this process.
+    sys.setswitchinterval(0.0005)
+    with hostile_world(short=False) as world:
+        results = attacks(world, 1 if options.quick else 3)
+    results["client_import_ratio"] = import_s("tokenbus.clients", 5) / import_s("zmq, msgspec", 5)
     report(results, NOTES, options.json)
 
 

@@ -123,12 +123,13 @@ class HostileWorld:
         workers = [process.pid for process in (*self.bus.workers, *self.bus.others)]
         return {self.bus.broker.pid, *workers, *zygotes, *guests[:1]}
 
-    def run(self, attack: Attack) -> Outcome:
-        """Makes all requests of an attack; returns the outcome of the first."""
+    def run(self, attack: Attack, module: bytes | None = None) -> Outcome:
+        """Makes all requests of an attack; returns the outcome of the first. ``module``: the module
+        of the attack, if it has been made before."""
         try:
             name = attack.source
             if not isinstance(name, str):
-                name = self.attacker.upload_controller(name()).module
+                name = self.attacker.upload_controller(module or name()).module
             options = {"max_tokens": 5, "timeout_s": BOUND_S, "text": False} | dict(attack.options)
             streams = [
                 self.attacker.generate(
