@@ -67,6 +67,16 @@ def free_port() -> int:
             return port
 
 
+def children(pid: int) -> list[int]:
+    """The ids of the child processes of a process."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
+
+
 class Process:
     """``python -m MODULE ARGUMENTS…``, or a fork that is the same, with its log in a file."""
 

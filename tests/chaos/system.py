@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tokenbus.clients import Client, TokenbusError
 
-from ..processes import Process, clean_environment, free_port, until
+from ..processes import Process, children, clean_environment, free_port, until
 from . import python_controllers
 from .schedule import Blow
 
@@ -28,8 +30,21 @@ SETTINGS: dict[str, object] = {
     "controller_mid_ms": 1000,
     "controller_post_ms": 1000,
     "controller_init_ms": 20_000,
+    "guest_processes": 8,
 }
 """The settings of the system. Settings of liveness have their defaults unless they are given."""
+
+
+GUESTS = ("guest", "zygote")
+"""The kinds of processes that are not restarted here, but by their controller worker."""
+
+
+def _is_zygote(pid: int) -> bool:
+    """Whether a process is the parent of guest processes."""
+    try:
+        return b"guests.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 class Slot:
@@ -144,6 +159,8 @@ class System:
         for kind, http in zip(("gateway", "door"), self.http, strict=True):
             self._add(kind, kind, "tokenbus.clients.gateway", http=http)
         self._lock = threading.Lock()
+        self._stopped: dict[int, float] = {}
+        """The stopped guest processes, and when each continues."""
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._supervise, daemon=True)
         self._watch.start()
@@ -174,9 +191,35 @@ class System:
     def suffer(self, blow: Blow) -> str | None:
         """Executes a blow; returns the name of the slot, or None if the process does not run."""
         with self._lock:
+            if blow.kind in GUESTS:
+                return self._suffer_guest(blow)
             slots = self.of(blow.kind)
             slot = slots[blow.which % len(slots)]
             return slot.name if slot.suffer(blow, time.monotonic()) else None
+
+    def _suffer_guest(self, blow: Blow) -> str | None:
+        """Executes a blow to a guest process, or to the parent of those of a worker."""
+        pids = [slot.process.pid for slot in (*self.of("controller"), *self.of("python"))]
+        pids = [child for pid in pids for child in children(pid) if _is_zygote(child)]
+        if blow.kind == "guest":
+            pids = [child for pid in pids for child in children(pid)]
+        if not pids:
+            return None
+        pid = sorted(pids)[blow.which % len(pids)]
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if blow.stop_s is None else signal.SIGSTOP)
+            if blow.stop_s is not None:
+                self._stopped[pid] = time.monotonic() + blow.stop_s
+            return f"{blow.kind}-{pid}"
+        return None
+
+    def _go_on_guests(self, now: float) -> None:
+        """Continues the guest processes whose stop time has passed."""
+        for pid, at in list(self._stopped.items()):
+            if now >= at:
+                del self._stopped[pid]
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def front_of(self, blow: Blow) -> str:
         """The address of the broker that a blow hits; empty if it hits another kind of process."""
@@ -187,12 +230,14 @@ class System:
         with self._lock:
             for slot in self.slots:
                 slot.go_on()
+            self._go_on_guests(math.inf)
 
     def _supervise(self) -> None:
         while not self._ended.wait(LOOK_S):
             with self._lock:
                 for slot in self.slots:
                     slot.look(time.monotonic())
+                self._go_on_guests(time.monotonic())
 
     def wait_until_complete(self) -> None:
         """Waits until all workers are registered and have loaded their model."""

@@ -25,6 +25,8 @@ IDLE_S = 30.0
 KEEP_S = 1.0
 """Minimum time, in seconds, between the last call of a process with controllers and its end to make
 room."""
+MAX_LAUNCHES = 3
+"""Number of zygotes that are started for one process, if each ends before it has forked."""
 MAX_DEATHS = 3
 """Sequences of a module that ended with their processes within ``DEATHS_S``, after which the module
 is refused to their tenant."""
@@ -118,18 +120,19 @@ class ProcessTable:
         with freeing_slot():
             self._spawning.acquire()
         try:
-            launcher = self._living()
-            key = (tenant, self._number(launcher, host.vocabulary))
-            with self._lock:
-                process = self._processes.get(key)
-            if process is not None and not process.dead:
-                return process
-            self._make_room()
-            spawned = launcher.spawn(key[1])
-            process = GuestProcess(spawned, host.memory)
-            with self._lock:
-                self._processes[key] = process
-            return process
+            for _ in range(MAX_LAUNCHES):
+                launcher = self._living()
+                try:
+                    return self._take(launcher, tenant, host)
+                except UnavailableError:
+                    if launcher.alive:
+                        raise
+            raise UnavailableError(
+                Code.WORKER_LOST,
+                f"the parent of guest processes has ended {MAX_LAUNCHES} times before it started a "
+                "process; try again, or read the log of the worker",
+                retry_after_s=KEEP_S,
+            )
         finally:
             self._spawning.release()
 
@@ -160,6 +163,19 @@ class ProcessTable:
         self._launcher.close()
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _take(self, launcher: Launcher, tenant: str, host: Host) -> GuestProcess:
+        """The process of a tenant. Called while ``_spawning`` is held."""
+        key = (tenant, self._number(launcher, host.vocabulary))
+        with self._lock:
+            process = self._processes.get(key)
+        if process is not None and not process.dead:
+            return process
+        self._make_room()
+        process = GuestProcess(launcher.spawn(key[1]), host.memory)
+        with self._lock:
+            self._processes[key] = process
+        return process
 
     def _launch(self) -> Launcher:
         return Launcher(self._setup, self._on_death, self._on_loss)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tokenbus.clients.cli.status import isolation_lines
 
-from ....processes import Bus, until
+from ....processes import Bus, children, until
 from ....worlds.killed_workers import BOUND_S, PROMPT, System
 
 
@@ -23,15 +22,6 @@ def system(processes: None) -> Iterator[System]:
         bus.wait_for_models("embedded")
         with bus.client() as client:
             yield System(bus, client)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            if f"\nPPid:\t{pid}\n" in status.read_text():
-                found.append(int(status.parent.name))
-    return found
 
 
 def guests(system: System) -> list[int]:

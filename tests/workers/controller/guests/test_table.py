@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import pytest
 from tokenbus.protocol.errors import ControllerError, UnavailableError
 from tokenbus.workers.controller.guests import table as table_module
@@ -31,6 +35,21 @@ def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch)
         Sequence(runtime.program(CALM, "first"))
         with pytest.raises(UnavailableError, match="the controllers of 1 tenants run"):
             Sequence(runtime.program(CALM, "second"))
+
+
+def test_a_process_is_started_although_its_parent_ends_meanwhile() -> None:
+    with running() as runtime:
+        first = runtime.table._launcher
+        # The parent reads the request for a process only after it has continued.
+        os.kill(first.pid, signal.SIGSTOP)
+        made: list[Sequence] = []
+        thread = threading.Thread(target=lambda: made.append(Sequence(runtime.program(CALM))))
+        thread.start()
+        until(lambda: bool(first._spawning), 60, "a request for a process")
+        os.kill(first.pid, signal.SIGKILL)
+        thread.join(60)
+        assert made[0].allowed() == [1]
+        assert runtime.table._launcher is not first
 
 
 def test_a_process_without_controllers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
