@@ -27,6 +27,7 @@ from . import (
     replay,
     score,
     status,
+    template,
     top,
 )
 from .exits import INTERRUPTED, WRONG_USAGE, report
@@ -43,6 +44,7 @@ first steps:
   tokenbus score 'import ' 'os'               print the log-probabilities of a text
   tokenbus controller run my.c                generate under a controller
   tokenbus grammar check c my.c               check a text against a grammar
+  tokenbus template check MODEL               show the effect of a chat template
   tokenbus status                             show workers and their load
   tokenbus top                                show workers, streams and rates, updated live
 
@@ -63,7 +65,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
     streams = (interactive, generate, score, record, replay, lmtp)
-    for module in (status, top, drain, *streams, controller, grammar, api_key, keys):
+    for module in (status, top, drain, *streams, controller, grammar, template, api_key, keys):
         module.add_command(commands)
     return parser
 

@@ -12,7 +12,7 @@ from ..context import Gateway
 from ..errors import invalid_field
 from ..leniency import Ignored
 from ..models import ServedModel
-from ..templates import TemplateRefusalError, template_of
+from ..templates import TemplateRefusalError, Templates, template_of
 from . import tools
 from .order import arrangements, without_developers
 from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
@@ -23,6 +23,14 @@ async def prompt_ids(
 ) -> list[int]:
     """The token ids of a conversation. Its turns are arranged if the template refuses their order.
     Raises ApiError 400 if the template refuses every arrangement."""
+    text, _ = await rendered(gateway.templates, model, conversation, ignored)
+    return await model.tokenize(text, special=conversation.rendering.special)
+
+
+async def rendered(
+    templates: Templates, model: ServedModel, conversation: Conversation, ignored: Ignored
+) -> tuple[str, list[Turn]]:
+    """The text of a conversation, and the arrangement of its turns that the template accepts."""
     how = conversation.rendering
     if how.add_generation_prompt and how.continue_final_message:
         raise invalid_field(
@@ -38,7 +46,7 @@ async def prompt_ids(
     refused: TemplateRefusalError | None = None
     for arranged in arrangements(turns):
         try:
-            text = await gateway.templates.render(
+            text = await templates.render(
                 model,
                 for_template(arranged),
                 tools=tools.for_template(conversation.offered),
@@ -50,7 +58,7 @@ async def prompt_ids(
         except TemplateRefusalError as error:
             refused = refused or error
         else:
-            return await model.tokenize(text, special=how.special)
+            return text, arranged
     assert refused is not None
     raise refused
 
