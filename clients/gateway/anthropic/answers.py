@@ -16,6 +16,9 @@ from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
 from ..new_ids import new_id
 
+SIGNATURE = "tokenbus"
+"""The signature of thinking. Clients do not send back thinking that has no signature."""
+
 
 class TextAnswer(Struct, tag="text", tag_field="type"):
     """A block of text."""
@@ -161,7 +164,7 @@ def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
         case Text(text):
             return TextAnswer("" if empty else text)
         case Thinking(text):
-            return ThinkingAnswer("" if empty else text)
+            return ThinkingAnswer("") if empty else ThinkingAnswer(text, SIGNATURE)
         case Call():
             return CallAnswer(part.name, part.id, {} if empty else _input(part))
 

@@ -23,7 +23,7 @@ from ..field_types import kept_tokens, stops_of
 from ..first_entries import first_entries
 from ..json import json_response
 from ..leniency import Ignored
-from .answers import GrowingMessage, block_of
+from .answers import SIGNATURE, GrowingMessage, block_of
 from .bodies import CountTokens, CreateMessage, Messages, TokenCount
 from .conversation import to_conversation
 
@@ -149,7 +149,12 @@ class _Blocks:
         """The event that ends the open block; empty without an open block."""
         if self._open < 0:
             return b""
-        return _event({"type": "content_block_stop", "index": self._open})
+        stop = _event({"type": "content_block_stop", "index": self._open})
+        if isinstance(self._message.answer.parts[self._open], Thinking):
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            change = {"type": "content_block_delta", "index": self._open, "delta": delta}
+            return _event(change) + stop
+        return stop
 
 
 def _start(piece: Piece) -> bytes:
