@@ -10,10 +10,8 @@ from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
 from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import (
-    FunctionName,
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
@@ -23,7 +21,8 @@ from ..leniency import Ignored
 from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest
 from .logprobs import TokenLogprob
-from .response_input import InputItems, to_turns
+from .response_input import AdditionalTools, InputItems, to_turns
+from .response_tools import AnyTool, OfferedTools
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
@@ -45,19 +44,14 @@ class TextSettings(Body):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
 
 
-class ResponseTool(Body, tag="function", tag_field="type"):
-    """A function that the model may call."""
-
-    name: FunctionName
-    parameters: Schema | None = None
-    """The JSON schema of the arguments; null: the function has no arguments."""
-    description: str | None = None
-    strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
-
-
 class NamedFunction(Body, tag="function", tag_field="type"):
     """A ``tool_choice`` that names a function."""
+
+    name: str
+
+
+class NamedCustom(Body, tag="custom", tag_field="type"):
+    """A ``tool_choice`` that names a tool whose input is a text."""
 
     name: str
 
@@ -80,8 +74,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
     max_output_tokens: RestOfContext | None = None
     """Default: the rest of the context."""
     text: TextSettings | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires
@@ -142,20 +136,24 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 return json_schema(schema, "text.format.schema", strict)
         return None
 
-    def to_conversation(self, items: InputItems) -> Conversation:
+    def offered(self, items: InputItems, ignored: Ignored) -> OfferedTools:
+        """The tools of the request, also those among the items of its input."""
+        given = [*(self.tools or ())]
+        for item in items.input:
+            if isinstance(item, AdditionalTools):
+                given += item.tools
+        return OfferedTools.of(given, ignored)
+
+    def to_conversation(self, items: InputItems, offered: OfferedTools) -> Conversation:
         """The conversation to continue. Raises ApiError 400."""
-        choice = self.tool_choice
-        named = f":{choice.name}" if isinstance(choice, NamedFunction) else choice
-        tools = [
-            Tool(tool.name, tool.description, tool.parameters, tool.strict)
-            for tool in self.tools or ()
-        ]
+        choice, tools = self.tool_choice, offered.tools
+        named = choice if choice is None or isinstance(choice, str) else f":{choice.name}"
         rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
         rules.max_thinking_tokens = self.max_thinking_tokens
         rendering = Rendering(effort_field="reasoning.effort")
         rendering.effort = self.reasoning.effort if self.reasoning is not None else None
         fitting = Fitting(self.max_output_tokens or 1 if self.truncation == "auto" else None)
-        turns = to_turns(items.input, self.instructions)
+        turns = to_turns(items.input, self.instructions, offered)
         return Conversation(turns, tools, rules, rendering, fitting)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
@@ -195,6 +193,19 @@ class OutputCall(Struct, tag="function_call", tag_field="type"):
     name: str
     arguments: str
     status: Literal["in_progress", "completed", "incomplete"]
+    namespace: str | UnsetType = UNSET
+    """The namespace of the function, if it has one."""
+
+
+class OutputCustomCall(Struct, tag="custom_tool_call", tag_field="type"):
+    """A call of a tool whose input is a text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    namespace: str | UnsetType = UNSET
 
 
 class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
@@ -212,7 +223,7 @@ class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
     summary: list[Any] = []
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputDetails(Struct):

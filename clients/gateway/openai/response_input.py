@@ -11,6 +11,7 @@ from ..bodies import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
 from ..leniency import Ignored, decode
 from ..wrong_values import refusal
+from .response_tools import AnyTool, OfferedTools
 
 
 class InputText(Body, tag="input_text", tag_field="type"):
@@ -41,6 +42,16 @@ class InputCall(Body, tag="function_call", tag_field="type"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class InputCustomCall(Body, tag="custom_tool_call", tag_field="type"):
+    """A call, in an earlier answer, of a tool whose input is a text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
 
 
 class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
@@ -48,6 +59,19 @@ class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
 
     call_id: str
     output: InputContent
+
+
+class InputCustomOutput(Body, tag="custom_tool_call_output", tag_field="type"):
+    """The result of a tool whose input is a text."""
+
+    call_id: str
+    output: InputContent
+
+
+class AdditionalTools(Body, tag="additional_tools", tag_field="type"):
+    """Further tools that the model may call."""
+
+    tools: list[AnyTool]
 
 
 class ReasoningText(Body, tag="reasoning_text", tag_field="type"):
@@ -70,7 +94,15 @@ class InputReasoning(Body, tag="reasoning", tag_field="type"):
     """The thinking if ``content`` is missing."""
 
 
-InputItem = InputMessage | InputCall | InputCallOutput | InputReasoning
+InputItem = (
+    InputMessage
+    | InputCall
+    | InputCustomCall
+    | InputCallOutput
+    | InputCustomOutput
+    | InputReasoning
+    | AdditionalTools
+)
 
 
 class InputItems(Body):
@@ -91,7 +123,9 @@ def read_items(given: str | list[dict[str, Any]], ignored: Ignored) -> InputItem
         raise refusal(error, InputItems) from None
 
 
-def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]:
+def to_turns(
+    items: Sequence[InputItem], instructions: str | None, offered: OfferedTools
+) -> list[Turn]:
     """The conversation, which begins with ``instructions``. The thinking, the text and the calls of
     one answer become one turn."""
     turns: list[Turn] = []
@@ -107,8 +141,12 @@ def to_turns(items: Sequence[InputItem], instructions: str | None) -> list[Turn]
                 thoughts = item.content or item.summary or ()
                 _answered(turns, [Thinking(one.text) for one in thoughts], (Text, Call, Thinking))
             case InputCall():
-                _answered(turns, [Call(item.call_id, item.name, item.arguments)], ())
-            case InputCallOutput():
+                name = offered.shown(item.namespace, item.name)
+                _answered(turns, [Call(item.call_id, name, item.arguments)], ())
+            case InputCustomCall():
+                name = offered.shown(item.namespace, item.name)
+                _answered(turns, [Call(item.call_id, name, {"input": item.input})], ())
+            case InputCallOutput() | InputCustomOutput():
                 turns.append(Turn("user", [Result(item.call_id, _texts(item.output))]))
     return turns
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from msgspec import UNSET
+
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
@@ -17,11 +19,13 @@ from .logprobs import Sampled, TokenLogprob, token_logprobs
 from .response_bodies import (
     AnsweredText,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
     ReasoningText,
 )
+from .response_tools import OfferedTools, ToolPlace, text_input
 
 Status = Literal["completed", "incomplete"]
 
@@ -29,9 +33,14 @@ Status = Literal["completed", "incomplete"]
 class Output:
     """The items of one response. Each method returns the events of its changes."""
 
-    def __init__(self, prepared: Prepared, logprobs: int | None) -> None:
+    def __init__(
+        self, prepared: Prepared, logprobs: int | None, offered: OfferedTools | None = None
+    ) -> None:
         """``logprobs``: number of alternatives that are reported with each token; None: log-
-        probabilities are not reported."""
+        probabilities are not reported. ``offered``: the tools of the request."""
+        self._offered = offered or OfferedTools()
+        self._custom: Call | None = None
+        """The last call of a tool whose input is a text."""
         self.items: list[OutputItem] = []
         self._model = prepared.model
         self._form = prepared.form
@@ -95,9 +104,12 @@ class Output:
                 yield from self._message(piece.text, None)
             case Thinking():
                 yield from self._thought(piece.text)
-            case Call(id, name) if piece.begins:
+            case Call() if piece.begins:
                 yield from self._finish("completed")
-                yield self._begin(OutputCall(new_id("fc_"), id, name, "", "in_progress"))
+                yield self._begin(self._called(piece.part))
+            case Call() if isinstance(self.items[-1], OutputCustomCall):
+                # The input is decoded from the arguments at their end.
+                pass
             case Call():
                 call = self._call
                 call.arguments += piece.text
@@ -107,6 +119,23 @@ class Output:
                     output_index=len(self.items) - 1,
                     delta=piece.text,
                 )
+
+    def _called(self, call: Call) -> OutputCall | OutputCustomCall:
+        """The item of a call that begins."""
+        place = self._offered.places.get(call.name, ToolPlace(None, call.name))
+        namespace = UNSET if place.namespace is None else place.namespace
+        if call.name in self._offered.custom:
+            self._custom = call
+            id = new_id("ctc_")
+            return OutputCustomCall(id, call.id, place.name, "", "in_progress", namespace)
+        return OutputCall(new_id("fc_"), call.id, place.name, "", "in_progress", namespace)
+
+    def _finish_custom(self, item: OutputCustomCall) -> Iterator[bytes]:
+        assert self._custom is not None
+        item.input = text_input(self._custom)
+        place = {"item_id": item.id, "output_index": len(self.items) - 1}
+        yield self.event("response.custom_tool_call_input.delta", **place, delta=item.input)
+        yield self.event("response.custom_tool_call_input.done", **place, input=item.input)
 
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
@@ -164,6 +193,8 @@ class Output:
                 name=item.name,
                 arguments=item.arguments,
             )
+        elif isinstance(item, OutputCustomCall):
+            yield from self._finish_custom(item)
         elif isinstance(item, OutputReasoning):
             [thought] = item.content
             yield self.event("response.reasoning_text.done", **self._place, text=thought.text)

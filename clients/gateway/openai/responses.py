@@ -16,7 +16,6 @@ from ....protocol.messages import Token
 from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.constraints import Receipt
-from ..conversation.parts import Conversation
 from ..conversation.planning import Prepared, prepare
 from ..errors import ApiError
 from ..events import unless_disconnected
@@ -36,7 +35,7 @@ from .response_bodies import (
     ResponsesRequest,
     ResponseUsage,
 )
-from .response_input import read_items
+from .response_input import InputItems, read_items
 from .response_output import Output
 from .usage import Counter
 
@@ -67,8 +66,7 @@ async def responses(request: Request) -> Response:
     gateway = gateway_of(request)
     given = gateway.stored_items.resolved(current_user.get(), body.input)
     items = read_items(given, ignored)
-    conversation = body.to_conversation(items)
-    work = _begin(gateway, body, conversation, ignored)
+    work = _begin(gateway, body, items, ignored)
     job = await unless_disconnected(request.receive, work)
     if body.stream:
         return await begun(request, _events(job), ignored.headers)
@@ -77,15 +75,18 @@ async def responses(request: Request) -> Response:
 
 
 async def _begin(
-    gateway: Gateway, body: ResponsesRequest, conversation: Conversation, ignored: Ignored
+    gateway: Gateway, body: ResponsesRequest, items: InputItems, ignored: Ignored
 ) -> ResponseJob:
+    offered = body.offered(items, ignored)
+    conversation = body.to_conversation(items, offered)
     prepared = await prepare(gateway, body.model, conversation, ignored)
     counter = Counter()
     fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, fields)
     stored = gateway.stored_items if body.store is not False else None
-    output = Output(prepared, (body.top_logprobs or 0) if body.with_logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
+    output = Output(prepared, logprobs, offered)
     return ResponseJob(body, prepared, generations, counter, output, stored)
 
 

@@ -28,6 +28,7 @@ from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_output import Output
+from tokenbus.clients.gateway.openai.response_tools import OfferedTools
 from tokenbus.clients.gateway.openai.usage import Counter
 from tokenbus.clients.gateway.template_process import render
 from tokenbus.protocol.messages import Token
@@ -166,7 +167,8 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
     begin, end = ({"role": "user", "content": text} for text in ("first", "next"))
     ignored = Ignored()
     body = decode_body(encode({"input": [begin, *items, *results, end]}), ResponsesRequest, ignored)
-    return body.to_conversation(read_items(body.input, ignored)), ignored
+    given = read_items(body.input, ignored)
+    return body.to_conversation(given, body.offered(given, ignored)), ignored
 
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
@@ -254,6 +256,6 @@ def test_the_work_of_an_input_is_linear_in_its_items() -> None:
         }
         answer = {"role": "assistant", "content": []}
         items = read_items([thinking, *[answer] * count], Ignored()).input
-        return num_calls(lambda: to_turns(items, None))
+        return num_calls(lambda: to_turns(items, None, OfferedTools()))
 
     assert work(1_600) < 10 * work(200)

@@ -1,0 +1,116 @@
+"""The tools of ``/v1/responses``: functions, tools with a text as input, and namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..bodies import Body
+from ..conversation.constraints import Schema
+from ..conversation.parts import Call
+from ..conversation.tools import Tool
+from ..field_types import FunctionName
+from ..leniency import Ignored
+
+TEXT_INPUT: Schema = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The arguments of a tool whose input is a text."""
+
+
+class ResponseTool(Body, tag="function", tag_field="type"):
+    """A function that the model may call."""
+
+    name: FunctionName
+    parameters: Schema | None = None
+    """The JSON schema of the arguments; null: the function has no arguments."""
+    description: str | None = None
+    strict: bool | None = None
+    """Whether a schema with keywords that masks cannot enforce is refused."""
+
+
+class CustomTool(Body, tag="custom", tag_field="type"):
+    """A tool whose input is a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    """A grammar of the input. It has no effect."""
+
+
+class NamespaceTool(Body, tag="namespace", tag_field="type"):
+    """Tools with a common name. Their calls have the name in ``namespace``."""
+
+    name: FunctionName
+    tools: list[ResponseTool | CustomTool]
+    description: str | None = None
+
+
+AnyTool = ResponseTool | CustomTool | NamespaceTool
+
+
+class ToolPlace(NamedTuple):
+    """The name of a tool in a request."""
+
+    namespace: str | None
+    name: str
+
+
+@dataclass
+class OfferedTools:
+    """The tools of a request, by the names that the model sees."""
+
+    tools: list[Tool] = field(default_factory=list)
+    places: dict[str, ToolPlace] = field(default_factory=dict)
+    """The tools' names in the request by the names that the model sees."""
+    custom: set[str] = field(default_factory=set)
+    """The names, for the model, of tools whose input is a text."""
+
+    @classmethod
+    def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
+        """The tools of a request. ``ignored`` receives the names of grammars."""
+        offered = cls()
+        for namespace, tool in _each(given):
+            place = ToolPlace(namespace, tool.name)
+            name = tool.name
+            if name in offered.places and namespace is not None:
+                name = f"{namespace}.{tool.name}"
+            offered.places[name] = place
+            if isinstance(tool, ResponseTool):
+                own = Tool(name, tool.description, tool.parameters, tool.strict)
+            else:
+                own = Tool(name, tool.description, TEXT_INPUT)
+                offered.custom.add(name)
+                if tool.format is not None and tool.format.get("type") != "text":
+                    ignored.add(f"format of the tool {tool.name}")
+            offered.tools.append(own)
+        return offered
+
+    def shown(self, namespace: str | None, name: str) -> str:
+        """The name that the model sees of a tool; ``name`` if the request has no such tool."""
+        place = ToolPlace(namespace, name)
+        return next((shown for shown, one in self.places.items() if one == place), name)
+
+
+def _each(given: Sequence[AnyTool]) -> Iterator[tuple[str | None, ResponseTool | CustomTool]]:
+    """The tools with their namespaces."""
+    for tool in given:
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool.name, inner) for inner in tool.tools)
+        else:
+            yield None, tool
+
+
+def text_input(call: Call) -> str:
+    """The input of a call of a tool whose input is a text; empty if the call was cut."""
+    try:
+        found = msgspec.json.decode(str(call.arguments), type=dict[str, str])
+    except msgspec.MsgspecError:
+        return ""
+    return found.get("input", "")

@@ -1,0 +1,87 @@
+"""Tools of responses whose input is a text, and tools in namespaces, as Codex sends them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from tokenbus.clients.gateway.conversation.parts import Call, Result, Text
+from tokenbus.clients.gateway.leniency import Ignored
+from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
+from tokenbus.clients.gateway.openai.response_tools import (
+    TEXT_INPUT,
+    CustomTool,
+    NamespaceTool,
+    OfferedTools,
+    ResponseTool,
+)
+
+from ...processes import Gateway
+from .openai_requests import MODEL
+
+EXEC = CustomTool(name="exec", format={"type": "grammar", "syntax": "lark", "definition": "x"})
+TOOLS = [
+    NamespaceTool(name="functions", tools=[EXEC, ResponseTool(name="wait")]),
+    NamespaceTool(name="clock", tools=[ResponseTool(name="wait")]),
+    ResponseTool(name="plain"),
+]
+
+
+def test_tools_in_namespaces_have_different_names_and_grammars_are_named() -> None:
+    ignored = Ignored()
+    offered = OfferedTools.of(TOOLS, ignored)
+    assert [tool.name for tool in offered.tools] == ["exec", "wait", "clock.wait", "plain"]
+    assert offered.tools[0].parameters == TEXT_INPUT
+    assert offered.shown("clock", "wait") == "clock.wait"
+    assert offered.shown("functions", "wait") == "wait"
+    assert offered.shown(None, "gone") == "gone"
+    assert list(ignored.names) == ["format of the tool exec"]
+
+
+def test_calls_come_back_under_the_names_that_the_model_sees() -> None:
+    offered = OfferedTools.of(TOOLS, Ignored())
+    called = {"type": "custom_tool_call", "call_id": "1", "name": "exec", "input": "ls"}
+    waited = {"type": "function_call", "call_id": "2", "name": "wait", "arguments": "{}"}
+    items = read_items(
+        [
+            {"role": "user", "content": "hi"},
+            {**called, "namespace": "functions", "id": "ctc_1", "status": "completed"},
+            {**waited, "namespace": "clock"},
+            {"type": "custom_tool_call_output", "call_id": "1", "output": "files"},
+        ],
+        Ignored(),
+    )
+    turns = to_turns(items.input, None, offered)
+    assert turns[1].parts == [Call("1", "exec", {"input": "ls"}), Call("2", "clock.wait", "{}")]
+    assert turns[2].parts == [Result("1", [Text("files")])]
+
+
+@pytest.mark.process
+def test_tools_among_the_items_are_called_with_a_text(gateway: Gateway) -> None:
+    custom = {"type": "custom", "name": "exec"}
+    space = {"type": "namespace", "name": "functions", "tools": [custom]}
+    asked = {"role": "user", "content": "go"}
+    items: list[Any] = [{"type": "additional_tools", "role": "developer", "tools": [space]}, asked]
+    body = {
+        "model": MODEL,
+        "input": items,
+        "tool_choice": {"type": "custom", "name": "exec"},
+        "temperature": 0,
+        "max_output_tokens": 60,
+    }
+
+    def post(**more: Any) -> httpx.Response:
+        answer = httpx.post(f"{gateway.url}/v1/responses", json={**body, **more}, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    [call] = [one for one in post().json()["output"] if one["type"] == "custom_tool_call"]
+    assert (call["name"], call["namespace"], call["status"]) == ("exec", "functions", "completed")
+    lines = [line[6:] for line in post(stream=True).text.splitlines() if line[:6] == "data: "]
+    events = [json.loads(line) for line in lines]
+    deltas = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
+    assert deltas == [call["input"]]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+    post(input=[*items, call, result], tool_choice="none")
