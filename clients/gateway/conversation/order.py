@@ -2,8 +2,8 @@
 
 Agents send a system message in the middle, several system messages, or consecutive messages of one
 role. Many templates refuse this. A conversation is first rendered unchanged. If the template
-refuses its order, the turns are arranged in two steps; the second step follows only if the template
-refuses the first.
+refuses its order, the turns are arranged in three steps; each step follows only if the template
+refuses the arrangement before.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ BREAK = "\n\n"
 
 
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Yields the turns unchanged, then with one system message at the beginning, then without a
-    system message. Leaves out an arrangement that equals the previous one."""
+    """Yields the turns unchanged, then with one system message at the beginning, then with a user's
+    text after results in the last result, then without a system message. Leaves out an arrangement
+    that equals the previous one."""
     given = list(turns)
     yield given
     merged = _merged(_hoisted(given))
     if merged != given:
         yield merged
-    folded = _merged(_folded(merged))
-    if folded != merged:
+    joined = [_in_result(turn) for turn in merged]
+    if joined != merged:
+        yield joined
+    folded = _merged(_folded(joined))
+    if folded != joined:
         yield folded
 
 
@@ -70,15 +74,13 @@ def _one(row: list[Turn]) -> Turn:
 
 
 def _folded(turns: list[Turn]) -> list[Turn]:
-    """The turns with a user's turn in place of the system message. A user's text after the results
-    of calls becomes the end of the last result."""
+    """The turns with a user's turn in place of the system message."""
     system = [turn for turn in turns[:1] if turn.role in ("system", "developer")]
-    others = [_in_result(turn) for turn in turns[len(system) :]]
-    users = [_as(turn, "user") for turn in system]
-    return [*users, *others]
+    return [*(_as(turn, "user") for turn in system), *turns[len(system) :]]
 
 
 def _in_result(turn: Turn) -> Turn:
+    """A turn whose text after the results of calls has become the end of the last result."""
     results, text = of_kind(turn.parts, Result), text_of(turn.parts)
     if not results or not text:
         return turn

@@ -87,7 +87,9 @@ def test_without_a_system_role_the_text_is_the_beginning_of_the_first_message() 
 
 
 def test_a_text_after_results_joins_the_last_result_if_roles_must_alternate() -> None:
-    assert rendered(ALTERNATING, CALLED[1:]) == ["user: a|assistant: |tool: r|tool: q\n\ngo on|"]
+    joined = "user: a|assistant: |tool: r|tool: q\n\ngo on|"
+    assert rendered(ALTERNATING, CALLED[1:]) == [joined]
+    assert rendered(ALTERNATING, CALLED)[0] == f"system: s|{joined}"
 
 
 @pytest.mark.process
