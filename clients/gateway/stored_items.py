@@ -49,6 +49,8 @@ class StoredItems:
 
     def store(self, user: str, items: Mapping[str, bytes]) -> None:
         """Stores the items of a finished response: the JSON of each by its id."""
+        if not items:
+            return
         own = self._users.setdefault(user, _User())
         self._users.move_to_end(user)
         for id, data in items.items():
@@ -58,6 +60,8 @@ class StoredItems:
             own.items[id] = data
             own.size += size
             self._size += size
+        if not own.items:
+            del self._users[user]
         while own.size > MAX_BYTES_OF_ONE or len(own.items) > MAX_ITEMS_OF_ONE:
             self._size -= own.drop_oldest()
         while self._size > MAX_BYTES:
@@ -70,15 +74,23 @@ class StoredItems:
             del self._users[name]
 
     def resolved(self, user: str, given: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """An input with items in place of references. Raises ApiError 400 for an unknown item."""
+        """An input with items in place of references. Raises ApiError 400 for an unknown item.
+
+        Some clients send back only the id of a reasoning item. If the item is stored, its thinking
+        is added.
+        """
         if isinstance(given, str):
             return given
-        return [
-            self._item(user, item.get("id"), place)
-            if item.get("type") == "item_reference"
-            else item
-            for place, item in enumerate(given)
-        ]
+        return [self._resolved(user, item, place) for place, item in enumerate(given)]
+
+    def _resolved(self, user: str, item: dict[str, Any], place: int) -> dict[str, Any]:
+        id, own = item.get("id"), self._users.get(user)
+        if item.get("type") == "item_reference":
+            return self._item(user, id, place)
+        empty = not (item.get("content") or item.get("summary"))
+        if item.get("type") == "reasoning" and empty and own is not None:
+            return self._item(user, id, place) if isinstance(id, str) and id in own.items else item
+        return item
 
     def _item(self, user: str, id: Any, place: int) -> dict[str, Any]:
         own = self._users.get(user)

@@ -22,6 +22,12 @@ def test_an_item_belongs_to_its_user() -> None:
     stored = StoredItems()
     stored.store("a", {"1": b'{"x":1}'})
     assert stored.resolved("a", reference("1")) == [{"x": 1}]
+    cut = [{"type": "reasoning", "id": "1", "summary": []}]
+    assert stored.resolved("a", cut) == [{"x": 1}]
+    for given in (cut, [{**cut[0], "id": [1]}]):
+        assert stored.resolved("b", given) == given
+    whole = [{"type": "reasoning", "id": "1", "summary": [{"type": "summary_text", "text": "t"}]}]
+    assert stored.resolved("a", whole) == whole
     for user, id in (("b", "1"), ("a", "2")):
         with pytest.raises(ApiError, match="is not stored"):
             stored.resolved(user, reference(id))
