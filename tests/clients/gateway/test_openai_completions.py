@@ -75,7 +75,7 @@ def test_a_completion_is_what_the_bus_generates(api: openai.OpenAI, bus_client: 
     assert choice.text == expected.text
     assert (choice.index, choice.finish_reason) == (0, expected.finish_reason)
     assert choice.logprobs is None
-    assert choice.model_extra == {}
+    assert choice.model_extra == {"tokenbus": {"exact": expected.exact}}
     assert (answer.object, answer.model) == ("text_completion", MODEL)
     usage = answer.usage
     assert usage is not None
