@@ -19,6 +19,10 @@ export interface TokenColumns {
   readonly q?: Uint8Array;
   /** Texts, null for a row without text; absent if all rows have no text. */
   readonly x?: readonly (string | null)[];
+  /** `processed`, f64 each, NaN for a row without it; absent if no row has it. */
+  readonly d?: Uint8Array;
+  /** `kept`: a number, or ids, u32 each; null for a row without it; absent if no row has it. */
+  readonly k?: readonly (number | Uint8Array | null)[];
   readonly e?: readonly Parameters<typeof readToken>[0][];
 }
 
@@ -31,6 +35,8 @@ export class Row {
     readonly pos: number,
     readonly seq: number,
     readonly text: string | null = null,
+    readonly processed: number | null = null,
+    readonly kept: number | Uint8Array | null = null,
   ) {}
 
   /** Converts the row to an entry. */
@@ -38,9 +44,17 @@ export class Row {
     const { stream_id, token, logprob, pos, seq } = this;
     const top_logprobs = { [token]: logprob };
     const text = this.text === null ? {} : { text: this.text };
+    const processed = this.processed === null ? {} : { processed: this.processed };
+    const kept = this.kept === null ? {} : { kept: keptOf(this.kept) };
     const entry = { stream_id, token, logprob, finish_reason: null, top_logprobs, pos, seq };
-    return readToken({ ...entry, ...text });
+    return readToken({ ...entry, ...text, ...processed, ...kept });
   }
+}
+
+function keptOf(kept: number | Uint8Array): number | number[] {
+  if (typeof kept === "number") return kept;
+  const ids = viewOf(kept);
+  return Array.from({ length: kept.length / 4 }, (_, place) => ids.getUint32(4 * place, true));
 }
 
 const NONE = new Uint8Array(0);
@@ -51,13 +65,16 @@ const NONE = new Uint8Array(0);
 export function readColumns(body: TokenColumns): (Row | Token)[] {
   const found: (Row | Token)[] = [];
   const { s = NONE, t = NONE, l = NONE, p = NONE, q = NONE, x = [], e = [] } = body;
+  const { d = NONE, k = [] } = body;
   const rows = s.length / 8;
   const seqs = q.length > 0;
   if (
     !Number.isInteger(rows) ||
     [t, p, seqs ? q : t].some((column) => column.length !== 4 * rows) ||
     l.length !== 8 * rows ||
-    (x.length > 0 && x.length !== rows)
+    (x.length > 0 && x.length !== rows) ||
+    (d.length > 0 && d.length !== 8 * rows) ||
+    (k.length > 0 && k.length !== rows)
   ) {
     throw new RangeError("the columns of a TOKEN differ in length");
   }
@@ -66,7 +83,9 @@ export function readColumns(body: TokenColumns): (Row | Token)[] {
   const logprobs = viewOf(l);
   const positions = viewOf(p);
   const numbers = viewOf(q);
+  const processed = viewOf(d);
   for (let row = 0; row < rows; row += 1) {
+    const value = d.length > 0 ? processed.getFloat64(8 * row, true) : Number.NaN;
     found.push(
       new Row(
         streams.getUint32(8 * row, true) + 2 ** 32 * streams.getUint32(8 * row + 4, true),
@@ -75,6 +94,8 @@ export function readColumns(body: TokenColumns): (Row | Token)[] {
         positions.getUint32(4 * row, true),
         seqs ? numbers.getUint32(4 * row, true) : 0,
         x[row] ?? null,
+        Number.isNaN(value) ? null : value,
+        k[row] ?? null,
       ),
     );
   }

@@ -210,6 +210,15 @@ export interface Generate {
    * model. Strings are found across token boundaries. At most 64 in length.
    */
   readonly stop?: readonly (string | number)[] | undefined;
+  /**
+   * Whether entries have `processed`: the log-probability after all these steps. Default: false.
+   */
+  readonly processed_logprobs?: boolean | undefined;
+  /**
+   * Whether entries have `kept`: the candidates that are left after all these steps. Default:
+   * false.
+   */
+  readonly kept?: boolean | undefined;
   /** Do not end at the model's end-of-sequence token. Default: false. */
   readonly ignore_eos?: boolean | undefined;
   /**
@@ -494,6 +503,8 @@ export const GENERATE_FIELDS: readonly (keyof Generate)[] = [
   "frequency_penalty",
   "seed",
   "stop",
+  "processed_logprobs",
+  "kept",
   "ignore_eos",
   "n",
   "stream_id",
@@ -585,6 +596,29 @@ export function readWelcome(
   };
 }
 
+/** How the tokens of a sequence are computed, until its next span begins. */
+export interface Span {
+  /**
+   * The version of the weights: the first half of the SHA-256 of the loaded weights, in
+   * hexadecimal. Equal versions are equal weights.
+   */
+  readonly weights: string;
+  /**
+   * The arithmetic of the forwards, such as `AVX512`, if the bits of a sequence's logits and log-
+   * probabilities do not depend on the batch; empty if they may. Spans with equal fields have equal
+   * bits.
+   */
+  readonly exact: string;
+}
+
+/** Adds the defaults of absent fields to a received `Span`. */
+export function readSpan(sent: Sent<Span, "exact">): Span {
+  return {
+    weights: sent.weights,
+    exact: sent.exact ?? "",
+  };
+}
+
 /**
  * The distribution that a token was sampled from, for a controller whose `Query` asked for it.
  *
@@ -632,6 +666,17 @@ export interface Token {
    * them only if the SCORE asks for them.
    */
   readonly top_logprobs?: Readonly<Record<string, number>>;
+  /**
+   * `processed_logprobs`: the natural log-probability under the distribution that the token was
+   * drawn from: after bias, penalties, mask and temperature, among the candidates that `top_k`,
+   * `top_p` and `min_p` left. 0 for a greedy token.
+   */
+  readonly processed?: number;
+  /**
+   * `kept`: the ids of the candidates that the token was drawn from, ascending. A number if all
+   * tokens of the vocabulary or more than `MAX_KEPT` were left: the number of these candidates.
+   */
+  readonly kept?: number | readonly number[];
   /** Position in its sequence, counted from the first generated or scored token. */
   readonly pos: number;
   /** The number of its sequence in the stream: 0, or a fork's number. */
@@ -657,6 +702,17 @@ export interface Token {
    * null if an end-of-sequence token ended it.
    */
   readonly stop: string | number | null;
+  /**
+   * In the first entry of a sequence, and in its first entry from another worker: how its tokens
+   * from this entry on are computed.
+   */
+  readonly span: Span | null;
+  /**
+   * In the last entry of a sequence: whether each step of its stream so far was exact, with the
+   * same arithmetic, also at the workers from which the stream moved. The bits of its logits and
+   * log-probabilities then do not depend on batches, chunks, drafts, forks and moves.
+   */
+  readonly exact: boolean | null;
   /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
   readonly prompt_tokens: number;
   /** In the first entry of a stream: the number of prompt tokens that were in the cache already. */
@@ -700,6 +756,8 @@ export function readToken(
       | "code"
       | "live"
       | "stop"
+      | "span"
+      | "exact"
       | "prompt_tokens"
       | "cached_tokens"
       | "constraint"
@@ -725,6 +783,8 @@ export function readToken(
     code: sent.code ?? null,
     live: sent.live ?? 0,
     stop: sent.stop ?? null,
+    span: sent.span == null ? null : readSpan(sent.span),
+    exact: sent.exact ?? null,
     prompt_tokens: sent.prompt_tokens ?? 0,
     cached_tokens: sent.cached_tokens ?? 0,
     constraint: sent.constraint ?? null,
@@ -735,6 +795,8 @@ export function readToken(
     wakes: sent.wakes ?? 0,
   };
   if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
+  if (sent.processed !== undefined) read.processed = sent.processed;
+  if (sent.kept !== undefined) read.kept = sent.kept;
   if (sent.text !== undefined) read.text = sent.text;
   if (sent.allowed !== undefined) read.allowed = sent.allowed;
   return read;
@@ -758,6 +820,10 @@ export interface ForwardPath {
   readonly exact: boolean;
   /** The reason if `exact` is false. */
   readonly why_not_exact: string;
+  /** `Span.exact` of the streams of this model. */
+  readonly arithmetic: string;
+  /** `Span.weights` of the streams of this model. */
+  readonly weights: string;
 }
 
 /** Adds the defaults of absent fields to a received `ForwardPath`. */
@@ -769,6 +835,8 @@ export function readForwardPath(
       | "fallbacks"
       | "exact"
       | "why_not_exact"
+      | "arithmetic"
+      | "weights"
   >,
 ): ForwardPath {
   return {
@@ -777,6 +845,8 @@ export function readForwardPath(
     fallbacks: sent.fallbacks ?? [],
     exact: sent.exact ?? false,
     why_not_exact: sent.why_not_exact ?? "",
+    arithmetic: sent.arithmetic ?? "",
+    weights: sent.weights ?? "",
   };
 }
 
