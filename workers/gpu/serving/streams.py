@@ -163,10 +163,9 @@ class Stream:
     @property
     def size(self) -> int:
         """The memory of its entries, in tokens: the ids of five candidates count as a token."""
-        kept = sum(
-            len(c.kept) // ROW.size for c in self.row_candidates if isinstance(c.kept, bytes)
-        )
-        return self.num_tokens + kept
+        ids = sum(len(c.kept) // 4 for c in self.row_candidates if isinstance(c.kept, bytes))
+        ids += sum(len(e.kept) for _, e in self.entries if isinstance(e.kept, list))
+        return self.num_tokens + ids // 5
 
     def add(self, entry: Token) -> None:
         """Stores an entry that is sent."""
