@@ -32,6 +32,7 @@ from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
 from .generations import Generations, begun
 from .logprobs import ChatLogprobs, Sampled, compose, token_logprobs
+from .token_fields import TokenReports, set_fields
 from .usage import Counter
 
 
@@ -95,6 +96,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
     choices = await compose(
         job.counter.alternatives, lambda: [_choice(job, sequence) for sequence in sequences]
     )
+    ids = job.prepared.ids if job.body.return_token_ids else UNSET
     return ChatCompletion(
         job.id,
         "chat.completion",
@@ -102,6 +104,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
         job.prepared.model.name,
         choices,
         job.counter.usage(),
+        ids,
     )
 
 
@@ -127,13 +130,17 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     receipt = receipt_of(job.prepared.constraint, sequence, None)
     if receipt is not None:
         receipt.keywords = job.prepared.checks.outcomes.get(sequence.seq, {})
-    return ChatChoice(
+    choice = ChatChoice(
         sequence.seq,
         message,
         logprobs,
         finish_reason(sequence.finish_reason, called, older=bool(job.body.functions)),
         receipt or UNSET,
     )
+    fields = TokenReports(job.body).of_sequence(sequence, [])
+    fields.prompt_token_ids = UNSET
+    set_fields(choice, fields)
+    return choice
 
 
 def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:

@@ -22,6 +22,7 @@ from ..field_types import (
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns
+from .token_fields import TokenFields
 from .usage import Usage
 
 
@@ -213,7 +214,7 @@ class AnsweredMessage(Struct):
     """The call, if the request has ``functions``."""
 
 
-class ChatChoice(Struct):
+class ChatChoice(TokenFields):
     """A choice of a chat."""
 
     index: int
@@ -234,6 +235,8 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """``return_token_ids``: the tokens of the prompt."""
 
 
 class FunctionDelta(Struct):
@@ -262,7 +265,7 @@ class Delta(Struct):
     function_call: FunctionDelta | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct):
+class ChatChunkChoice(TokenFields):
     """A choice of a chunk."""
 
     index: int
@@ -281,3 +284,5 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """``return_token_ids``: the tokens of the prompt, in the first chunk."""

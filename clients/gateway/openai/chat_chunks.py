@@ -17,6 +17,7 @@ from ..json import encode
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
 from .choices import finish_reason, receipt_of
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
+from .token_fields import TokenFields, TokenReports, set_fields
 from .usage import Counter
 
 
@@ -46,7 +47,12 @@ class ChatChunks:
         self._continuous = body.continuous_usage
         """Whether every chunk has the usage so far."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
-        self._plain = prepared.constraint is None and self._tops is None
+        self._reports = TokenReports(body)
+        self._prompt = prepared.ids if self._reports.ids else None
+        """The tokens of the prompt, until the first chunk is sent."""
+        self._whole_entries = self._tops is not None or bool(self._reports)
+        """Whether each token has its own chunk."""
+        self._plain = prepared.constraint is None and not self._whole_entries
         """Whether all entries before the last have only text."""
         self._heads: dict[int, bytes] = {}
         """The bytes of a chunk before its text, by sequence."""
@@ -69,7 +75,7 @@ class ChatChunks:
                 continue
             removed, text, choice = self._choices.take(entry)
             before = texts.pop(seq, "")
-            if not removed and entry.finish_reason is None and self._tops is None:
+            if not removed and entry.finish_reason is None and not self._whole_entries:
                 texts[seq] = before + text
                 continue
             if removed:
@@ -98,6 +104,7 @@ class ChatChunks:
         """The first chunk of a choice, with its role."""
         content = "" if self._form is None else UNSET
         first = self._chunk(seq, Delta(role="assistant", content=content))
+        self._prompt = None
         self._heads[seq] = first.partition(b'"role":')[0] + b'"content":'
         return first
 
@@ -136,9 +143,11 @@ class ChatChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
-        if not deltas and (logprobs or reason or receipt):
+        fields = self._reports.of_entry(entry) if self._reports else None
+        if not deltas and (logprobs or reason or receipt or fields):
             deltas = [Delta()]
-        # The first piece has the log-probabilities, and the last piece the finish reason.
+        # The first piece has the log-probabilities and the token's fields, and the last piece the
+        # finish reason.
         last = len(deltas) - 1
         return b"".join(
             self._chunk(
@@ -147,6 +156,7 @@ class ChatChunks:
                 logprobs if i == 0 else None,
                 reason if i == last else None,
                 receipt if i == last else None,
+                fields if i == 0 else None,
             )
             for i, delta in enumerate(deltas)
         )
@@ -165,8 +175,10 @@ class ChatChunks:
         logprobs: ChatLogprobs | None = None,
         reason: str | None = None,
         receipt: Receipt | None = None,
+        fields: TokenFields | None = None,
     ) -> bytes:
         choice = ChatChunkChoice(seq, delta, logprobs, reason, receipt or UNSET)
+        set_fields(choice, fields)
         chunk = ChatChunk(
             self._id,
             "chat.completion.chunk",
@@ -174,6 +186,7 @@ class ChatChunks:
             self._model.name,
             [choice],
             self._counter.usage() if self._continuous else self._usage,
+            UNSET if self._prompt is None else self._prompt,
         )
         return event(chunk)
 

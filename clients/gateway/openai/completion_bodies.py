@@ -14,6 +14,7 @@ from ..field_types import RestOfContext, TopLogprobs, check_max_tokens
 from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
+from .token_fields import TokenFields
 from .usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -94,7 +95,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
         return options
 
 
-class CompletionChoice(Struct):
+class CompletionChoice(TokenFields):
     """A choice of a completion, or of a chunk of one."""
 
     index: int

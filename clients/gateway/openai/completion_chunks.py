@@ -15,7 +15,9 @@ from ..json import encode
 from ..models import ServedModel
 from .choices import Indexes, finish_reason, receipt_of
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
+from .generations import Prompt
 from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
+from .token_fields import TokenFields, TokenReports, ids_of, set_fields
 from .usage import Counter, Usage
 
 
@@ -32,7 +34,7 @@ class CompletionChunks:
     """Encodes the entries of a request's streams as events."""
 
     def __init__(
-        self, stamp: Stamp, body: CompletionRequest, prompts: int, counter: Counter
+        self, stamp: Stamp, body: CompletionRequest, prompts: Sequence[Prompt], counter: Counter
     ) -> None:
         self._stamp = stamp
         self._model = stamp.model
@@ -42,12 +44,18 @@ class CompletionChunks:
         self._n = body.n or 1
         self._logprobs = body.logprobs
         self._constraint = body.own_constraint
-        self._indexes = Indexes(prompts, self._n)
-        self._choices = [GrowingChoices() for _ in range(prompts)]
+        self._reports = TokenReports(body)
+        self._prompts = prompts
+        self._begun: set[tuple[int, int]] = set()
+        """The choices whose chunks have token ids, after their first chunk."""
+        self._indexes = Indexes(len(prompts), self._n)
+        self._choices = [GrowingChoices() for _ in prompts]
         self._offsets: dict[int, int] = {}
         """The length of each choice's text so far, for the offsets in log-probabilities."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
-        self._plain = body.logprobs is None and self._constraint is None
+        self._whole_entries = body.logprobs is not None or bool(self._reports)
+        """Whether each token has its own chunk."""
+        self._plain = not self._whole_entries and self._constraint is None
         """Whether all entries before the last have only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
         self._tail = b',"logprobs":null,"finish_reason":null}]' + (
@@ -66,7 +74,7 @@ class CompletionChunks:
                 continue
             removed, text, choice = self._choices[place].take(entry)
             before = texts.pop(seq, "")
-            if not removed and entry.finish_reason is None and self._logprobs is None:
+            if not removed and entry.finish_reason is None and not self._whole_entries:
                 texts[seq] = before + text
                 continue
             if removed and before:
@@ -126,9 +134,17 @@ class CompletionChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
-        if not (text or logprobs or reason or receipt):
+        fields = self._fields(place, entry) if self._reports else None
+        if not (text or logprobs or reason or receipt or fields):
             return b""
-        return self._chunk(index, text, logprobs, reason, receipt)
+        return self._chunk(index, text, logprobs, reason, receipt, fields)
+
+    def _fields(self, place: int, entry: Token) -> TokenFields:
+        """The token fields of an entry's chunk."""
+        key = place, entry.seq
+        first = key not in self._begun
+        self._begun.add(key)
+        return self._reports.of_entry(entry, ids_of(self._prompts[place]) if first else None)
 
     def _chunk(
         self,
@@ -137,8 +153,10 @@ class CompletionChunks:
         logprobs: CompletionLogprobs | None,
         reason: str | None,
         receipt: Receipt | None,
+        fields: TokenFields | None = None,
     ) -> bytes:
         choice = CompletionChoice(index, text, logprobs, reason, receipt or UNSET)
+        set_fields(choice, fields)
         usage = self._counter.usage() if self._continuous else self._usage
         return event(self._answer([choice], usage))
 

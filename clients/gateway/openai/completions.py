@@ -35,6 +35,7 @@ from .logprobs import (
     cumulative,
     reported,
 )
+from .token_fields import TokenReports, ids_of, set_fields
 from .usage import Counter
 
 
@@ -57,6 +58,8 @@ class Job:
     generations: Generations | None
     """The streams; None: the request asks only for the prompts."""
     counter: Counter
+    prompts: list[Prompt]
+    """The prompts; token ids if the answer repeats them."""
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -88,6 +91,8 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     echoes = [Echo() for _ in prompts]
     if body.echo:
         prompts, echoes = await _echoes(gateway, body, model, prompts, counter)
+    if body.return_token_ids:
+        prompts = [one if isinstance(one, list) else await model.tokenize(one) for one in prompts]
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
@@ -99,7 +104,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
         generations.shown = body.shown_text(model, special=True)
     else:
         counter.prompt = sum(len(ids) for ids in prompts)
-    return Job(body, model, echoes, generations, counter)
+    return Job(body, model, echoes, generations, counter, prompts)
 
 
 async def _shortened(
@@ -181,7 +186,11 @@ def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[Comp
             numbered = list(enumerate(best))
         else:
             numbered = [(s.seq, s) for s in sequences]
-        choices += [_choice(job, echo, s, indexes.of(place, seq)) for seq, s in numbered]
+        reports, prompt = TokenReports(body), ids_of(job.prompts[place])
+        for seq, sequence in numbered:
+            choice = _choice(job, echo, sequence, indexes.of(place, seq))
+            set_fields(choice, reports.of_sequence(sequence, prompt))
+            choices.append(choice)
     return choices
 
 
@@ -204,7 +213,7 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
 async def _events(job: Job) -> AsyncGenerator[bytes, None]:
     body = job.body
     stamp = Stamp(job.id, job.created, job.model)
-    chunks = CompletionChunks(stamp, body, len(job.echoes), job.counter)
+    chunks = CompletionChunks(stamp, body, job.prompts, job.counter)
     if job.generations is None:
         yield b"".join(
             chunks.echo(place, echo.text, echo.sampled, "length")

@@ -151,6 +151,13 @@ class SampledRequest(TextRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether choices have the ids of their tokens and of the prompt, as in vLLM."""
+    processed_logprobs: bool | None = None
+    """Whether choices have the log-probability of each token under the distribution that it was
+    drawn from. Only Tokenbus has this field and ``kept``."""
+    kept: bool | None = None
+    """Whether choices have the candidates that each token was drawn from."""
     response_format: ResponseFormat | None = None
 
     # Fields that vLLM adds.
@@ -197,4 +204,8 @@ class SampledRequest(TextRequest):
             options["frequency_penalty"] = self.frequency_penalty
         if self.seed is not None:
             options["seed"] = seed_of(self.seed)
+        if self.processed_logprobs:
+            options["processed_logprobs"] = True
+        if self.kept:
+            options["kept"] = True
         return options

@@ -41,6 +41,9 @@ class Counter:
                 self.cached += entry.cached_tokens
             if entry.top_logprobs is not UNSET:
                 self.alternatives += len(entry.top_logprobs)
+            if isinstance(entry.kept, list):
+                # The ids are not composed, so they cost less than alternatives.
+                self.alternatives += len(entry.kept) // 8
             self.completion += (entry.token is not None) - entry.backtrack
 
     def usage(self) -> Usage:

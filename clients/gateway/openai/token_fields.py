@@ -1,0 +1,105 @@
+"""The fields of an answer for clients that train on its tokens: ids, distributions and spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ....protocol.messages import Token
+from ... import GeneratedSequence
+
+
+class WeightSpan(Struct):
+    """Consecutive new tokens that were computed with the same weights and arithmetic."""
+
+    first: int
+    """The number of the first of these tokens. The span ends where the next one begins."""
+    weights: str
+    """The version of the weights."""
+    exact: str
+    """The arithmetic; empty if it is not exact."""
+
+
+class TokenFields(Struct, kw_only=True):
+    """The fields of a choice that a request asks for; unset without these requests."""
+
+    token_ids: list[int] | UnsetType = UNSET
+    """``return_token_ids``: the new tokens. In a chunk, the tokens of the chunk."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """``return_token_ids``: the tokens of the prompt; in a stream, in the first chunk of the
+    choice."""
+    processed_logprobs: list[float | None] | UnsetType = UNSET
+    """The log-probability of each new token under the distribution that it was drawn from."""
+    kept: list[int | list[int] | None] | UnsetType = UNSET
+    """The ids of the candidates of each new token; their number if all tokens of the vocabulary or
+    more than 1,024 were left."""
+    spans: list[WeightSpan] | UnsetType = UNSET
+    """``return_token_ids``: how the tokens were computed. In a chunk, the spans that begin
+    there."""
+    removed_tokens: int | UnsetType = UNSET
+    """``return_token_ids``: in a chunk, the number of tokens that a client must remove before it
+    adds the chunk's tokens."""
+
+
+class TokenReports:
+    """Writes the fields of choices that ``body`` asks for."""
+
+    def __init__(self, body: Any) -> None:
+        """``body``: a ``SampledRequest``."""
+        self.ids = bool(body.return_token_ids)
+        self._processed = bool(body.processed_logprobs)
+        self._kept = bool(body.kept)
+
+    def __bool__(self) -> bool:
+        return self.ids or self._processed or self._kept
+
+    def of_sequence(self, sequence: GeneratedSequence, prompt: list[int]) -> TokenFields:
+        """The fields of a whole choice."""
+        fields = TokenFields()
+        if self.ids:
+            fields.token_ids, fields.prompt_token_ids = sequence.tokens, prompt
+            fields.spans = spans_of(sequence)
+        if self._processed:
+            fields.processed_logprobs = sequence.processed_logprobs
+        if self._kept:
+            fields.kept = sequence.kept
+        return fields
+
+    def of_entry(self, entry: Token, prompt: list[int] | None = None) -> TokenFields:
+        """The fields of a chunk. ``prompt``: the tokens of the prompt, for the first chunk."""
+        fields = TokenFields()
+        has_token = entry.token is not None
+        if self.ids:
+            fields.token_ids = [] if entry.token is None else [entry.token]
+            fields.prompt_token_ids = UNSET if prompt is None else prompt
+            if entry.span is not None:
+                span = WeightSpan(entry.pos, entry.span.weights, entry.span.exact)
+                fields.spans = [span]
+            if entry.backtrack:
+                fields.removed_tokens = entry.backtrack
+        if self._processed and has_token:
+            fields.processed_logprobs = [None if entry.processed is UNSET else entry.processed]
+        if self._kept and has_token:
+            fields.kept = [None if entry.kept is UNSET else entry.kept]
+        return fields
+
+
+def set_fields(choice: Any, fields: TokenFields | None) -> None:
+    """Copies the fields to a choice, which has all fields of ``TokenFields`` that may be set."""
+    if fields is None:
+        return
+    for name in TokenFields.__struct_fields__:
+        value = getattr(fields, name)
+        if value is not UNSET:
+            setattr(choice, name, value)
+
+
+def ids_of(prompt: str | list[int]) -> list[int]:
+    """The token ids of a prompt; empty for a text, whose ids were not requested."""
+    return prompt if isinstance(prompt, list) else []
+
+
+def spans_of(sequence: GeneratedSequence) -> list[WeightSpan]:
+    """The spans of a sequence."""
+    return [WeightSpan(first, span.weights, span.exact) for first, span in sequence.spans]
