@@ -10,6 +10,8 @@ from .attack import Attack
 from .attacks import ATTACKS
 from .world import HostileWorld, hostile_world
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def world(processes: None) -> Iterator[HostileWorld]:

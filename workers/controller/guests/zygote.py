@@ -8,6 +8,7 @@ controllers are shared with the guest processes until one of them writes a page.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -17,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -45,6 +47,8 @@ MAX_TEXT = 16 * 1024
 MEMORY_PART = 2
 """A guest process may have 1 / MEMORY_PART of the machine's memory. The shares of tenants bound
 guests earlier; this bound also applies to a compromised process."""
+_FIRST_TO_END = 1000
+"""If the machine runs out of memory, the kernel ends guest processes before all others."""
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
@@ -216,6 +220,8 @@ def _main() -> None:
     # These signals end the worker, which then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_END))
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
     zygote = Zygote(control, setup)

@@ -240,6 +240,13 @@ print(json.dumps(rights.isolate(same_users=True)))
 """) == ["a network namespace (EPERM)", "a mount namespace (EPERM)"]
 
 
+def test_the_kernel_ends_guest_processes_first_if_memory_runs_out() -> None:
+    with running() as runtime:
+        sequence = Sequence(runtime.program(CALM))
+        pid = sequence.controller._process.pid  # type: ignore[attr-defined]
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 1000
+
+
 def test_a_guest_process_cannot_write_to_the_log_of_its_worker() -> None:
     with running() as runtime:
         sequence = Sequence(runtime.program(CALM))
