@@ -1,0 +1,148 @@
+"""``/generate``: its answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ... import GeneratedSequence
+from ..conversation.constraints import Receipt
+from ..models import ServedModel
+from ..openai.logprobs import UNLIKELY
+from ..openai.token_fields import WeightSpan
+
+Logprob = tuple[float | None, int, str | None]
+"""The log-probability of a token, its id, and its text if it was requested. The first token of a
+text does not have a log-probability."""
+
+
+class Finish(Struct, omit_defaults=True):
+    """Why a sequence ended."""
+
+    type: str
+    """``stop``, ``length`` or ``abort``."""
+    matched: str | int | UnsetType = UNSET
+    """``stop``: the stop string or the token that was found."""
+    length: int | UnsetType = UNSET
+    """``length``: the number of new tokens."""
+    message: str | UnsetType = UNSET
+    """``abort``: the error."""
+    err_type: str | UnsetType = UNSET
+
+
+class MetaInfo(Struct, kw_only=True):
+    """``meta_info``: the properties of an answer."""
+
+    id: str
+    finish_reason: Finish | None
+    """None while the sequence runs."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    """The version of the weights that computed the last token."""
+    spans: list[WeightSpan]
+    e2e_latency: float
+    """Seconds since the request arrived."""
+    input_token_logprobs: list[Logprob] | UnsetType = UNSET
+    output_token_logprobs: list[Logprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+    output_processed_logprobs: list[float | None] | UnsetType = UNSET
+    """The log-probability of each new token under the distribution that it was drawn from."""
+    output_kept: list[int | list[int] | None] | UnsetType = UNSET
+    """The ids of the candidates of each new token; their number if all tokens of the vocabulary or
+    more than 1,024 were left."""
+    tokenbus: Receipt | UnsetType = UNSET
+    """The receipt of an ended sequence."""
+
+
+class Generated(Struct):
+    """An answer: the new text and the new token ids so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+    """In a stream of a list of prompts: the number of the answer."""
+
+
+@dataclass
+class PromptLogprobs:
+    """Tokens of a prompt with their log-probabilities."""
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float | None] = ()
+    tops: Sequence[dict[int, float]] = ()
+
+
+@dataclass
+class Reports:
+    """The reports about tokens that a prompt's answers have."""
+
+    model: ServedModel
+    logprobs: bool
+    tops: int
+    """Number of most likely tokens."""
+    texts: bool
+    processed: bool
+    kept: bool
+    prompt: PromptLogprobs | None = None
+    """The reported part of the prompt; None: only new tokens are reported."""
+    _prompt: tuple[list[Logprob], list[list[Logprob] | None]] | None = field(default=None)
+    """The prompt in the form of the answer."""
+
+    def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
+        """Adds the reports about a sequence to its answer."""
+        if self.logprobs:
+            logprobs = [None if math.isnan(value) else value for value in sequence.logprobs]
+            output = PromptLogprobs(sequence.tokens, logprobs, sequence.top_logprobs)
+            info.output_token_logprobs = self._tokens(output)
+            if self.tops:
+                info.output_top_logprobs = self._tops(output)
+            if self._prompt is None:
+                prompt = self.prompt or PromptLogprobs()
+                self._prompt = self._tokens(prompt), self._tops(prompt) if self.tops else []
+            info.input_token_logprobs = self._prompt[0]
+            if self.tops:
+                info.input_top_logprobs = self._prompt[1]
+        if self.processed:
+            info.output_processed_logprobs = sequence.processed_logprobs
+        if self.kept:
+            info.output_kept = sequence.kept
+
+    def _tokens(self, tokens: PromptLogprobs) -> list[Logprob]:
+        pairs = zip(tokens.logprobs, tokens.tokens, strict=True)
+        return [self._one(logprob, token) for logprob, token in pairs]
+
+    def _tops(self, tokens: PromptLogprobs) -> list[list[Logprob] | None]:
+        """The most likely tokens at each position, the likeliest first."""
+        found: list[list[Logprob] | None] = []
+        for top in tokens.tops:
+            ordered = sorted(top.items(), key=lambda item: -item[1])[: self.tops]
+            found.append([self._one(logprob, token) for token, logprob in ordered] or None)
+        return found
+
+    def _one(self, logprob: float | None, token: int) -> Logprob:
+        if logprob == -math.inf:
+            logprob = UNLIKELY
+        return logprob, token, self.model.text_of(token) if self.texts else None
+
+
+def finish_of(sequence: GeneratedSequence) -> Finish | None:
+    """Why a sequence ended; None while it runs."""
+    match sequence.finish_reason:
+        case None:
+            return None
+        case "length":
+            return Finish("length", length=len(sequence.tokens))
+        case "stop" | "controller":
+            eos = sequence.tokens[-1:] if sequence.finish_reason == "stop" else []
+            matched = sequence.stop if sequence.stop is not None else next(iter(eos), UNSET)
+            return Finish("stop", matched)
+        case other:
+            message = sequence.error or f"the sequence has ended: {other}"
+            return Finish("abort", message=message, err_type=sequence.code or other)

@@ -1,0 +1,321 @@
+"""``POST /generate``: continues token ids or texts, in SGLang's form."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import TokenbusError
+from ... import GeneratedSequence
+from ..bodies import ignored_of, read_body
+from ..context import Gateway, gateway_of
+from ..errors import from_tokenbus
+from ..events import DONE, event, unless_disconnected
+from ..json import json_response
+from ..models import ServedModel
+from ..new_ids import new_id
+from ..openai.choices import check_some_succeeded, receipt_of
+from ..openai.generations import Generations, begun
+from ..openai.logprobs import check_alternatives, compose, reported
+from ..openai.token_fields import spans_of
+from ..openai.usage import Counter
+from .answers import Generated, MetaInfo, PromptLogprobs, Reports, finish_of
+from .bodies import GenerateRequest, Prompt, SamplingParams
+
+GROWTH = 16
+"""An event of a stream repeats the whole answer so far. The next event follows when the answer has
+grown by one token in this number of tokens, which bounds the size of the stream."""
+FIELDS = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "top_logprobs": "top_logprobs_num",
+} | {
+    name: f"sampling_params.{name}"
+    for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "logit_bias")
+}
+"""The names of the bus's fields in the body."""
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Part:
+    """One prompt of a request."""
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+    id: str
+    reports: Reports
+    start: int
+    """The position from which the prompt's log-probabilities are reported; -1: none are."""
+
+
+@dataclass
+class Job:
+    """A request."""
+
+    body: GenerateRequest
+    parts: list[Part]
+    counter: Counter
+    generations: list[Generations | None] = field(default_factory=list)
+    """The streams of each part; None if the part does not ask for new tokens."""
+    began: float = field(default_factory=time.monotonic)
+
+
+Growing = asyncio.Queue[tuple[Part, list[GeneratedSequence]] | None | Exception]
+"""Parts whose sequences have grown; then None, or the error that ended a part."""
+
+
+async def generate(request: Request) -> Response:
+    """Answers with an object, with a list of them, or with a stream of objects."""
+    ignored = ignored_of(request)
+    body = await read_body(request, GenerateRequest, ignored)
+    body.check()
+    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
+    if body.stream:
+        return await begun(request, _events(job), ignored.headers)
+    answers = await unless_disconnected(request.receive, _answers(job))
+    return json_response(answers if _is_list(job) else answers[0], headers=ignored.headers)
+
+
+def _is_list(job: Job) -> bool:
+    return job.body.is_list or any((part.params.n or 1) > 1 for part in job.parts)
+
+
+async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
+    model = await gateway.models.get(body.model)
+    counter = Counter()
+    job = Job(body, _parts(body, model), counter)
+    scored = [part for part in job.parts if part.reports.logprobs and part.start >= 0]
+    for part in scored:
+        part.prompt = await _ids(model, part.prompt)
+        count = max(0, len(part.prompt) - part.start)
+        counter.alternatives += count * (1 + part.reports.tops)
+    check_alternatives(counter.alternatives)
+    await _together([_score(gateway, body, part) for part in scored])
+    try:
+        for part in job.parts:
+            job.generations.append(await _generation(gateway, model, job, part))
+    except BaseException:
+        _close(job)
+        raise
+    return job
+
+
+def _parts(body: GenerateRequest, model: ServedModel) -> list[Part]:
+    """The prompts with their own values of each field."""
+    prompts = body.prompts
+    params = body.of_each(body.sampling_params, SamplingParams(), "sampling_params")
+    logprobs = body.of_each(body.return_logprob, False, "return_logprob")
+    starts = body.of_each(body.logprob_start_len, -1, "logprob_start_len")
+    tops = body.of_each(body.top_logprobs_num, 0, "top_logprobs_num")
+    named = body.rid if isinstance(body.rid, list) or not body.is_list else None
+    ids = body.of_each(named, "", "rid")
+    return [
+        Part(
+            number,
+            prompt,
+            params[number],
+            ids[number] or new_id("gen-"),
+            Reports(
+                model,
+                logprobs[number],
+                tops[number],
+                bool(body.return_text_in_logprobs),
+                bool(body.processed_logprobs),
+                bool(body.kept),
+            ),
+            starts[number],
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+async def _ids(model: ServedModel, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return await model.tokenize(prompt)
+    model.check_tokens(prompt, "$.input_ids")
+    return prompt
+
+
+async def _score(gateway: Gateway, body: GenerateRequest, part: Part) -> None:
+    """Computes the reported log-probabilities of a prompt."""
+    ids, tops = part.prompt, part.reports.tops
+    assert isinstance(ids, list)
+    first = max(1, part.start)
+    found = PromptLogprobs(ids[:1], [None], [{}]) if part.start == 0 else PromptLogprobs()
+    if first < len(ids):
+        try:
+            scores = await gateway.client.score(
+                ids[:first], ids[first:], model=body.model, top_logprobs=tops
+            )
+        except TokenbusError as error:
+            error.path = f"$.{body.field}"
+            raise from_tokenbus(error) from None
+        found = PromptLogprobs(
+            [*found.tokens, *ids[first:]],
+            [*found.logprobs, *reported(scores.logprobs)],
+            [*found.tops, *scores.top_logprobs],
+        )
+    part.reports.prompt = found
+
+
+async def _generation(
+    gateway: Gateway, model: ServedModel, job: Job, part: Part
+) -> Generations | None:
+    """Begins the stream of a prompt; None if no new token is requested."""
+    body = job.body
+    if not part.params.max_tokens:
+        part.prompt = await _ids(model, part.prompt)
+        return None
+    options = part.params.options()
+    options |= {"model": body.model, "text": True}
+    if part.reports.logprobs and part.reports.tops:
+        options["top_logprobs"] = part.reports.tops
+    if part.reports.processed:
+        options["processed_logprobs"] = True
+    if part.reports.kept:
+        options["kept"] = True
+    fields = FIELDS | {"prompt": body.field}
+    constraint = part.params.constraint
+    return Generations(gateway.client, [part.prompt], fields, constraint, job.counter, **options)
+
+
+def _close(job: Job) -> None:
+    for generations in job.generations:
+        if generations is not None:
+            generations.close()
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all ``works``. If one raises an exception, cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- the whole answer -----------------------------------------------------------------------------
+
+
+async def _answers(job: Job) -> list[Generated]:
+    """The answers to all prompts, in their order; the sequences of a prompt follow one another."""
+    try:
+        found = await _together([_sequences(job, part) for part in job.parts])
+    finally:
+        _close(job)
+    return await compose(
+        job.counter.alternatives,
+        lambda: [
+            _answer(job, part, sequence)
+            for part, sequences in zip(job.parts, found, strict=True)
+            for sequence in sequences
+        ],
+    )
+
+
+async def _sequences(job: Job, part: Part) -> list[GeneratedSequence]:
+    generations = job.generations[part.number]
+    if generations is None:
+        return [_without_tokens(part, seq) for seq in range(part.params.n or 1)]
+    [sequences] = await generations.wait()
+    check_some_succeeded(sequences)
+    return sequences
+
+
+def _without_tokens(part: Part, seq: int) -> GeneratedSequence:
+    return GeneratedSequence(seq, finish_reason="length", prompt_tokens=len(part.prompt))
+
+
+def _answer(job: Job, part: Part, sequence: GeneratedSequence) -> Generated:
+    spans = spans_of(sequence)
+    info = MetaInfo(
+        id=part.id,
+        finish_reason=finish_of(sequence),
+        prompt_tokens=sequence.prompt_tokens,
+        completion_tokens=len(sequence.tokens),
+        cached_tokens=sequence.cached_tokens,
+        weight_version=spans[-1].weights if spans else "",
+        spans=spans,
+        e2e_latency=time.monotonic() - job.began,
+    )
+    part.reports.add_to(info, sequence)
+    if sequence.finish_reason is not None:
+        info.tokenbus = receipt_of(part.params.constraint, sequence, None) or UNSET
+    return Generated(sequence.text, list(sequence.tokens), info)
+
+
+# --- a stream -------------------------------------------------------------------------------------
+
+
+async def _events(job: Job) -> AsyncGenerator[bytes, None]:
+    """Events with the answers so far, in the order in which they grow."""
+    queue: Growing = asyncio.Queue(1)
+    reading = asyncio.ensure_future(_read_all(job, queue))
+    sent: dict[tuple[int, int], int] = {}
+    first = [0]
+    for part in job.parts:
+        first.append(first[-1] + (part.params.n or 1))
+    forks: dict[tuple[int, int], int] = {}
+    try:
+        while (found := await queue.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            part, sequences = found
+            for sequence in sequences:
+                key = part.number, sequence.seq
+                if not _is_due(sequence, sent.get(key)):
+                    continue
+                sent[key] = len(sequence.tokens) + (sequence.finish_reason is not None)
+                answer = _answer(job, part, sequence)
+                if _is_list(job):
+                    answer.index = first[part.number] + sequence.seq
+                    if sequence.seq >= (part.params.n or 1):
+                        answer.index = forks.setdefault(key, first[-1] + len(forks))
+                yield event(answer)
+        yield DONE
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        _close(job)
+
+
+def _is_due(sequence: GeneratedSequence, sent: int | None) -> bool:
+    """Whether an event about a sequence follows. ``sent``: the number of its tokens in the last
+    event, plus 1 if it had ended then."""
+    count = len(sequence.tokens)
+    if sequence.finish_reason is not None:
+        return sent != count + 1
+    return count - (sent or 0) > (sent or 0) // GROWTH
+
+
+async def _read_all(job: Job, queue: Growing) -> None:
+    """Puts the sequences of each part into the queue when they grow; at the end None, or the error
+    that ended a part."""
+    try:
+        await _together([_read(job, part, queue) for part in job.parts])
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+async def _read(job: Job, part: Part, queue: Growing) -> None:
+    generations = job.generations[part.number]
+    if generations is None:
+        await queue.put((part, await _sequences(job, part)))
+        return
+    async for _ in generations.batches():
+        await queue.put((part, generations.streams[0].sequences))
