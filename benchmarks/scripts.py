@@ -1,0 +1,185 @@
+"""Measures the cost of scripts: the first decision, rounds, forks, and the memory of sequences.
+
+The script and the built-in constraint ``regex``, which has the same effect, run in this process
+with the vocabulary of the embedded model. Times are the best of several runs.
+
+- ``first_ms_more``: the time until the first mask of a script, less that of the constraint.
+- ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
+  round of the constraint.
+- ``own_round_us``: a round that the script decides itself, with ``decide.sample``.
+- ``fork_us``: a copy of a sequence. ``fork_us_first`` is the copy of a sequence while no instance
+  can be reused.
+- ``mb_200_live``: growth of this process with 200 sequences that have generated ten tokens each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import wasmtime
+from _report import arguments, report
+from tokenbus.workers.controller.backends.constraints import Constraints
+from tokenbus.workers.controller.host import Host, allowed
+from tokenbus.workers.controller.interface import Controller, Program
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.scripts.controller import ScriptProgram
+from tokenbus.workers.controller.scripts.engines import engine as interpreter
+from tokenbus.workers.controller.scripts.guest import ScriptModule
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.controller.wasm.module_compiler import compile_module
+from tokenbus.workers.controller.wasm.sandbox import make_engine
+from tokenbus.workers.state.variables import VariableStorage
+
+LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+PATTERN = "[a-z ]{200,400}"
+GEN = f"async function main(ctx) {{ await ctx.gen({{regex: '{PATTERN}'}}); }}"
+OWN = """
+class Main extends Controller {
+  initPrompt() { this.set = new TokenSet(tokenize("abc")); }
+  midProcess() { return decide.sample({allow: this.set}); }
+}
+"""
+LIVE = 200
+
+
+class World:
+    """The vocabulary, the constraints and the interpreter."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine(LIMITS)
+        folder = files("tokenbus.workers.gpu.embedded") / "model"
+        text = (folder / "tokenizer.json").read_text()
+        self.vocabulary = TokenizerVocabulary.from_json(
+            text, size=4096, eos=(0,), fingerprint="embedded"
+        )
+        self.constraints = Constraints(self.engine, None)
+        found = compile_module(interpreter("javascript").wasm, Limits(), boots=True)
+        self.module = wasmtime.Module.deserialize(self.engine, found.code)
+        self.mask = memoryview(bytearray(4 * -(-self.vocabulary.size // 32)))
+        storage = VariableStorage()
+        variables = SequenceVariables(1, 0, storage.apply, lambda: None)
+        self.host = Host(1, 0, b"", self.vocabulary, variables, Log(1 << 20), LIMITS, 1000)
+
+    def script(self, text: str) -> Program:
+        """The program of a script."""
+        guests = ScriptModule(self.engine, self.module, text.encode())
+        return ScriptProgram(guests, self.constraints.get)
+
+    def first(self, program: Program, arg: str = "") -> Controller:
+        """A controller that has decided about its first token."""
+        controller = program.start(replace(self.host, arg=arg.encode()))
+        controller.init_prompt([1, 2])
+        self.decide(controller)
+        return controller
+
+    def decide(self, controller: Controller) -> None:
+        """The second half of a round."""
+        controller.pre_process()
+        controller.mid_process((0,), self.mask)
+
+    def rounds(self, controller: Controller, count: int) -> float:
+        """Seconds of a round; the sampled token is the first one that the mask allows."""
+        token = allowed(self.mask, self.vocabulary.size)[0]
+        spent = 0.0
+        for _ in range(count):
+            began = time.perf_counter()
+            controller.post_process([token], 0)
+            self.decide(controller)
+            spent += time.perf_counter() - began
+        return spent / count
+
+
+def best(measure: Callable[[], float], runs: int) -> float:
+    """The shortest of several times."""
+    return min(measure() for _ in range(runs))
+
+
+def first_s(world: World, program: Program, arg: str = "") -> float:
+    """Seconds until the first mask."""
+    began = time.perf_counter()
+    controller = world.first(program, arg)
+    spent = time.perf_counter() - began
+    controller.close()
+    return spent
+
+
+def round_s(world: World, program: Program, arg: str = "") -> float:
+    """Seconds of a round."""
+    controller = world.first(program, arg)
+    try:
+        return world.rounds(controller, 50)
+    finally:
+        controller.close()
+
+
+def forks(world: World, program: Program) -> tuple[float, float]:
+    """Seconds of the first fork and of a later one."""
+    controller = world.first(program)
+    times = []
+    for seq in range(1, 30):
+        began = time.perf_counter()
+        child = controller.fork(replace(world.host, seq=seq))
+        times.append(time.perf_counter() - began)
+        child.close()
+    controller.close()
+    return times[0], min(times[1:])
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def live_bytes(world: World, program: Program) -> float:
+    """Growth of this process with ``LIVE`` sequences."""
+    before = resident_bytes()
+    live = [world.first(program) for _ in range(LIVE)]
+    for controller in live:
+        world.rounds(controller, 10)
+    grown = resident_bytes() - before
+    for controller in live:
+        controller.close()
+    return grown
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__)
+    runs = 3 if given.quick else 15
+    world = World()
+    gen, own, regex = world.script(GEN), world.script(OWN), world.constraints.get("regex")
+    assert regex is not None
+    world.first(regex, PATTERN).close()
+    script_s = best(lambda: first_s(world, gen), runs)
+    module_s = best(lambda: first_s(world, regex, PATTERN), runs)
+    gen_s = best(lambda: round_s(world, gen), runs)
+    regex_s = best(lambda: round_s(world, regex, PATTERN), runs)
+    fork_first_s, fork_s = forks(world, gen)
+    results = {
+        "first_ms_more": 1e3 * (script_s - module_s),
+        "gen_round_us": 1e6 * gen_s,
+        "gen_round_vs_regex": gen_s / regex_s,
+        "own_round_us": 1e6 * best(lambda: round_s(world, own), runs),
+        "fork_us": 1e6 * fork_s,
+        "fork_us_first": 1e6 * fork_first_s,
+        "mb_200_live": live_bytes(world, gen) / 1e6,
+    }
+    notes = {
+        "first_ms_more": "at most 20",
+        "gen_round_us": "at most 150",
+        "fork_us": "at most 1,000",
+        "fork_us_first": "at most 1,000",
+        "mb_200_live": "at most 1,000",
+    }
+    world.constraints.close()
+    report(results, notes, given.json)
+
+
+if __name__ == "__main__":
+    main()
