@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SCRIPT_MARK = b"#!tokenbus "
 """The beginning of the first line of an uploaded script; the language follows."""
-LANGUAGES = {"javascript": (".js", ".mjs")}
+LANGUAGES = {"javascript": (".js", ".mjs"), "python": (".py",)}
 """The languages of scripts, and the suffixes of their files."""
 MAX_SCRIPT_BYTES = 1024 * 1024
 """Maximum bytes of a script."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...protocol.scripts import LANGUAGES, language_of, marked_script
 
 SCRIPT_SUFFIXES = tuple(suffix for group in LANGUAGES.values() for suffix in group)
-SUFFIXES = (".wasm", ".c", ".py", *SCRIPT_SUFFIXES)
+SUFFIXES = (".wasm", ".c", *SCRIPT_SUFFIXES)
 """A name is a file name if it has one of these suffixes or contains a "/"."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
@@ -52,11 +52,6 @@ def read_module(file: Path) -> bytes:
 
     Prints the compiler's warnings on stderr.
     """
-    if file.suffix == ".py":
-        raise FileFault(
-            f"{file} is a Python file, which cannot be uploaded; run 'tokenbus controller serve "
-            f"{file.stem}:NAME' in its folder, then 'tokenbus controller run {file.stem}:NAME'"
-        )
     try:
         content = file.read_bytes()
     except OSError as error:

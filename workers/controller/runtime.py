@@ -15,7 +15,7 @@ import wasmtime
 
 from ...protocol.metrics import Series
 from .interface import Program
-from .scripts.guest import ScriptModule
+from .scripts.modules import script_module
 from .wasm.aici import AiciProgram
 from .wasm.compiled_modules import Loaded
 from .wasm.native import NativeProgram
@@ -27,7 +27,7 @@ MAX_KEPT = 256
 def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
     """The program of a module or of a script's guests, which runs in this process."""
     if loaded.abi not in ("native", "aici"):
-        return ScriptModule(engine, loaded.module, loaded.script)
+        return script_module(engine, loaded.abi, loaded.module, loaded.script)
     make = AiciProgram if loaded.abi == "aici" else NativeProgram
     return make(engine, loaded.module, loaded.why_no_fork)
 

@@ -59,13 +59,16 @@ class ScriptProgram:
 class ScriptController:
     """The controller of one sequence: a coroutine and the operation that it waits for."""
 
+    context: type[Context] = Context
+    """The class of the coroutine's argument."""
+
     def __init__(self, name: str, function: Script, host: Host, transcript: Transcript) -> None:
         self._name = name
         self._function = function
         self._host = host
         self._transcript = transcript
         self._calls = AuthorCalls(name, host, lambda: transcript.replaying)
-        self._context = Context(host, transcript)
+        self._context = self.context(host, transcript)
         self._coroutine = function(self._context)
         self._operation: Operation | None = None
         """None before init_prompt."""
@@ -113,9 +116,9 @@ class ScriptController:
         Raises ControllerError if the script asks different questions than the first time.
         """
         if self._operation is None:
-            return ScriptController(self._name, self._function, host, Transcript())
+            return type(self)(self._name, self._function, host, Transcript())
         transcript = self._transcript.copy(self._operation.question)
-        child = ScriptController(self._name, self._function, host, transcript)
+        child = type(self)(self._name, self._function, host, transcript)
         try:
             with child._calls.during("fork"):
                 child._resume()

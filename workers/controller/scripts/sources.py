@@ -19,6 +19,8 @@ from ....protocol.scripts import LANGUAGES, MAX_SCRIPT_BYTES, SCRIPT_MARK
 IN_ARGUMENT = {
     "jsctrl-latest": "javascript",
     "gh:microsoft/aici/jsctrl": "javascript",
+    "pyctrl-latest": "python",
+    "gh:microsoft/aici/pyctrl": "python",
 }
 """AICI's names for an interpreter that runs the script in the request's argument, with the language
 of each. A tag cannot have such a name."""

@@ -74,6 +74,9 @@ MAX_EXPORTS = 1000
 MAX_IMPORTS = 256
 """A module may have this many imports; it may import one function several times."""
 
+_TAGS = 13
+"""The number of the section of exceptions."""
+
 _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 
 
@@ -94,6 +97,8 @@ def examine(wasm: bytes, limits: Limits) -> Examined:
     binary = read(wasm)
     abi = _abi(binary)
     _check_counts(binary)
+    if binary.section(_TAGS) is not None:
+        raise _refusal("the module uses exceptions; compile it without exceptions")
     _check_memory(binary, limits)
     _check_tables(binary, limits)
     _check_exports(binary, abi)

@@ -46,7 +46,7 @@ _MAC_BYTES = 32
 _KEY_BYTES = 32
 
 
-Abi = Literal["native", "aici", "javascript"]
+Abi = Literal["native", "aici", "javascript", "python"]
 """The interface of a module, or the language of a script."""
 
 
@@ -201,7 +201,7 @@ class CompiledModules:
 
     def _checked(self, source: Source, interpreter: Loaded) -> Loaded:
         """A script whose syntax was checked; raises RequestError with the place of an error."""
-        check_script(source.text, bytes(interpreter.module.serialize()), self._limits)
+        check_script(source, bytes(interpreter.module.serialize()), self._limits)
         return interpreter._replace(script=source.text)
 
     def _free_to_compile(self, wait_s: float) -> bool:
@@ -223,7 +223,7 @@ class CompiledModules:
             return None
         head, _, code = content.partition(b"\n")
         abi, why_no_fork = msgspec.json.decode(head, type=Head)
-        if abi == "javascript":
+        if abi not in ("native", "aici"):
             return self.interpreter(abi)._replace(script=code), len(code)
         with suppress(wasmtime.WasmtimeError):  # The code is for another target.
             compiled = wasmtime.Module.deserialize(self._engine, code)

@@ -7,8 +7,8 @@ parsing takes a second for some modules of 4 MB.
 ``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
 stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
 ``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``. KIND is ``module``,
-``interpreter`` (booted before it is compiled), or ``script``: then stdin has the size of a script
-as a line, the script, and its compiled interpreter.
+``interpreter`` (booted before it is compiled), or ``script``: then stdin has the language and the
+size of a script as a line, the script, and its compiled interpreter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import wasmtime
 
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ..limits import Limits
-from ..scripts.engines import booted
-from ..scripts.guest import ScriptModule
+from ..scripts.engines import booted, boots
+from ..scripts.modules import script_module
+from ..scripts.sources import Source
 from .abis import Examined, examine
 from .exported_state import with_exported_state
 from .sandbox import Ticker, make_engine
@@ -76,10 +77,11 @@ def compile_module(wasm: bytes, limits: Limits, boots: bool = False) -> Compiled
     return Compiled(msgspec.json.decode(head, type=Examined), code)
 
 
-def check_script(text: bytes, interpreter: bytes, limits: Limits) -> None:
+def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
     """Raises RequestError with the place of a syntax error in a script. ``interpreter``: the
     compiled form of its interpreter."""
-    _run_apart("script", b"%d\n" % len(text) + text + interpreter, limits)
+    head = f"{source.language} {len(source.text)}\n".encode()
+    _run_apart("script", head + source.text + interpreter, limits)
 
 
 def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
@@ -121,8 +123,10 @@ def _main() -> int:
         return _check(wasm, limits)
     try:
         if kind == "interpreter":
-            wasm = booted(wasm)
-        found = examine(wasm, limits)
+            wasm = booted(wasm) if boots(wasm) else wasm
+            found = Examined("native", None)
+        else:
+            found = examine(wasm, limits)
         exported = with_exported_state(wasm)
         compiled = wasmtime.Module(make_engine(limits), exported).serialize()
     except RequestError as error:
@@ -140,13 +144,14 @@ def _main() -> int:
 
 def _check(given: bytes, limits: Limits) -> int:
     """Compiles a script without running it."""
-    size, _, rest = given.partition(b"\n")
+    head, _, rest = given.partition(b"\n")
+    language, size = head.decode().split()
     text, compiled = rest[: int(size)], rest[int(size) :]
     engine = make_engine(limits)
     try:
         with Ticker(engine):
             module = wasmtime.Module.deserialize(engine, compiled)
-            ScriptModule(engine, module, text).check(limits)
+            script_module(engine, language, module, text).check(limits)
     except ControllerError as error:
         said = error.message.removeprefix("the script: ")[:_SAID_CHARACTERS]
         sys.stderr.buffer.write(f"the script is not valid: {said}".encode())

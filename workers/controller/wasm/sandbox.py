@@ -35,7 +35,8 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
     config.wasm_multi_memory = False
     config.wasm_gc = False
     config.wasm_function_references = False
-    config.wasm_exceptions = False
+    # The interpreter of Python needs exceptions. ``examine`` refuses uploads that use them.
+    config.wasm_exceptions = True
     config.wasm_stack_switching = False
     # The address of a memory does not change, so that the host may store it.
     config.memory_may_move = False

@@ -14,7 +14,7 @@ from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.engines import engine as interpreter
-from tokenbus.workers.controller.scripts.guest import ScriptModule
+from tokenbus.workers.controller.scripts.modules import script_module
 from tokenbus.workers.controller.wasm.module_compiler import compile_module
 
 from ..played import UNHURRIED, engine
@@ -45,7 +45,7 @@ def constraints() -> Constraints:
 
 
 def program(text: str, language: str = "javascript") -> Program:
-    module = ScriptModule(engine, compiled(language), text.encode())
+    module = script_module(engine, language, compiled(language), text.encode())
     return ScriptProgram(module, constraints().get)
 
 
@@ -53,7 +53,3 @@ def play(text: str, language: str = "javascript", **how: object) -> Run:
     """Runs a script to its end; ``how`` as for ``Run``."""
     how.setdefault("limits", UNHURRIED)
     return Run(program(text, language), **how)  # type: ignore[arg-type]
-
-
-def samples(name: str) -> str:
-    return (Path(__file__).parent / "samples" / name).read_text()

@@ -24,6 +24,28 @@ async function main(ctx) {
   ctx.log(await ctx.waitVar(`v${1 - i}`) === number);
 }
 """
+PYTHON = b"""
+async def main(ctx):
+    await ctx.fixed(f"The {ctx.arg} is ")
+    number = await ctx.gen(regex="[0-9]+", max_tokens=12)
+    i = await ctx.fork(2)
+    await ctx.fixed(f" ({i})")
+    ctx.vars[f"v{i}"] = number
+    await ctx.gen(regex="[a-z ]{40,60}")
+    print(str(await ctx.wait_var(f"v{1 - i}") == number).lower())
+"""
+SCRIPTS = {"javascript": SCRIPT, "python": PYTHON}
+EACH = pytest.mark.parametrize("language", SCRIPTS)
+PYAICI_SCRIPT = """
+import pyaici.server as aici
+
+async def main():
+    await aici.FixedTokens("one ")
+    n = await aici.gen_text(regex="[0-9]{2}", store_var="n")
+    aici.check_var("n", n)
+
+aici.start(main())
+"""
 AICI_SCRIPT = """
 import { start, gen, $, fork } from "aici";
 start(async () => {
@@ -59,9 +81,10 @@ def run(client: Client, controller: str, arg: str = "answer") -> list[tuple[str,
     return sorted((s.text, s.logs) for s in stream.sequences)
 
 
-def test_a_script_is_uploaded_tagged_and_run(client: Client) -> None:
-    stored = client.upload_controller(marked_script(SCRIPT, "javascript"), "answer")
-    assert (stored.abi, stored.forks, stored.tags) == ("javascript", True, ["answer"])
+@EACH
+def test_a_script_is_uploaded_tagged_and_run(client: Client, language: str) -> None:
+    stored = client.upload_controller(marked_script(SCRIPTS[language], language), "answer")
+    assert (stored.abi, stored.forks, stored.tags) == (language, True, ["answer"])
     (zero, log), (one, _) = run(client, "answer")
     assert zero.startswith("The answer is ")
     assert log.endswith("true\n")
@@ -83,14 +106,27 @@ def test_an_upload_with_an_error_is_refused_with_the_place(
         client.upload_controller(marked_script(text, "javascript"))
 
 
+def test_an_upload_in_python_with_an_error_is_refused_with_the_place(client: Client) -> None:
+    with pytest.raises(RequestError, match="line 2: SyntaxError"):
+        client.upload_controller(marked_script(b"async def main(ctx):\n  x = = 1\n", "python"))
+
+
 def test_an_unknown_language_is_refused(client: Client) -> None:
-    with pytest.raises(RequestError, match="'cobol'; it must be in one of javascript"):
+    with pytest.raises(RequestError, match="'cobol'; it must be in one of"):
         client.upload_controller(marked_script(b"", "cobol"))
 
 
-@pytest.mark.parametrize("name", ["jsctrl-latest", "gh:microsoft/aici/jsctrl"])
-def test_aicis_names_run_the_script_of_the_argument(client: Client, name: str) -> None:
-    [(text, _)] = run(client, name, AICI_SCRIPT)
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("jsctrl-latest", AICI_SCRIPT),
+        ("gh:microsoft/aici/jsctrl", AICI_SCRIPT),
+        ("pyctrl-latest", PYAICI_SCRIPT),
+        ("gh:microsoft/aici/pyctrl", PYAICI_SCRIPT),
+    ],
+)
+def test_aicis_names_run_the_script_of_the_argument(client: Client, name: str, script: str) -> None:
+    [(text, _)] = run(client, name, script)
     assert text.startswith("one ")
     with pytest.raises(RequestError, match="built-in"):
         client.tag_controller(run_id(client), name)
@@ -100,11 +136,14 @@ def run_id(client: Client) -> str:
     return client.upload_controller(marked_script(SCRIPT, "javascript")).module
 
 
-def test_aicis_rest_interface_runs_a_script(bus: Bus) -> None:
-    gateway = bus.start_gateway()
+@pytest.mark.parametrize(
+    ("controller", "script"), [("jsctrl", AICI_SCRIPT), ("pyctrl", PYAICI_SCRIPT)]
+)
+def test_aicis_rest_interface_runs_a_script(bus: Bus, controller: str, script: str) -> None:
+    gateway = bus.gateways[0] if bus.gateways else bus.start_gateway()
     body = {
-        "controller": "gh:microsoft/aici/jsctrl",
-        "controller_arg": AICI_SCRIPT,
+        "controller": f"gh:microsoft/aici/{controller}",
+        "controller_arg": script,
         "prompt": "",
         "temperature": 0.0,
     }
@@ -115,8 +154,9 @@ def test_aicis_rest_interface_runs_a_script(bus: Bus) -> None:
     assert not any(fork["error"] for fork in forks)
 
 
-def test_a_script_moves_to_another_worker(bus: Bus, client: Client) -> None:
-    client.upload_controller(marked_script(SCRIPT, "javascript"), "moves")
+@EACH
+def test_a_script_moves_to_another_worker(bus: Bus, client: Client, language: str) -> None:
+    client.upload_controller(marked_script(SCRIPTS[language], language), "moves")
     expected = run(client, "moves")
     stream = client.generate(
         "Q: ", controller="moves", controller_arg="answer", max_tokens=150, temperature=0.0
@@ -124,7 +164,7 @@ def test_a_script_moves_to_another_worker(bus: Bus, client: Client) -> None:
     iterator = iter(stream)
     for _ in range(8):
         next(iterator)
-    bus.others[0].kill()
+    next(each for each in bus.others if each.alive and each is not bus.others[1]).kill()
     bus.start_other("controller")
     stream.wait()
     assert sorted((s.text, s.logs) for s in stream.sequences) == expected

@@ -1,0 +1,176 @@
+"""Scripts of clients in Python: the context of trusted scripts, AICI's interface, limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+
+import pytest
+from tokenbus.protocol.errors import TokenbusError
+from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.wasm.sandbox import Ticker
+
+from ..played import engine
+from . import script_runs
+from .script_runs import says
+
+pytestmark = pytest.mark.process  # Compilers of grammars and of the interpreter are processes.
+
+play = partial(script_runs.play, language="python")
+
+
+def main(*lines: str) -> str:
+    return "\n    ".join(["async def main(ctx):", *lines])
+
+
+def test_a_script_has_the_context_of_trusted_scripts() -> None:
+    script = main(
+        "await ctx.fixed('The answer is ')",
+        "here = ctx.label()",
+        "number = await ctx.gen(regex='[0-9]+')",
+        "await ctx.fixed(f', which is {int(number) + 1} less one')",
+        "ctx.log(ctx.text_since(here), len(ctx.tokens) > len(ctx.prompt), ctx.arg, ctx.seq)",
+        "await ctx.fixed('none', following=here)",
+        "ctx.log(ctx.special_token('eos'), ctx.text(ctx.tokenize('h\u00e9')), 'n' in ctx.vars)",
+        "return 'done'",
+    )
+    run = play(script, prompt="Q", arg=b'{"a": [1]}', choose=says("41"))
+    assert not run.errors
+    assert run.text() == "The answer is none"
+    assert run.logs[0] == "41, which is 42 less one True {'a': [1]} 0\n0 h\u00e9 False\ndone\n"
+
+
+def test_texts_of_every_constraint_follow_each_other() -> None:
+    schema = "{'type': 'object', 'properties': {'a': {'type': 'boolean'}}, 'required': ['a']}"
+    script = main(
+        "print(await ctx.gen(regex='[0-9]{3}'))",
+        "print(await ctx.gen(choice=['red', 'green']))",
+        f"print(await ctx.gen(json_schema={schema}, max_tokens=30))",
+        'print(await ctx.gen(lark=\'start: "a" | "b"\'))',
+        "print(await ctx.gen(substring='hello world', max_tokens=4))",
+        'print(await ctx.gen(yacc=\'%start s\\n%%\\ns : "x" "y" ;\\n\'))',
+        "print(await ctx.gen(allow=ctx.tokenize('q'), max_tokens=3))",
+        "print(await ctx.gen(allow=ctx.token_set(lambda data: data == b'z'), max_tokens=2))",
+    )
+    run = play(script, seed=3)
+    assert not run.errors
+    number, colour, made, letter, part, pair, allowed, found = run.logs[0].splitlines()
+    assert re.fullmatch("[0-9]{3}", number)
+    assert colour in ("red", "green")
+    assert set(json.loads(made)) == {"a"}
+    assert letter in "ab"
+    assert part in "hello world"
+    assert (pair, allowed, found) == ("xy", "qqq", "zz")
+
+
+def test_a_text_ends_after_max_tokens_and_after_a_stop_text() -> None:
+    script = main(
+        "await ctx.gen(max_tokens=3)",
+        "print(await ctx.gen(stop_at='wor'))",
+    )
+    run = play(script, choose=says("a b c hello world"))
+    assert (run.logs[0], run.text()) == (" hello wor\n", "a b c hello wor")
+
+
+def test_forks_replay_the_script_and_share_variables() -> None:
+    script = main(
+        "print('once')",
+        "i = await ctx.fork(2)",
+        "j = await ctx.fork(2)",
+        "await ctx.fixed(f'{i}{j}')",
+        "ctx.vars.append('all', f'{i}{j}')",
+        "if not i + j:",
+        "    print(len(await ctx.wait_var('all')) % 2, ctx.vars.get('none', 'no'))",
+    )
+    run = play(script)
+    assert sorted(run.texts) == ["00", "01", "10", "11"]
+    assert run.logs[0] == "once\n0 no\n"
+    assert run.logs[1] == ""
+
+
+def test_the_names_of_aici_have_their_meaning() -> None:
+    script = """
+import pyaici.server as aici
+import re
+
+async def main():
+    prompt = await aici.GetPrompt()
+    assert len(prompt) == aici.get_prompt_len()
+    await aici.FixedTokens("one ")
+    label = aici.Label()
+    number = await aici.gen_text(regex="[0-9]{2}", store_var="n")
+    assert re.match("[0-9][0-9]", number)
+    aici.check_vars({"n": number})
+    await aici.FixedTokens(" or ", following=label)
+    tokens = await aici.gen_tokens(options=["red", "blue"])
+    print(aici.detokenize(tokens), label.text_since(), aici.eos_token(), aici.self_seq_id())
+    i = await aici.fork(3)
+    if i:
+        aici.set_var("of%d" % i, "value %d" % i)
+        return
+    print(await aici.wait_vars("of1", "of2"), aici.get_var("none"), aici.get_config("fork"))
+
+aici.test(main())
+"""
+    run = play(script, prompt="Q", choose=says("42blue"))
+    assert not run.errors
+    assert run.logs[0].splitlines()[-2:] == ["[b'value 1', b'value 2'] None 1", "TEST OK"]
+
+
+def test_a_script_that_is_served_can_be_uploaded_too() -> None:
+    script = "from tokenbus.workers.controller.python import Context\n" + main(
+        "await ctx.fixed('x')"
+    ).replace("(ctx)", "(ctx: Context) -> None")
+    assert play(script).text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (main("await ctx.fixed('a')", "nothing()"), "line 3: NameError"),
+        (main("await ctx.gen(regx='a')"), r"line 2: ControllerError: gen\(regx\)"),
+        (main("await ctx.gen(regex='[')"), r"gen\(regex\): regex: unterminated"),
+        (main("ctx.missing()"), "line 2: AttributeError"),
+        ("x = 1", "does not define async def main"),
+        ("import numpy", "line 1: ImportError"),
+        (main("x = = 1"), "line 2: SyntaxError"),
+        ("def f(): f()\nf()", "RuntimeError: maximum recursion depth exceeded"),
+        (main("import asyncio", "await asyncio.sleep(1)"), "line|await"),
+    ],
+)
+def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
+    run = play(script)
+    assert re.search(error, run.errors[0]), run.errors[0]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "while True: pass",
+        main("while True: pass"),
+        main("await ctx.fixed('a')", "while True: pass"),
+        main("eval('[0 for _ in iter(int, 1)]')"),
+        main("exec('while True: pass')"),
+        main("import re", "re.match('(a+)+$', 'a' * 40 + 'b')"),
+        main("a = []", "while True: a.append('x' * 100000)"),
+        main("a = 'x'", "while True: a += a"),
+        main("bytearray(2 ** 31)"),
+        main("f = lambda: f() + f()", "f()"),
+        main("10 ** 10 ** 10"),
+        main("import json", "json.loads('[' * 1000000)"),
+        main("while True: print('x' * 10000)"),
+        main("while True: ctx.tokenize('x' * 10000)"),
+        main("await ctx.gen(regex='(a{1,1000}){1,1000}{1,1000}')"),
+        main("while True: await ctx.gen(regex='')"),
+        main("while True: await ctx.fork(2)"),
+        main("while True:", "    try:", "        while True: pass", "    except: pass"),
+    ],
+)
+def test_hostile_scripts_end_by_the_limits(script: str) -> None:
+    with Ticker(engine):
+        try:
+            run = play(script, limits=Limits(init_s=0.3))
+        except TokenbusError:
+            return
+    assert run.errors

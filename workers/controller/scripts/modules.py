@@ -1,0 +1,17 @@
+"""The programs of scripts by their language."""
+
+from __future__ import annotations
+
+import wasmtime
+
+from .guest import ScriptModule
+from .python_guest import PythonModule
+
+
+def script_module(
+    engine: wasmtime.Engine, language: str, module: wasmtime.Module, text: bytes | None
+) -> ScriptModule | PythonModule:
+    """The program of a script's guests. ``module``: its interpreter. ``text``: the script; None:
+    the argument of the request is the script."""
+    make = PythonModule if language == "python" else ScriptModule
+    return make(engine, module, text)

@@ -1,0 +1,229 @@
+"""Scripts in MicroPython: the script's calls are calls of the context of trusted scripts.
+
+A fork replays the script in a new interpreter with its recorded answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..biases import Bias
+from ..host import Host, Stored, Written
+from ..interface import Action, Answer, Controller
+from ..limits import Limits
+from ..python.bias_values import bias_of
+from ..python.context import Context, Label
+from ..python.operations import Operation
+from ..python.script import ScriptController
+from ..python.transcript import Question, Transcript
+from ..wasm.instance import Template
+from .generation import Generate
+from .python_session import Asked, Printed, PythonSession, library, template_of
+
+KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
+
+
+class PythonModule:
+    """The program of a script: each sequence has an interpreter."""
+
+    def __init__(
+        self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
+    ) -> None:
+        """``text``: the script; None: the argument of the request is the script."""
+        self._template = template_of(engine, module)
+        self._text = text
+
+    def start(self, host: Host) -> Controller:
+        """A controller with the script at its beginning."""
+        text = self._text
+        if text is None:
+            text, host = host.arg, replace(host, arg=b"")
+        call = f"_main({text.decode('utf-8', 'replace')!r}, False)"
+
+        async def drive(ctx: Context) -> None:
+            assert isinstance(ctx, PythonContext)
+            session = ctx.session(self._template, call)
+            try:
+                asked = session.begin(host.limits)
+                while asked is not None:
+                    answer = await ctx.answer(asked)
+                    asked = session.resume(answer, host.limits.round_s)
+            finally:
+                session.close()
+
+        return PythonGuest("the script", drive, host, Transcript())
+
+    def check(self, limits: Limits) -> None:
+        """Compiles the script without running it; raises ControllerError with the place of a syntax
+        error."""
+        call = f"_main({(self._text or b'').decode()!r}, True)"
+        silent = Printed(lambda data: None, lambda: True)
+        session = PythonSession(self._template, (library(), call), silent, None)
+        asked = session.begin(limits)
+        session.close()
+        if asked is not None:
+            raise ControllerError(Code.CONTROLLER_FAILED, asked.text)
+
+
+class PythonContext(Context):
+    """The context of a script in MicroPython, which calls its methods by their names."""
+
+    def session(self, template: Template, call: str) -> PythonSession:
+        """An interpreter for the script of this context. ``call`` starts the script."""
+        host, transcript = self._host, self._transcript
+        log = Printed(host.log.write, lambda: transcript.replaying)
+        return PythonSession(template, (library(), call), log, host.memory)
+
+    async def answer(self, asked: Asked) -> str:
+        """The answer to a call of the script, as JSON. Raises ControllerError if the script has
+        failed."""
+        if asked.name == "failed":
+            raise ControllerError(Code.CONTROLLER_FAILED, asked.text)
+        name, args, kwargs = msgspec.json.decode(
+            asked.text, type=tuple[str, list[Any], dict[str, Any]]
+        )
+        given = [_made(each) for each in args]
+        named = {key: _made(each) for key, each in kwargs.items()}
+        try:
+            if name == "gen":
+                value: Any = await self._generate(**named)
+            elif name in _AWAITED:
+                value = await getattr(self, name)(*given, **named)
+            else:
+                value = self._read(name, given)
+        except (TokenbusError, TypeError) as error:
+            said = error.message if isinstance(error, TokenbusError) else str(error)
+            return json.dumps({"error": said})
+        return json.dumps({"value": _plain(value)})
+
+    def _read(self, name: str, given: list[Any]) -> Any:
+        """The result of a call that does not block the script."""
+        vocabulary = self._host.vocabulary
+        match name:
+            case "prompt" | "tokens" | "seq":
+                return getattr(self, name)
+            case "label" | "tokens_since" | "text_since" | "special_token":
+                return getattr(self, name)(*given)
+            case "vars.read" | "vars.get" | "vars.set" | "vars.append":
+                return getattr(self.vars, name.removeprefix("vars."))(*given)
+            case "arg":
+                return json.dumps(self.arg)
+            case "size":
+                return vocabulary.size
+            case "eos":
+                return vocabulary.eos
+            case "tokenize":
+                text = given[0].encode() if isinstance(given[0], str) else given[0]
+                return vocabulary.tokenize(text)
+            case "detokenize":
+                return b"".join(map(vocabulary.token, given[0]))
+            case "replaced":
+                return b"".join(map(vocabulary.token, given[0])).decode("utf-8", "replace")
+            case "token_bytes":
+                return [vocabulary.token(number) for number in range(given[0], given[1])]
+        raise ControllerError(Code.CONTROLLER_FAILED, f"the context has no call {name!r}")
+
+    async def _generate(self, **given: Any) -> str:
+        """Generates a text; the worker applies its constraint."""
+        if given.get("allow") is not None:
+            return await self.gen(**given)
+        options = {key: value for key, value in given.items() if value is not None}
+        bias = bias_of(options.pop("bias", None), self._host.vocabulary.size, "gen(bias=…)")
+        generate = msgspec.json.encode(_generate(options))
+
+        def make(question: Question) -> Operation:
+            return _Delegated(question, self._host, generate, bias)
+
+        text = await self._ask(make, "gen", arguments=generate)
+        assert isinstance(text, bytes)
+        return text.decode("utf-8", "replace")
+
+
+_AWAITED = ("fixed", "fork", "wait_var", "stop")
+
+
+class PythonGuest(ScriptController):
+    """The controller of one sequence."""
+
+    context = PythonContext
+
+
+class _Delegated(Operation):
+    """A text that the worker generates; the answer is the text, as bytes."""
+
+    def __init__(self, question: Question, host: Host, generate: bytes, bias: Bias | None) -> None:
+        super().__init__(question)
+        self._host = host
+        self._answer = Answer(Action.GENERATE, bias=bias, generate=generate)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Asks the worker."""
+        return self._answer
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes with the tokens of the whole text."""
+        self._finish(b"".join(map(self._host.vocabulary.token, tokens)))
+
+
+def _generate(options: dict[str, Any]) -> Generate:
+    """The arguments of ``gen``; raises ControllerError for a wrong one."""
+    stops, most = options.pop("stop_at", None), options.pop("max_tokens", None)
+    end = options.pop("substring_end", None)
+    stops = [stops] if isinstance(stops, str) else list(stops or ())
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise _wrong(f"gen(stop_at={stops!r}); right would be text that is not empty")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise _wrong(f"gen(max_tokens={most!r}); right would be a number, at least 1")
+    unknown = [name for name in options if name not in KINDS]
+    if unknown or len(options) > 1:
+        right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
+        raise _wrong(f"gen({', '.join(options)}); right would be {right}")
+    for kind, value in options.items():
+        if kind == "substring":
+            value = {"text": value}
+            if end is not None:
+                kind, value = "combination", {"sequence": [{"substring": value["text"]}, end]}
+        argument = value if isinstance(value, str) else json.dumps(value)
+        return Generate(kind, argument, stops, most)  # type: ignore[arg-type]
+    return Generate(None, "", stops, most)
+
+
+def _made(value: Any) -> Any:
+    """A value of the script."""
+    if isinstance(value, list):
+        return [_made(each) for each in value]
+    match value:
+        case {"$bytes": str(data)}:
+            return bytes.fromhex(data)
+        case {"$label": int(position)}:
+            return Label(position)
+        case {"$dict": list(items)}:
+            return {_made(key): _made(each) for key, each in items}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A value for the script, as JSON has it."""
+    match value:
+        case bytes():
+            return {"$bytes": value.hex()}
+        case Label():
+            return {"$label": value.position}
+        case Stored():
+            return {"$stored": [value.version, _plain(value.value)]}
+        case Written():
+            return {"$written": [value.ok, value.version, _plain(value.value)]}
+        case list():
+            return [_plain(each) for each in value]
+    return value
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)

