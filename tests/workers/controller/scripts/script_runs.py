@@ -6,7 +6,6 @@ import os
 import tempfile
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 
 import wasmtime
 from tokenbus.workers.controller.backends.constraints import Constraints
