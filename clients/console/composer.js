@@ -27,6 +27,8 @@ export class Composer extends EventTarget {
   #stored = [];
   #uploads = 0;
   #connection;
+  /** The request of an answer, as long as the prompt is its text. */
+  #replayed = null;
 
   constructor(connection) {
     super();
@@ -63,6 +65,16 @@ export class Composer extends EventTarget {
     // Until the module is stored, a request must not name the previous controller.
     byId("controller").value = "";
     this.#uploadExample(module);
+  }
+
+  /** Generates an answer again: `text` is its prompt, and `generate` has the fields of its request. */
+  replay({ text, generate }) {
+    this.fill({ kind: "", prompt: text });
+    this.#replayed = { text: this.#prompt.value, generate };
+    for (const name of ["model", "max_tokens", "temperature", "seed", "n"]) {
+      byId(name).value = generate[name] ?? "";
+    }
+    this.#submit();
   }
 
   /** Sets whether a generation is running. */
@@ -161,7 +173,9 @@ export class Composer extends EventTarget {
   #submit() {
     if (byId("generate").disabled) return;
     this.#clearFaults();
-    const request = { prompt: this.#prompt.value, text: true, inspect: true };
+    const exact = !this.#kind && this.#replayed?.text === this.#prompt.value;
+    const fields = exact ? this.#replayed.generate : { prompt: this.#prompt.value };
+    const request = { ...fields, text: true, inspect: true };
     const model = byId("model").value.trim();
     if (model) request.model = model;
     for (const name of FIELDS) {

@@ -5,6 +5,7 @@ import { Connection } from "./connection.js";
 import { byId, setText } from "./dom.js";
 import { GenerationView } from "./generation-view.js";
 import { showNoSystem, showSystem } from "./system.js";
+import { requestedAnswer } from "./why.js";
 
 const POLL_MS = 1000;
 const KEY = "tokenbus-key";
@@ -35,9 +36,24 @@ connection.addEventListener("state", ({ detail: state }) => {
     byId("key-dialog").close();
     composer.refreshModules().catch(() => {});
     poll();
+    explain();
   } else showNoSystem();
   if (state === "refused") askForKey();
 });
+
+let explained = false;
+
+/** Generates the answer of the chat page that the address names, once. */
+async function explain() {
+  if (explained) return;
+  explained = true;
+  try {
+    const answer = await requestedAnswer();
+    if (answer) composer.replay(answer);
+  } catch (fault) {
+    composer.showFault({ message: fault.message });
+  }
+}
 
 let polling = false;
 let nextPoll = 0;

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
-from . import aici, anthropic, console, health, lmtp, metrics, openai, openapi, sglang
+from . import aici, anthropic, chat_page, console, health, lmtp, metrics, openai, openapi, sglang
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def routes() -> list[BaseRoute]:
     """The routes of all interfaces."""
-    doors = (lmtp, aici, anthropic, openai, sglang, console, health, metrics)
+    doors = (lmtp, aici, anthropic, openai, sglang, chat_page, console, health, metrics)
     described = [
         operation
         for door in (openai, anthropic, aici, sglang, health, metrics)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...protocol.endpoints import is_loopback
 from .errors import ApiError
 from .keys import ApiKeys
+from .pages import is_file_of_page
 from .turns import current_tenant, current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
@@ -21,7 +22,8 @@ SUBPROTOCOL = "tokenbus"
 
 
 class RequireKey:
-    """Refuses requests and WebSockets without a valid API key, except for ``OPEN_PATHS``.
+    """Refuses requests and WebSockets without a valid API key, except for ``OPEN_PATHS`` and the
+    files of pages.
 
     A client sends the key as ``Authorization: Bearer KEY`` (OpenAI), ``x-api-key`` (Anthropic),
     ``api-key`` (AICI), or the password of Basic authentication, for which browsers prompt. A
@@ -34,7 +36,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the API key, then calls the next application."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or is_file_of_page(scope):
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         given = [key for key in keys_of(scope, headers) if key]

@@ -39,6 +39,7 @@ def test_the_wheel_holds_the_files_that_are_not_modules(wheel: zipfile.ZipFile) 
     wanted = {
         "tokenbus/clients/supervisord.conf",
         *(f"tokenbus/clients/console/{p.name}" for p in (ROOT / "clients/console").iterdir()),
+        *(f"tokenbus/clients/chat/{p.name}" for p in (ROOT / "clients/chat").iterdir()),
         *(f"{package.replace('.', '/')}/py.typed" for package in PACKAGES),
         "tokenbus/grammars/guest/grammar.wasm",
         "tokenbus/clients/console/best_of.wasm",

@@ -84,8 +84,13 @@ def chat_generations(
     """
     ids, constraint = prepared.ids, prepared.constraint
     options["model"] = prepared.model.name
-    options.setdefault("max_tokens", max(1, prepared.model.info.context_length - len(ids)))
+    options.setdefault("max_tokens", rest_of_context(prepared))
     return Generations(gateway.client, [ids], fields, constraint, counter, **options)
+
+
+def rest_of_context(prepared: Prepared) -> int:
+    """Number of tokens of the context after the prompt, and 1 at least."""
+    return max(1, prepared.model.info.context_length - len(prepared.ids))
 
 
 async def _answer(job: ChatJob) -> ChatCompletion:

@@ -91,9 +91,16 @@ class SteppedWorker:
     """Serves the model ``stepped``, with the tokenizer of the embedded one."""
 
     def __init__(
-        self, back: str, capacity: int, model: str = "stepped", tokenizer: str | None = None
+        self,
+        back: str,
+        capacity: int,
+        model: str = "stepped",
+        tokenizer: str | None = None,
+        template: str = "",
     ) -> None:
-        """``tokenizer``: the text of its ``tokenizer.json``; None: that of the embedded model."""
+        """``tokenizer``: the text of its ``tokenizer.json``; None: that of the embedded model.
+        ``template``: its chat template."""
+        self._template = template
         self._capacity = capacity
         self._model = model
         self._json = tokenizer or (embedded.path() / "tokenizer.json").read_text()
@@ -166,7 +173,9 @@ class SteppedWorker:
                 continue
             header, encoding = message.header, encoding_to(message.header)
             asked = decode_as(ModelTokenizerRequest, message.body)
-            files = TokenizerFiles(fingerprint=self._model, json=self._json)
+            files = TokenizerFiles(
+                fingerprint=self._model, json=self._json, chat_template=self._template
+            )
             answer = encode_body(Msg(stream_id=asked.stream_id, tokenizer=files), encoding)
             head = encode_header(header.request, header.address, Flag.FINAL)
             self._bus.post([b"MSG", head, answer])
@@ -175,10 +184,14 @@ class SteppedWorker:
 
 @contextmanager
 def stepped_worker(
-    back: str, capacity: int, model: str = "stepped", tokenizer: str | None = None
+    back: str,
+    capacity: int,
+    model: str = "stepped",
+    tokenizer: str | None = None,
+    template: str = "",
 ) -> Iterator[SteppedWorker]:
     """Such a worker, registered with the broker at ``back``."""
-    worker = SteppedWorker(back, capacity, model, tokenizer)
+    worker = SteppedWorker(back, capacity, model, tokenizer, template)
     try:
         yield worker
     finally:

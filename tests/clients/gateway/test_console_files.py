@@ -7,7 +7,7 @@ import re
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from tokenbus.clients.gateway import console
+from tokenbus.clients.gateway import console, pages
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_the_page_and_every_file_that_it_names_are_served_with_their_types(
         answer = files.get(f"/{name}")
         assert answer.status_code == 200, name
         suffix = "." + name.rpartition(".")[2]
-        assert answer.headers["content-type"].startswith(console.TYPES[suffix])
+        assert answer.headers["content-type"].startswith(pages.TYPES[suffix])
 
 
 def test_the_page_names_nothing_of_another_origin() -> None:

@@ -104,9 +104,17 @@ def test_a_key_opens_every_path(guarded: Gateway, headers: dict[str, str]) -> No
 
 
 def test_a_browser_asks_for_the_key_of_a_page(guarded: Gateway) -> None:
-    response = httpx.get(guarded.url + "/console", headers={"accept": "text/html,*/*"}, timeout=300)
+    response = httpx.get(guarded.url + "/metrics", headers={"accept": "text/html,*/*"}, timeout=300)
     assert response.status_code == 401
     assert response.headers["www-authenticate"].startswith("Basic")
+
+
+@pytest.mark.parametrize("path", ["/", "/console", "/chat/main.js", "/console/main.js"])
+def test_files_of_pages_need_no_key_in_a_browser(guarded: Gateway, path: str) -> None:
+    response = httpx.get(guarded.url + path, headers={"accept": "text/html,*/*"}, timeout=300)
+    assert response.status_code == 200
+    posted = httpx.post(guarded.url + "/console/request", json={}, timeout=300)
+    assert posted.status_code == 401
 
 
 def test_a_websocket_needs_a_key(guarded: Gateway) -> None:
@@ -159,12 +167,12 @@ def test_a_name_that_only_resolves_to_this_machine_is_refused(gateway: Gateway) 
     )
 
 
-def test_the_address_of_the_gateway_leads_a_browser_to_the_console(gateway: Gateway) -> None:
-    for accept in ("text/html,*/*;q=0.8", "*/*"):
+def test_the_address_of_the_gateway_is_the_chat_page_for_browsers(gateway: Gateway) -> None:
+    for accept, path in (("text/html,*/*;q=0.8", "/"), ("*/*", "/console")):
         with httpx.Client(follow_redirects=True, timeout=300) as browser:
             page = browser.get(gateway.url + "/", headers={"accept": accept})
         assert page.status_code == 200
-        assert page.url.path == "/console"
+        assert page.url.path == path
         assert "<title>" in page.text
 
 
