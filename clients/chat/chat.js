@@ -55,6 +55,8 @@ export class Chat extends EventTarget {
 
   #become(conversation) {
     const left = this.conversation;
+    // The text that was typed last may not be saved yet.
+    if (left?.draft && left.id !== conversation.id) this.save(left);
     if (left && !left.messages.some(({ id }) => this.#running.has(id))) this.#live.delete(left.id);
     this.conversation = conversation;
     this.#live.set(conversation.id, conversation);
