@@ -17,6 +17,8 @@ export class Chat extends EventTarget {
   #live = new Map();
   /** What stops each running answer, by the answer's id. */
   #running = new Map();
+  /** Removed conversations, which their ended answers must not save again. */
+  #removed = new Set();
   conversation = null;
 
   /** `defaults()` returns the settings of a new conversation. */
@@ -67,6 +69,7 @@ export class Chat extends EventTarget {
   async remove(id) {
     for (const { id: answer } of this.#live.get(id)?.messages ?? []) this.#running.get(answer)?.abort();
     this.#live.delete(id);
+    this.#removed.add(id);
     await this.#attempt(() => this.#store.remove(id));
     this.#tell("list");
     if (this.conversation.id === id) this.create();
@@ -141,7 +144,12 @@ export class Chat extends EventTarget {
 
   /** Saves a conversation; reports an error. */
   async save(conversation) {
-    if (await this.#attempt(() => this.#store.put(conversation))) this.#tell("list");
+    if (await this.#put(conversation)) this.#tell("list");
+  }
+
+  async #put(conversation) {
+    if (this.#removed.has(conversation.id)) return false;
+    return this.#attempt(() => this.#store.put(conversation));
   }
 
   async #attempt(work) {
@@ -180,7 +188,7 @@ export class Chat extends EventTarget {
     };
     const saving = setInterval(() => {
       answer.event = place.event;
-      this.#attempt(() => this.#store.put(conversation));
+      this.#put(conversation);
     }, SAVE_MS);
     try {
       await stream(trees.requestOf(conversation, answer), place, { take, notice, signal });

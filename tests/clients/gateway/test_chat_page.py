@@ -311,6 +311,23 @@ def test_conversations_are_kept_renamed_and_deleted(chat: Chat, worker: SteppedW
     expect(page.locator("#blank")).to_be_visible()
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(
+    chat: Chat, worker: SteppedWorker
+) -> None:
+    page = chat.page
+    chat.send("hello")
+    stream = worker.begun()
+    stream.step(text="one")
+    expect(chat.text).to_have_text("one")
+    page.get_by_role("button", name="Delete").click()
+    page.locator(".danger").click()
+    assert worker.cancelled() == stream.request
+    expect(page.locator("#blank")).to_be_visible()
+    page.reload()
+    expect(page.get_by_label("Model")).to_have_value("stepped")
+    expect(page.locator("#conversations > li")).to_have_count(0)
+
+
 def test_calls_are_shown_and_their_results_are_sent(chat: Chat, worker: SteppedWorker) -> None:
     page = chat.page
     page.get_by_role("button", name="Settings").click()
