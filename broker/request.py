@@ -32,6 +32,7 @@ ROLES = {
     b"SCORE": "gpu",
     b"MODEL_INFO": "gpu",
     b"TOKENIZER": "gpu",
+    b"EMBED": "gpu",
     b"UPLOAD": "controller",
     b"TAG": "controller",
     b"TAGS": "controller",
@@ -40,7 +41,7 @@ ROLES = {
 """Requests that a worker answers, and the role of that worker."""
 STREAMS = frozenset((b"GENERATE", b"SCORE"))
 """Requests that are answered by TOKENs: they continue where they stopped."""
-REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS"))
+REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"EMBED", b"UPLOAD", b"TAG", b"TAGS"))
 """Requests that are sent again from their beginning, because they can safely be repeated."""
 
 

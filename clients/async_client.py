@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from ..protocol.keys import OwnKey
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
+from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from .base_client import BaseClient
 from .calls import Call
 from .lanes import Delivery, hand_out
@@ -18,6 +19,7 @@ from .request_options import (
     ASK_S,
     DRAIN_S,
     UPLOAD_S,
+    EmbedOptions,
     GenerateOptions,
     OnSystem,
     Prompt,
@@ -26,6 +28,7 @@ from .request_options import (
     delete_call,
     drain_call,
     drained_requests,
+    embed_call,
     generate_call,
     model_info_call,
     score_call,
@@ -104,6 +107,17 @@ class AsyncClient(BaseClient):
         stream = self._stream(score_call(prompt, scored, options), options.get("on_system"))
         [sequence] = await stream.wait() or [GeneratedSequence(0)]
         return Scores.of(sequence)
+
+    async def embed(
+        self, inputs: Sequence[Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> Embedded:
+        """One vector for each input, a list of token ids (see ``tokenizer``); at most 256 inputs.
+
+        Raises RequestError if the model does not give embeddings.
+        """
+        answer = await self._ask(embed_call(inputs, options))
+        assert isinstance(answer.embedded, Embedded)
+        return answer.embedded
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""

@@ -13,6 +13,7 @@ from ..protocol.messages import (
     Buffer,
     Delete,
     DrainWorker,
+    Embed,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -34,6 +35,7 @@ Request = (
     | Score
     | ModelInfoRequest
     | ModelTokenizerRequest
+    | Embed
     | StatusRequest
     | Buffer
     | Upload

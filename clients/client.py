@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +10,7 @@ from typing import Self, Unpack
 
 from ..protocol.errors import TokenbusError
 from ..protocol.keys import OwnKey
-from ..protocol.messages import ModelInfo, Msg, Status, StoredModule, TokenizerFiles
+from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from .base_client import BaseClient
 from .calls import Call
 from .lanes import hand_out
@@ -18,6 +19,7 @@ from .request_options import (
     ASK_S,
     DRAIN_S,
     UPLOAD_S,
+    EmbedOptions,
     GenerateOptions,
     Prompt,
     ScoreOptions,
@@ -25,6 +27,7 @@ from .request_options import (
     delete_call,
     drain_call,
     drained_requests,
+    embed_call,
     generate_call,
     model_info_call,
     score_call,
@@ -97,6 +100,15 @@ class Client(BaseClient):
         stream = Stream(self, self._connection, call, options.get("on_system"))
         [sequence] = stream.wait() or [GeneratedSequence(0)]
         return Scores.of(sequence)
+
+    def embed(self, inputs: Sequence[Sequence[int]], **options: Unpack[EmbedOptions]) -> Embedded:
+        """One vector for each input, a list of token ids (see ``tokenizer``); at most 256 inputs.
+
+        Raises RequestError if the model does not give embeddings.
+        """
+        answer = self._ask(embed_call(inputs, options))
+        assert isinstance(answer.embedded, Embedded)
+        return answer.embedded
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""

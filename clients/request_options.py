@@ -15,10 +15,12 @@ from ..protocol.messages import (
     Buffer,
     Delete,
     DrainWorker,
+    Embed,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
     Msg,
+    Pooling,
     Score,
     StatusRequest,
     StoredModule,
@@ -82,6 +84,13 @@ class ScoreOptions(RequestOptions, total=False):
     top_logprobs: int
     """Number of most likely tokens that are reported at each position, in addition to the scored
     token."""
+
+
+class EmbedOptions(RequestOptions, total=False):
+    """The options of ``embed``."""
+
+    pooling: Pooling
+    """How the states of a text's tokens become one vector. Default: that of the model."""
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -159,6 +168,15 @@ def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
     given.setdefault("text", isinstance(scored, str))
     message = Score(stream_id=0, prompt=body, scored=ids, timeout_s=timing["timeout_s"], **given)
     return Call(b"SCORE", message, attachments, span=identify(message), **timing)
+
+
+def embed_call(inputs: Sequence[Sequence[int]], options: EmbedOptions) -> Call:
+    """The call of an EMBED."""
+    given: dict[str, Any] = dict(options)
+    timing = _timing(given)
+    ids = [_ids(one, f"$.inputs[{number}]") for number, one in enumerate(inputs)]
+    message = Embed(stream_id=0, inputs=ids, timeout_s=timing["timeout_s"], **given)
+    return Call(b"EMBED", message, **timing)
 
 
 def model_info_call(model: str, timeout_s: float) -> Call:

@@ -219,6 +219,46 @@ class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
     model: str = ""
 
 
+MAX_INPUTS = 256
+"""Maximum number of inputs of an EMBED."""
+Pooling = Literal["last", "mean", "first"]
+"""How the states of a text's tokens become one vector: the last token's state, the mean of all
+states, or the first token's state."""
+
+
+class Embed(Struct, kw_only=True, omit_defaults=True):
+    """``EMBED``: one vector for each input, from the states after a model's last layer; answered by
+    ``MSG {"embedded": …}``."""
+
+    stream_id: StreamId
+    inputs: Annotated[
+        list[Annotated[list[TokenId], Meta(min_length=1)]],
+        Meta(min_length=1, max_length=MAX_INPUTS),
+    ]
+    """The token ids of each input."""
+    model: str = ""
+    pooling: Pooling | None = None
+    """Default: the pooling that the checkpoint names (``1_Pooling/config.json``); otherwise
+    ``mean`` for an encoder, and ``last`` for a causal model."""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    timeout_s: Timeout | None = None
+    by: UserName = ""
+    group: GroupName = ""
+    trace: TraceParent = ""
+    request_id: RequestId = ""
+
+
+class Embedded(Struct, kw_only=True, omit_defaults=True):
+    """The vectors of the inputs of an ``EMBED``."""
+
+    dimensions: int
+    """Length of each vector."""
+    vectors: bytes
+    """The vectors, one after another, as little-endian float32; their lengths (L2) are 1. Base64 in
+    JSON."""
+    pooling: Pooling
+
+
 class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     """``STATUS``: workers, sessions and queues; answered by ``MSG {"status": …}``."""
 
@@ -602,6 +642,7 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
+    embedded: Embedded | UnsetType = UNSET
     result: Any = UNSET
 
 
@@ -670,6 +711,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"BUFFER": Buffer,
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,
+    b"EMBED": Embed,
     b"STATUS": StatusRequest,
     b"UPLOAD": Upload,
     b"TAG": Tag,

@@ -17,7 +17,17 @@ from ...protocol.lines import frames_line
 from ...protocol.messages import Error, StreamId, Token
 
 ASKED = frozenset(
-    {b"MODEL_INFO", b"STATUS", b"TOKENIZER", b"UPLOAD", b"TAG", b"TAGS", b"DELETE", b"ATTACH"}
+    {
+        b"MODEL_INFO",
+        b"STATUS",
+        b"TOKENIZER",
+        b"EMBED",
+        b"UPLOAD",
+        b"TAG",
+        b"TAGS",
+        b"DELETE",
+        b"ATTACH",
+    }
 )
 """Requests whose answer is a ``MSG``."""
 

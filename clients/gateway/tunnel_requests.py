@@ -17,7 +17,7 @@ from ...protocol.frames import Frames
 from .open_streams import ANSWERED, OpenStreams
 from .user_shares import MAX_NAME, UserShares, check_priority
 
-QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER"})
+QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER", b"EMBED"})
 """Requests that wait in a queue in which users take turns."""
 STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
 """Requests that change modules. Their ``by`` names the user who makes the change."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from typing import Unpack
 
 from ...protocol.errors import Code, RequestError, UnavailableError
 from ...protocol.keys import OwnKey
-from ...protocol.messages import Generate, Score
+from ...protocol.messages import Embed, Embedded, Generate, Score
 from ...protocol.pace import Pace
 from ...protocol.shares import fits_share
 from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
 from ..calls import Call
 from ..recording import Recorder
-from ..request_options import OnSystem, Prompt, generate_call
+from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
 from .errors import UserLimitError
 from .idempotency import NamedClient, current_named
 from .turns import current_user
@@ -214,10 +214,19 @@ class SharedClient(AsyncClient):
         options.setdefault("by", current_user.get()[:MAX_NAME])
         return await super().score(prompt, scored, **options)
 
+    async def embed(
+        self, inputs: Sequence[Sequence[int]], **options: Unpack[EmbedOptions]
+    ) -> Embedded:
+        """Embeds token ids, as ``AsyncClient.embed``. Raises UnavailableError if the user's share
+        is used up."""
+        self._shares.take_stream()
+        options.setdefault("by", current_user.get()[:MAX_NAME])
+        return await super().embed(inputs, **options)
+
     def _stream(
         self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
     ) -> AsyncStream:
-        if isinstance(call.message, Generate | Score):
+        if isinstance(call.message, Generate | Score | Embed):
             call.message.group = self._shares.group
         return super()._stream(call, on_system, recorder)
 

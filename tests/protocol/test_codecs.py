@@ -79,7 +79,7 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
         case t.LiteralType():
             return st.sampled_from(info.values)
         case t.ListType():
-            return st.lists(_of(info.item_type), max_size=3)
+            return st.lists(_of(info.item_type), min_size=info.min_length or 0, max_size=3)
         case t.VarTupleType():
             return st.lists(_of(info.item_type), max_size=3).map(tuple)
         case t.DictType():

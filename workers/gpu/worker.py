@@ -17,6 +17,7 @@ from ...protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
     Cancel,
+    Embed,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -56,6 +57,7 @@ PAGES_EVERY_S = 0.1
 REQUESTS: dict[bytes, type[Request]] = {
     b"GENERATE": Generate,
     b"SCORE": Score,
+    b"EMBED": Embed,
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,
 }
@@ -170,6 +172,7 @@ class GpuWorker:
     def _take(self) -> None:
         """Receives the messages that have arrived. Waits for a message while no engine has work."""
         busy = any(engine.has_work for engine in self._models.engines.values())
+        busy = busy or self._arrivals.embeddings.has_work
         self._receive(0 if busy or self._attaching else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
@@ -226,6 +229,10 @@ class GpuWorker:
                 self._streams.send(self._computed(engine))
             except Exception as error:
                 self._step_failed(model, engine, error)
+            self._bus.flush()
+        if self._arrivals.embeddings.has_work:
+            with self._bus.stepping():
+                self._arrivals.embeddings.step()
             self._bus.flush()
 
     def _report_pages(self) -> None:

@@ -14,6 +14,8 @@ from .chat import chat_completions
 from .chat_bodies import ChatCompletion, ChatRequest
 from .completion_bodies import Completion, CompletionRequest
 from .completions import completions
+from .embeddings import EmbeddingList, EmbeddingsRequest, embeddings
+from .rerank import Reranked, RerankRequest, ScoreList, ScoreRequest, rerank, score
 from .response_bodies import ResponseAnswer, ResponsesRequest
 from .responses import responses
 from .served_models import Model, ModelList, model, models
@@ -35,6 +37,9 @@ def routes() -> list[BaseRoute]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+        *(Route(path, score, methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
@@ -58,6 +63,15 @@ def operations() -> list[Operation]:
             True,
         ),
         post("/v1/responses", "Answers a conversation", ResponsesRequest, ResponseAnswer, True),
+        post("/v1/embeddings", "A vector for each text", EmbeddingsRequest, EmbeddingList),
+        *(
+            post(path, "Sorts documents by their similarity to a query", RerankRequest, Reranked)
+            for path in ("/v1/rerank", "/rerank")
+        ),
+        *(
+            post(path, "The similarity of pairs of texts", ScoreRequest, ScoreList)
+            for path in ("/score", "/v1/score")
+        ),
         post("/tokenize", "The token ids of a text or of messages", TokenizeRequest, Tokenized),
         post("/detokenize", "The text of token ids", DetokenizeRequest, Detokenized),
     ]

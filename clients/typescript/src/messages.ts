@@ -374,6 +374,35 @@ export interface ModelTokenizerRequest {
   readonly model?: string | undefined;
 }
 
+/**
+ * `EMBED`: one vector for each input, from the states after a model's last layer; answered by `MSG
+ * {"embedded": …}`.
+ */
+export interface Embed {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** The token ids of each input. At least 1, at most 256 in length. */
+  readonly inputs: readonly (readonly number[])[];
+  readonly model?: string | undefined;
+  /**
+   * Default: the pooling that the checkpoint names (`1_Pooling/config.json`); otherwise `mean` for
+   * an encoder, and `last` for a causal model.
+   */
+  readonly pooling?: "first" | "last" | "mean" | null | undefined;
+  /** At least -100, at most 100. Default: 0. */
+  readonly priority?: number | undefined;
+  /** More than 0, at most 86400. */
+  readonly timeout_s?: number | null | undefined;
+  /** At most 256 in length. */
+  readonly by?: string | undefined;
+  /** At most 64 in length. */
+  readonly group?: string | undefined;
+  /** At most 256 in length. */
+  readonly trace?: string | undefined;
+  /** At most 128 in length. */
+  readonly request_id?: string | undefined;
+}
+
 /** `STATUS`: workers, sessions and queues; answered by `MSG {"status": …}`. */
 export interface StatusRequest {
   /** At least 0, at most 9223372036854775807. */
@@ -1093,6 +1122,27 @@ export function readTokenizerFiles(
   };
 }
 
+/** The vectors of the inputs of an `EMBED`. */
+export interface Embedded {
+  /** Length of each vector. */
+  readonly dimensions: number;
+  /**
+   * The vectors, one after another, as little-endian float32; their lengths (L2) are 1. Base64 in
+   * JSON.
+   */
+  readonly vectors: string;
+  readonly pooling: "first" | "last" | "mean";
+}
+
+/** Adds the defaults of absent fields to a received `Embedded`. */
+export function readEmbedded(sent: Sent<Embedded, never>): Embedded {
+  return {
+    dimensions: sent.dimensions,
+    vectors: sent.vectors,
+    pooling: sent.pooling,
+  };
+}
+
 /** `MSG`: the answer to a request that is not a stream. */
 export interface Msg {
   readonly stream_id: number;
@@ -1103,6 +1153,7 @@ export interface Msg {
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
   readonly moves: number;
   readonly tokenizer?: TokenizerFiles;
+  readonly embedded?: Embedded;
   readonly result?: Json;
 }
 
@@ -1116,6 +1167,7 @@ export function readMsg(sent: Sent<Msg, "moves">): Msg {
   if (sent.status !== undefined) read.status = readStatus(sent.status);
   if (sent.attached !== undefined) read.attached = sent.attached;
   if (sent.tokenizer !== undefined) read.tokenizer = readTokenizerFiles(sent.tokenizer);
+  if (sent.embedded !== undefined) read.embedded = readEmbedded(sent.embedded);
   if (sent.result !== undefined) read.result = sent.result;
   return read;
 }
@@ -1312,6 +1364,7 @@ export interface ClientMessages {
   readonly BUFFER: BufferMessage;
   readonly MODEL_INFO: ModelInfoRequest;
   readonly TOKENIZER: ModelTokenizerRequest;
+  readonly EMBED: Embed;
   readonly STATUS: StatusRequest;
   readonly UPLOAD: Upload;
   readonly TAG: Tag;

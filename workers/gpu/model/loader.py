@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
 from ....protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
 from .. import embedded
@@ -40,6 +47,9 @@ PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
 """Greatest difference between the probe's logits and transformers' own, relative to their standard
 deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
+
+OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
+"""Encoders whose positions begin after the id of the padding token, so that fewer are usable."""
 
 FUSED_TOLERANCE = 1e-3
 """The tolerance for the fused decoder in float32, which runs with the same attention."""
@@ -84,6 +94,8 @@ class LoadedModel:
     """The version of the weights (``weights_version``)."""
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
+    causal: bool = True
+    """Whether the model generates. False: an encoder, which gives only vectors of texts."""
 
 
 def load_model(
@@ -95,7 +107,8 @@ def load_model(
     parallel: bool = False,
     progress: OnProgress = lambda part, stage: None,
 ) -> LoadedModel:
-    """Loads a causal language model by path or hub id; ``embedded`` is the model in this package.
+    """Loads a causal language model or an encoder by path or hub id; ``embedded`` is the model in
+    this package.
 
     ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU. Quantized checkpoints
     load as in transformers. ``parallel``: this process is one of several ranks, and loads its part.
@@ -110,9 +123,13 @@ def load_model(
         progress(0.05, "loading the tokenizer")
         tokenizer = _load_tokenizer(place, common)
         progress(0.1, "loading the weights")
+        encodes = is_encoder(config)
+        if encodes and parallel:
+            raise ModelLoadError(f"{name!r} is an encoder, which runs on one device; set tp to 1")
+        kind = AutoModel if encodes else AutoModelForCausalLM
         with _weights_progress(progress):
             spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = kind.from_pretrained(
                 place, config=config, dtype=_dtype(dtype, where), **spread, **common
             )
         model = model.eval()
@@ -121,6 +138,8 @@ def load_model(
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
     progress(LOADED, "trying the model")
+    if encodes:
+        return wrap_encoder(name, model, tokenizer)
     return wrap_model(name, model, tokenizer, parallel=parallel)
 
 
@@ -157,6 +176,40 @@ def wrap_model(
         decoder=None if parallel else _fused(name, model, layers, options),
         weights=weights_version(model),
         token_size=_token_size(tokenizer, tokenizer_json),
+    )
+
+
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint is an encoder: a model that fills masks and does not generate."""
+    names = getattr(config, "architectures", None) or []
+    generates = any("ForCausalLM" in name or "LMHead" in name for name in names)
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    return masked and not generates and not config.is_encoder_decoder
+
+
+def wrap_encoder(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
+    """Prepares an encoder that is in memory."""
+    parameter = next(model.parameters())
+    tokenizer_json = _tokenizer_json(tokenizer)
+    longest = getattr(model.config, "max_position_embeddings", None) or 512
+    if model.config.model_type in OFFSET_POSITIONS:
+        longest -= (model.config.pad_token_id or 0) + 1
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=model.config.vocab_size,
+        context_length=longest,
+        eos_token_ids=frozenset(),
+        special_tokens=special_tokens(tokenizer, frozenset()),
+        fingerprint=_fingerprint(tokenizer, tokenizer_json),
+        tokenizer_json=tokenizer_json,
+        num_parameters=model.num_parameters(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        layers={},
+        token_size=_token_size(tokenizer, tokenizer_json),
+        causal=False,
     )
 
 

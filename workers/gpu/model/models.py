@@ -19,6 +19,7 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.messages import ModelInfo
 from ....protocol.sampling import SAMPLING_VERSION
 from ....protocol.settings import Settings
+from ..engine.encoder import EncoderEngine
 from ..engine.engine import Engine, EngineConfig
 from ..speculation.draft_model import check_draft_model
 from .allow_list import is_allowed
@@ -169,6 +170,9 @@ class Models:
             together = self._ranks.loading(name, options) if self._ranks else nullcontext()
             with together:
                 loaded = load_model(name, **options, progress=progress)
+            if not loaded.causal:
+                self._report(Ready(name, EncoderEngine(loaded)))
+                return
             loaded.ranks = self._ranks
             config = EngineConfig(
                 max_num_seqs=settings.max_running,

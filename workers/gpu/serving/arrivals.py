@@ -17,6 +17,7 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.header import Flag
 from ....protocol.messages import (
     Cancel,
+    Embed,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -32,6 +33,7 @@ from ....protocol.worker_messages import Start, VocabularyName
 from ...bus import FromBus
 from ..engine.engine import Continued, Engine
 from ..model.models import Failed, LoadEvent, Models, Progress, Ready, model_info
+from .embeddings import Embeddings
 from .live_streams import LiveStreams
 from .prompts import Tokens, request_texts
 from .resumption import Resumed, Resumption, resume
@@ -42,7 +44,7 @@ from .tokenizer_files import TokenizerAnswers
 
 log = logging.getLogger(__name__)
 
-Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest
+Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest | Embed
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class Arrivals:
         self._steering = steering
         self._post = post
         self._on_models = on_models
+        self.embeddings = Embeddings(streams, post)
         self._tokenizers = TokenizerAnswers()
         self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
@@ -111,11 +114,12 @@ class Arrivals:
     def stream(self, request: int) -> Stream | None:
         """The stream of a waiting request; None if the request does not wait here."""
         waiting = self._waiting.get(request)
-        return waiting.stream if waiting is not None else None
+        return waiting.stream if waiting is not None else self.embeddings.stream(request)
 
     def streams(self) -> list[Stream]:
         """The streams of the waiting requests; safe on another thread."""
-        return [waiting.stream for waiting in list(self._waiting.values())]
+        waiting = [waiting.stream for waiting in list(self._waiting.values())]
+        return waiting + self.embeddings.streams()
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
         """Receives a request. Drops an earlier attempt of the same request, which then sends
@@ -125,7 +129,7 @@ class Arrivals:
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
         try:
             request = decode_as(kind, message.body)
-            if isinstance(request, Generate | Score):
+            if isinstance(request, Generate | Score | Embed):
                 logs.begin(stream.request, request.request_id, request.trace)
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
@@ -163,7 +167,7 @@ class Arrivals:
         """Ends a waiting request. Returns whether the request was waiting here."""
         waiting = self._pop(request)
         if waiting is None:
-            return False
+            return self.embeddings.cancel(request)
         resumption = waiting.resumption
         live = resumption.live if resumption is not None else [Resumed(0)]
         ends = [
@@ -183,7 +187,7 @@ class Arrivals:
 
     def drop(self, request: int) -> None:
         """Drops a waiting request without sending anything."""
-        if self._pop(request) is not None:
+        if self._pop(request) is not None or self.embeddings.pop(request) is not None:
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
@@ -199,9 +203,10 @@ class Arrivals:
     def fail(self, request: int, error: Exception, doing: str) -> bool:
         """Ends a waiting request with an ERROR. Returns whether the request was waiting here."""
         waiting = self._pop(request)
-        if waiting is not None:
-            self._streams.fail(waiting.stream, error, doing)
-        return waiting is not None
+        stream = waiting.stream if waiting is not None else self.embeddings.pop(request)
+        if stream is not None:
+            self._streams.fail(stream, error, doing)
+        return stream is not None
 
     def _pop(self, request: int) -> Waiting | None:
         """Removes a waiting request and drops its tokenization."""
@@ -239,6 +244,9 @@ class Arrivals:
             return
         if isinstance(message, ModelTokenizerRequest):
             self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
+            return
+        if isinstance(message, Embed):
+            self.embeddings.add(stream, engine.loaded, message)
             return
         loaded = engine.loaded
         texts = request_texts(message, waiting.attachments, loaded, engine.max_length)

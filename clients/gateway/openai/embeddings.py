@@ -1,0 +1,122 @@
+"""``POST /v1/embeddings``: a vector for each text."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.messages import Pooling
+from ....protocol.sampling import TokenId
+from ..bodies import Body, ignored_of, read_body
+from ..context import Gateway, gateway_of
+from ..embeddings import Texts, shortened, tokenized, vectors
+from ..errors import invalid_field
+from ..events import unless_disconnected
+from ..json import json_response
+
+Truncation = Annotated[int, Meta(ge=-1)]
+
+
+class EmbeddingsRequest(Body, kw_only=True):
+    """The body of ``POST /v1/embeddings``."""
+
+    input: str | list[str | list[TokenId] | TokenId]
+    """A text, token ids, or a list of texts or of lists of token ids."""
+    model: str = ""
+    encoding_format: Literal["float", "base64"] | None = None
+    """``base64``: little-endian float32. Default: ``float``."""
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    """Number of first components that are kept; the shorter vector is scaled to the length 1."""
+    user: str | None = None
+
+    # Fields that vLLM adds.
+    truncate_prompt_tokens: Truncation | None = None
+    """Number of first tokens of each text that are kept; -1: as many as the model takes."""
+
+    # Fields that only Tokenbus has.
+    pooling: Pooling | None = None
+    """Default: that of the model."""
+
+    def texts(self) -> list[str | list[int]]:
+        """The texts. Raises ApiError 400 if ``input`` mixes ids and texts, or is empty."""
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [one for one in self.input if isinstance(one, int)]
+        if ids and len(ids) == len(self.input):
+            return [ids]
+        texts = [one for one in self.input if not isinstance(one, int)]
+        if ids or not texts:
+            raise invalid_field(
+                "input", "input must be a text, a list of texts, or lists of token ids"
+            )
+        return texts
+
+
+class Embedding(Struct):
+    """The vector of a text."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """The tokens of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The answer of ``POST /v1/embeddings``."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+    id: str | UnsetType = UNSET
+
+
+async def embeddings(request: Request) -> Response:
+    """Answers with the vectors of all texts."""
+    ignored = ignored_of(request)
+    body = await read_body(request, EmbeddingsRequest, ignored)
+    work = _answer(gateway_of(request), body)
+    return json_response(await unless_disconnected(request.receive, work), headers=ignored.headers)
+
+
+async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
+    model = await gateway.models.get(body.model)
+    texts = await tokenized(model, "input", body.texts(), body.truncate_prompt_tokens)
+    found = await vectors(gateway, model, texts, body.pooling)
+    size = len(found[0])
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid_field(
+            "dimensions",
+            f"dimensions is {body.dimensions}; the vectors of {model.name} have {size}",
+        )
+    if body.dimensions is not None:
+        found = [shortened(one, body.dimensions) for one in found]
+    encoded = [_encoded(one, body.encoding_format == "base64") for one in found]
+    data = [Embedding(number, one) for number, one in enumerate(encoded)]
+    return EmbeddingList(data, model.name, usage_of(texts))
+
+
+def usage_of(*texts: Texts) -> EmbeddingUsage:
+    """The tokens of all texts."""
+    count = sum(one.num_tokens for one in texts)
+    return EmbeddingUsage(count, count)
+
+
+def _encoded(vector: array[float], as_base64: bool) -> list[float] | str:
+    if not as_base64:
+        return vector.tolist()
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return base64.b64encode(vector.tobytes()).decode()
