@@ -66,7 +66,7 @@ class Lanes:
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):
             call = calls.get(stream)
-            if call is None or call.attaching or not call.all_new(seq):
+            if call is None or call.attaching or call.repeats or not call.all_new(seq):
                 return None
             found.append(call)
         return cls(body, rows, found)

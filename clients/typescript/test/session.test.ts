@@ -219,6 +219,27 @@ test("a resumed session attaches its streams where they were", () => {
   assert.deepEqual(bench.events(call), [7, 8, "ended"]);
 });
 
+test("an answer to ATTACH can have rows of several streams, some of them received before", () => {
+  const bench = new Bench();
+  const calls = [bench.begin(), bench.begin()];
+  for (const call of calls) bench.token(call, 7);
+  bench.session.connected(bench.now);
+  const streams = calls.map((call) => call.number);
+  const welcome = { version: 1, encoding: "json", session: "T", resumed: true, streams };
+  bench.hear("WELCOME", welcome);
+  const rows = (tokens: number[], counts = [tokens.length, tokens.length]): void => {
+    const body = streams.flatMap((stream, i) =>
+      tokens.slice(tokens.length - (counts[i] ?? 0)).map((t) => new Row(stream, t, -1, 0, 0)),
+    );
+    bench.session.onMessage({ type: "TOKEN", body }, bench.now);
+  };
+  rows([99]); // These rows arrive before the answers, and are sent again after them.
+  for (const [i, stream_id] of streams.entries()) bench.hear("MSG", { stream_id, attached: i });
+  rows([7, 8, 9], [3, 2]);
+  rows([10]);
+  for (const call of calls) assert.deepEqual(bench.events(call), [7, 8, 9, 10]);
+});
+
 test("a broker that was restarted is asked for the streams that have begun", () => {
   const bench = new Bench();
   const call = bench.begin();
