@@ -190,15 +190,17 @@ class GpuWorker:
         """Answers as many ATTACHes as a pass of the loop allows. If a stream has ended, the broker
         has answered its ATTACHes."""
         self._attaching.renew()
-        while (attaching := self._attaching.next()) is not None:
-            stream, link, received = attaching
-            if self._stream(stream.request) is not stream or stream.link != link:
-                continue
-            try:
-                with self._bus.stepping():
-                    self._attaching.spend(self._streams.attach(stream, received))
-            except Exception as error:
-                self._streams.fail(stream, error, "answering an ATTACH")
+        answered: dict[Stream, Attaching] = {}
+        with self._bus.stepping():
+            while (attaching := self._attaching.next()) is not None:
+                stream = attaching.stream
+                if stream in answered:
+                    self._streams.attach(answered.values())
+                    answered.clear()
+                if self._stream(stream.request) is stream and stream.link == attaching.link:
+                    self._attaching.spend(self._streams.cost(attaching))
+                    answered[stream] = attaching
+            self._streams.attach(answered.values())
         self._bus.flush()
 
     def _load_events(self) -> None:

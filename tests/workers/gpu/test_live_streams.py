@@ -4,6 +4,7 @@ be encoded."""
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
-from tokenbus.protocol.bodies import Encoding, decode_as, unpack_tokens
+from tokenbus.protocol.bodies import Encoding, decode_as, encode_body, unpack_tokens
 from tokenbus.protocol.columns import TokenBody, TokenColumns, column_entries
 from tokenbus.protocol.header import Flag, decode_header, decode_manifest
 from tokenbus.protocol.messages import Token
@@ -20,6 +21,7 @@ from tokenbus.protocol.worker_messages import Journal
 from tokenbus.workers.gpu.engine import sequence
 from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
 from tokenbus.workers.gpu.serving import kept_streams, recipients
+from tokenbus.workers.gpu.serving.attaching import ANSWER_ENTRIES, Attaching
 from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
 from tokenbus.workers.gpu.serving.live_streams import LiveStreams
 from tokenbus.workers.gpu.serving.streams import ROW, Form, Frames, Stream
@@ -215,23 +217,132 @@ def test_every_form_gives_a_client_the_same_entries(
         assert [e.prompt_tokens for e in got[:1]] == [9] * len(got[:1])
 
 
-@given(steps=STEPS, received=st.integers(0, 9), with_text=WITH_TEXT)
+COLUMNS = Flag.MSGPACK | Flag.COLUMNS
+FLAGS = st.sampled_from([Flag(0), Flag.MSGPACK, COLUMNS, COLUMNS | Flag.TEXTS])
+"""The form of the tokens of an attaching client."""
+
+
+@given(STEPS, STEPS, st.integers(0, 9), WITH_TEXT, FLAGS, FORMS)
 @pytest.mark.usefixtures("stored_early")
 def test_a_client_that_attaches_gets_what_it_has_missed(
-    steps: list[tuple[set[tuple[int, int]], int]], received: int, with_text: set[int]
+    steps: list[tuple[set[tuple[int, int]], int]],
+    later: list[tuple[set[tuple[int, int]], int]],
+    received: int,
+    with_text: set[int],
+    flags: Flag,
+    form: Form,
 ) -> None:
-    sent = Sent(1, 2, 3, 4, form="columns")
+    whole, sent = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4, form=form)
+    for stream in sent.streams:
+        stream.session = 100
+    play(whole, steps, with_text)
     play(sent, steps, with_text)
-    got = sent.entries()
-    for stream in list(sent.streams):
-        sent.frames.clear()
-        sent.streams.take_form(stream, Flag.MSGPACK)
-        sent.streams.attach(stream, received)
-        assert stream.form == "msgpack"
-        answer, *tokens = sent.frames
-        assert answer[0] == b"MSG"
-        missed = [entry for frames in tokens for entry in entries_of(frames[2])]
-        assert missed == got.get(stream.request, [])[received:]
+    live, before = list(sent.streams), whole.entries()
+    sent.frames.clear()
+    for stream in live:
+        sent.streams.take_form(stream, flags)
+        assert stream.flags == flags
+    sent.streams.attach(Attaching(stream, 0, received) for stream in live)
+    play(whole, later, with_text)
+    play(sent, later, with_text)
+    got = entries_after_answers(sent.frames)
+    for stream in live:
+        first = min(received, len(before.get(stream.stream_id, [])))
+        assert got[stream.stream_id] == whole.entries().get(stream.stream_id, [])[first:]
+    assert (flags & Flag.COLUMNS) or not sent.columns()
+    assert (flags & Flag.TEXTS) or not any(body.texts for body in sent.columns())
+
+
+def entries_after_answers(frames: list[Frames]) -> dict[int, list[Token]]:
+    """The entries of each stream, by stream; none comes before the answer to its ATTACH."""
+    found: dict[int, list[Token]] = {}
+    for kind, _, *bodies in frames:
+        for body in bodies:
+            if kind == b"MSG":
+                assert found.setdefault(_decoded(body)["stream_id"], []) == []
+            else:
+                assert kind == b"TOKEN"
+                for entry in entries_of(body):
+                    found[entry.stream_id].append(entry)
+    return found
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    decode = msgspec.json.decode if body.startswith(b"{") else msgspec.msgpack.decode
+    decoded: dict[str, Any] = decode(body)
+    return decoded
+
+
+def begun(*requests: int, rows: int) -> Sent:
+    """Streams of one client, each with an entry and then ``rows`` rows."""
+    sent = Sent(*requests, form="columns")
+    for stream in sent.streams:
+        stream.session = 100
+    batch = Batch()
+    for _ in range(1 + rows):
+        sent.streams.send(batch.step(*((request, 0) for request in requests)))
+    sent.frames.clear()
+    return sent
+
+
+def test_one_message_has_the_missed_rows_of_all_streams_of_a_client() -> None:
+    sent = begun(1, 2, 3, rows=4)
+    got = [sent.streams.sent(stream)[2:] for stream in sent.streams]
+    sent.streams.attach(Attaching(stream, 0, 2) for stream in list(sent.streams))
+    assert [frames[0] for frames in sent.frames] == [b"MSG"] * 3 + [b"TOKEN"]
+    [body] = sent.columns()
+    assert not body.entries
+    assert column_entries(body) == [entry for entries in got for entry in entries]
+
+
+def test_entries_that_are_not_rows_come_before_the_rows() -> None:
+    """A backtrack, and the first entry of a stream, are not rows."""
+    sent = begun(1, 2, rows=2)
+    sent.streams.send([output(1, token=9, backtrack=1)])
+    batch = Batch()
+    for _ in range(3):
+        sent.streams.send(batch.step((1, 0), (2, 0)))
+    streams = list(sent.streams)
+    whole = [entries_of(encode_body(sent.streams.sent(stream), "json")) for stream in streams]
+    sent.frames.clear()
+    sent.streams.attach([Attaching(streams[0], 0, 1), Attaching(streams[1], 0, 0)])
+    [body] = sent.columns()
+    assert column_entries(body) == [*whole[0][-2:], *whole[1][-2:]]
+    assert entries_after_answers(sent.frames) == {1: whole[0][1:], 2: whole[1]}
+
+
+def test_an_answer_counts_for_what_the_client_misses() -> None:
+    sent = begun(1, rows=80)
+    [stream] = sent.streams
+
+    def cost(received: int) -> int:
+        return sent.streams.cost(Attaching(stream, 0, received)) - ANSWER_ENTRIES
+
+    assert [cost(81), cost(100), cost(41), cost(1), cost(0)] == [0, 0, 10, 20, 21]
+    sent.streams.take_form(stream, Flag.MSGPACK)
+    assert [cost(81), cost(41), cost(0)] == [0, 40, 81]
+
+
+def test_a_client_that_attaches_in_the_same_form_leaves_the_batch_as_it_is() -> None:
+    sent = begun(1, 2, rows=4)
+    [known] = sent.streams._recipients.values()
+    for stream in sent.streams:
+        sent.streams.take_form(stream, stream.flags)
+    assert list(sent.streams._recipients.values()) == [known]
+    sent.streams.take_form(stream, Flag.MSGPACK)
+    assert not sent.streams._recipients
+
+
+def test_rows_that_cannot_be_encoded_end_the_streams_of_their_client() -> None:
+    sent = begun(1, 2, 3, rows=2)
+    for stream in sent.streams:
+        stream.row_texts = ["a", "b"]
+    stream.session = 200
+    sent.streams.get(1).row_texts = ["a", "\udcff"]  # type: ignore[union-attr]
+    sent.streams.attach(Attaching(stream, 0, 1) for stream in list(sent.streams))
+    kinds = [frames[0] for frames in sent.frames]
+    assert kinds == [b"MSG"] * 3 + [b"ERROR"] * 2 + [b"TOKEN"]
+    assert [stream.request for stream in sent.streams] == [3]
 
 
 @given(steps=STEPS, with_text=WITH_TEXT)
@@ -340,7 +451,7 @@ def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> N
     sent.streams.add(again)
     sent.frames.clear()
     sent.streams.take_form(again, Flag.MSGPACK)
-    sent.streams.attach(again, 0)
+    sent.streams.attach([Attaching(again, 0, 0)])
     [answer] = sent.frames
     assert answer[0] == b"MSG"
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenbus.protocol.header import decode_header
+from tokenbus.protocol.columns import TokenColumns
+from tokenbus.protocol.header import Flag, decode_header, decode_manifest
 from tokenbus.protocol.messages import Cancel
 from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.worker_messages import Lost
@@ -61,6 +62,59 @@ def test_answers_to_many_attaches_leave_each_turn_a_step(
     assert answers == [1, 2, 1, 1, 1, 1]
     assert all(now - before <= 1 for before, now in pairwise([0, *answered]))
     assert answered[6] < 6
+
+
+COLUMNS = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
+
+
+def test_a_turn_answers_a_bounded_number_of_attaches_with_rows(
+    embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message has the rows of all streams that are answered in a turn."""
+    loop = Loop(tmp_path, embedded)
+    streams = range(1, 7)
+    for request in streams:
+        loop.generate(request)
+    for _ in range(21):
+        loop.turn()
+    monkeypatch.setattr(attaching, "MAX_ENTRIES", 2 * attaching.ANSWER_ENTRIES)
+    loop.worker._attaching.renew()
+    for stream in loop.worker._streams:
+        stream.session = 100
+    for request in streams:
+        body = {"stream_id": request, "received": len(loop.entries(request)) - 8}
+        loop.give(b"ATTACH", body, request, 100, COLUMNS)
+    answers = [0]
+    while answers[-1] < len(streams):
+        before = len(loop.sent(b"TOKEN"))
+        loop.turn()
+        answers.append(len(loop.sent(b"MSG")))
+        rows, step = loop.sent(b"TOKEN")[before:]
+        [missed] = [msgspec.msgpack.decode(body, type=TokenColumns) for body in rows[2:]]
+        # Each turn adds a row.
+        num_missed = 8 + len(answers) - 2
+        assert len(missed.tokens) // 4 == num_missed * (answers[-1] - answers[-2])
+        assert len(decode_manifest(step[1]).sessions) == 1
+    # Eight rows count as two entries.
+    assert [now - before for before, now in pairwise(answers)] == [2, 1, 1, 2]
+
+
+def test_each_answer_to_a_stream_precedes_its_entries(
+    embedded: LoadedModel, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, embedded)
+    loop.generate(1)
+    for _ in range(9):
+        loop.turn()
+    sent = len(loop.entries(1))
+    before = len(loop.worker._bus._links[0]._outbox)
+    for received in (sent - 2, sent - 4):
+        loop.give(b"ATTACH", {"stream_id": 1, "received": received}, 1, 101, COLUMNS)
+    loop.turn()
+    frames = list(loop.worker._bus._links[0]._outbox)[before:]
+    assert [kind for kind, *_ in frames] == [b"MSG", b"TOKEN", b"MSG", b"TOKEN", b"TOKEN"]
+    rows = [msgspec.msgpack.decode(frames[i][2], type=TokenColumns) for i in (1, 3)]
+    assert [len(body.tokens) // 4 for body in rows] == [2, 4]
 
 
 def test_a_message_that_hangs_counts_as_a_step_that_does(

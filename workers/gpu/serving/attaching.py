@@ -1,17 +1,31 @@
-"""The queue of unanswered ATTACH messages. An answer can contain all entries of a stream, up to
-100,000, and a client may send many ATTACHes. So each pass of the worker's loop sends a bounded
-number of entries, and sessions take turns."""
+"""The queue of unanswered ATTACH messages, and the rows of their answers.
+
+An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes.
+So each pass of the worker's loop sends a bounded number of entries, and sessions take turns.
+Entries that are rows are sent in columns: in one message for all streams of a session that the pass
+answers, and without an object for each token.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from .streams import Stream
+import numpy as np
+
+from ....protocol.bodies import encode_body
+from ....protocol.columns import TokenColumns
+from ....protocol.header import encode_token_header
+from .streams import ROW, ROWS, Frames, Stream
 
 MAX_ENTRIES = 2048
 """Maximum number of entries that one pass of the loop sends. A larger answer also uses the budget
 of later passes."""
+ROWS_PER_ENTRY = 4
+"""Rows in columns that count as one entry. They have as many bytes as an entry in msgpack."""
+ANSWER_ENTRIES = 4
+"""Entries that an answer counts for in addition to those that it sends."""
 
 
 class Attaching(NamedTuple):
@@ -22,6 +36,34 @@ class Attaching(NamedTuple):
     """The link to the broker that forwarded it."""
     received: int
     """Number of entries that the client has received."""
+
+    @property
+    def cost(self) -> int:
+        """The number of entries that the answer counts for."""
+        missed, rows = self.stream.missed(self.received)
+        return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY
+
+
+def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
+    """A ``TOKEN`` in columns with the last rows of streams of one session. ``streams``: the number
+    of rows of each stream."""
+    parts = [stream.rows[-rows * ROW.size :] for stream, rows in streams.items()]
+    joined = np.frombuffer(b"".join(parts), ROWS)
+    ids = np.array([stream.stream_id for stream in streams], "<u8")
+    body = TokenColumns(
+        streams=np.repeat(ids, list(streams.values())).tobytes(),
+        tokens=joined["token"].tobytes(),
+        logprobs=joined["logprob"].tobytes(),
+        positions=joined["pos"].tobytes(),
+    )
+    if joined["seq"].any():
+        body.seqs = joined["seq"].tobytes()
+    texts: list[str | None] = []
+    for stream, rows in streams.items():
+        texts += stream.row_texts[-rows:] or [None] * rows
+    if any(text is not None for text in texts):
+        body.texts = texts
+    return [b"TOKEN", encode_token_header([session]), encode_body(body, "msgpack")]
 
 
 class AttachQueue:
@@ -45,8 +87,8 @@ class AttachQueue:
         self._left = min(MAX_ENTRIES, self._left + MAX_ENTRIES)
 
     def spend(self, entries: int) -> None:
-        """Charges the budget for the answer to a stream with this number of entries."""
-        self._left -= max(1, entries)
+        """Charges the budget for an answer that counts for this number of entries."""
+        self._left -= entries
 
     def next(self) -> Attaching | None:
         """The next ATTACH to answer; None if none waits or the budget of this pass is used up."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 
 from ....protocol import logs
 from ....protocol.errors import Code, ServiceError, TokenbusError
+from ....protocol.header import FORM
 from ....protocol.logs import about
-from ....protocol.messages import Token
+from ....protocol.messages import Msg, Token
 from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
+from .attaching import Attaching, rows_frames
 from .kept_streams import KeptStreams
 from .metrics import WorkerMetrics
 from .recipients import Recipients
@@ -24,7 +26,7 @@ from .streams import (
     Frames,
     Stream,
     TokenMessage,
-    attached_frames,
+    entries_frames,
     error_frames,
     journal_frames,
     message_frames,
@@ -247,16 +249,47 @@ class LiveStreams:
     def take_form(self, stream: Stream, flags: int) -> None:
         """Sets the form of a stream's tokens when a client attaches. ``flags``: the flags of its
         header. The form can differ between connections."""
-        self._dissolve()
-        stream.take_form(flags)
+        if stream.flags != flags & FORM:
+            self._dissolve()
+            stream.take_form(flags)
 
-    def attach(self, stream: Stream, received: int) -> int:
-        """Sends the entries that an attaching client has not received. Returns the number of
-        entries of the stream."""
-        entries = self.sent(stream)
-        for frames in attached_frames(stream, entries[received:], received):
+    def cost(self, attaching: Attaching) -> int:
+        """The number of entries that the answer to an ATTACH counts for."""
+        self._settle(attaching.stream)
+        return attaching.cost
+
+    def attach(self, attaching: Iterable[Attaching]) -> None:
+        """Answers ATTACHes, at most one of each stream, with the entries that their clients have
+        not received. One message for each session has the rows of all its streams."""
+        rows: defaultdict[tuple[int, int], dict[Stream, int]] = defaultdict(dict)
+        for one in attaching:
+            stream = one.stream
+            try:
+                last_rows = self._attach(stream, one.received)
+            except Exception as error:
+                self.fail(stream, error, "answering an ATTACH")
+                continue
+            if last_rows:
+                rows[stream.link, stream.session][stream] = last_rows
+        for (link, session), streams in rows.items():
+            try:
+                self._post(rows_frames(session, streams), link)
+            except Exception as error:
+                for stream in streams:
+                    self.fail(stream, error, "answering an ATTACH")
+
+    def _attach(self, stream: Stream, received: int) -> int:
+        """Sends the answer to an ATTACH, and the missed entries except the rows at their end.
+        Returns the number of these rows."""
+        self._settle(stream)
+        missed, last_rows = stream.missed(received)
+        answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
+        messages = [message_frames(stream, b"MSG", answer)]
+        if missed > last_rows:
+            messages.append(entries_frames(stream, stream.sent(received, last_rows)))
+        for frames in messages:
             self._post(frames, stream.link)
-        return len(entries)
+        return last_rows
 
     def send_journal(self, stream: Stream) -> None:
         """Sends the request and all entries of a stream to the broker of the stream's link, which

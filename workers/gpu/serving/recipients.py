@@ -17,10 +17,8 @@ from ....protocol.columns import plain_entry, row_columns
 from ....protocol.messages import Token
 from ..engine.sequence import Sequence, TokenColumns
 from ..sampling.candidates import Candidate
-from .streams import ROW, Form, Stream, TokenMessage
+from .streams import ROW, ROWS, Form, Stream, TokenMessage
 
-_ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
-"""The fields of ``ROW`` as a NumPy type."""
 MAX_STEPS = 16
 """Maximum number of steps whose rows are stored in one pass over the streams."""
 
@@ -70,7 +68,7 @@ class Recipients:
         self._seqs = [sequences[row].seq for row in order]
         # The rows of a stream with several rows are stored in each step, to keep their order.
         max_steps = MAX_STEPS if len(self.streams) == len(order) else 1
-        self._block = np.zeros((max_steps, len(order)), _ROWS).T
+        self._block = np.zeros((max_steps, len(order)), ROWS).T
         """``[rows, steps]``, ordered by session: the rows that have not been stored."""
         self._block["seq"].T[:] = self._seqs
         self._steps = 0

@@ -7,11 +7,14 @@ unchanged.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from struct import Struct
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from ....protocol.bodies import Encoding, encode_bodies, encode_body, error_body, pack_tokens
 from ....protocol.columns import TokenColumns, pack_columns, plain_entry
@@ -28,6 +31,8 @@ Form = Literal["json", "msgpack", "columns"]
 """The form of a client's TOKEN messages: entries in one of two encodings, or columns in msgpack."""
 ROW = Struct("<IdII")
 """A plain token that was sent: token, log-probability, position and sequence number."""
+ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
+"""The fields of ``ROW`` as a NumPy type."""
 
 
 class Move(NamedTuple):
@@ -128,6 +133,11 @@ class Stream:
         return "columns" if self.columns else self.encoding
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether the client accepts the rows of this stream in columns, after it has attached."""
+        return self.columns and (self.texts or not self.row_texts) and not self.row_candidates
+
+    @property
     def flags(self) -> int:
         """The capabilities of the client, as flags of a header."""
         msgpack = Flag.MSGPACK if self.encoding == "msgpack" else 0
@@ -171,12 +181,15 @@ class Stream:
         """Stores an entry that is sent."""
         self.entries.append((len(self.rows) // ROW.size, entry))
 
-    def sent(self) -> list[Token]:
-        """All entries that were sent, in order."""
+    def sent(self, received: int = 0, last_rows: int = 0) -> list[Token]:
+        """The entries that were sent, in order, without the first ``received`` entries and the last
+        ``last_rows`` rows."""
+        others, first = self._without(received)
+        end = len(self.rows) - last_rows * ROW.size
         rows = zip(
-            ROW.iter_unpack(self.rows),
-            self.row_texts or repeat(None),
-            self.row_candidates or repeat(Candidate()),
+            ROW.iter_unpack(self.rows[first * ROW.size : end]),
+            self.row_texts[first:] if self.row_texts else repeat(None),
+            self.row_candidates[first:] if self.row_candidates else repeat(Candidate()),
             strict=False,
         )
         plain = [
@@ -184,12 +197,28 @@ class Stream:
             for (token, logprob, pos, seq), text, candidate in rows
         ]
         found: list[Token] = []
-        first = 0
-        for end, entry in self.entries:
-            found += plain[first:end]
+        taken = 0
+        for end, entry in self.entries[others:]:
+            found += plain[taken : end - first]
             found.append(entry)
-            first = end
-        return found + plain[first:]
+            taken = end - first
+        return found + plain[taken:]
+
+    def missed(self, received: int) -> tuple[int, int]:
+        """The number of entries after the first ``received``, and how many of them, at the end, are
+        rows that the client accepts in columns."""
+        num_rows = len(self.rows) // ROW.size
+        missed = max(0, num_rows + len(self.entries) - received)
+        if not self.takes_rows:
+            return missed, 0
+        last_entry, _ = self.entries[-1] if self.entries else (0, None)
+        return missed, min(missed, num_rows - last_entry)
+
+    def _without(self, received: int) -> tuple[int, int]:
+        """The numbers of other entries and of rows among the first ``received`` entries."""
+        entries = self.entries
+        others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
+        return others, received - others
 
     def restore(self, sent: list[Token], move: Move, moves: int) -> None:
         """Restores a stream that began at another worker. ``sent``: the entries that its client has
@@ -241,15 +270,10 @@ class TokenMessage:
         return [b"TOKEN", encode_token_header(sessions, self.finished), *bodies]
 
 
-def attached_frames(stream: Stream, missed: Sequence[Token], received: int) -> list[Frames]:
-    """The messages to an attaching client: the answer, then the missed entries."""
-    answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
-    head = encode_header(stream.request, stream.session)
-    messages = [[b"MSG", head, encode_body(answer, stream.encoding)]]
-    if missed:
-        body = encode_body(missed, stream.encoding)
-        messages.append([b"TOKEN", encode_token_header([stream.session]), body])
-    return messages
+def entries_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
+    """A ``TOKEN`` with entries of one stream."""
+    body = encode_body(entries, stream.encoding)
+    return [b"TOKEN", encode_token_header([stream.session]), body]
 
 
 def message_frames(stream: Stream, kind: bytes, body: Msg | System, final: bool = False) -> Frames:
