@@ -39,7 +39,8 @@ class WaitingQueue:
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that were never admitted, by arrival."""
         self._returned: dict[Sequence, None] = {}
-        """Sequences in either order that were put back. Only these sequences can have blocks."""
+        """Waiting sequences that were admitted before, or are forks of admitted sequences. Only
+        these sequences can have blocks."""
         self._latest: list[int] = []
         """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
         entries that are greater than a newcomer's arrival is the number of sequences that have

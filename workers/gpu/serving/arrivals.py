@@ -402,8 +402,8 @@ class Arrivals:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """The request with a controller that heals the prompt: the request's own controller, or one
-    that allows any text."""
+    """The request with a controller, which healing the prompt needs. A request without a controller
+    gets one that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

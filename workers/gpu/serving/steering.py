@@ -97,11 +97,11 @@ class Steering:
         """Sequences whose decision has not arrived, with the time when it is overdue. The time is
         ``inf`` for suspended sequences and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """By sequence that has a fork decision but no logits yet: the fork decision, and the
-        decisions that must be applied after the fork."""
+        """Decisions that wait for logits, by the sequence that will fork: its fork, and the
+        decisions to apply after the fork."""
         self._behind: dict[Key, Key] = {}
-        """By sequence with a decision in ``_forks`` that must be applied after a fork: the sequence
-        that is forked."""
+        """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
+        other sequence."""
         self._files = MaskFiles()
 
     @property
@@ -426,7 +426,8 @@ class Steering:
         steered.note(one)
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
-        # A fork that waits for logits applies its decision twice; these changes must be made once.
+        # A decision to fork that waits for logits is applied twice, but these changes must be made
+        # only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
         return engine.alive(*key)
 
@@ -571,7 +572,7 @@ class Steering:
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:
-    """Adds an update. The tokens of one sequence's draft share one update."""
+    """Adds an update. Several tokens of one sequence, from a draft, become one update."""
     last = updates[-1] if updates else None
     if last is None or (last.request, last.seq) != (update.request, update.seq):
         updates.append(update)
