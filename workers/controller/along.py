@@ -3,8 +3,8 @@
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
 were sampled. The copy cannot write variables or logs, and is dropped afterwards. When tokens of the
-draft have been sampled, the controller itself runs the round of each token. So the calls and the
-tokens are those of a stream without drafts, and only the order of the two differs.
+draft have been sampled, the controller itself runs the round of each token. So it gets the same
+calls as without drafts, only later.
 """
 
 from __future__ import annotations

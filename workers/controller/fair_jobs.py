@@ -37,7 +37,7 @@ class Turn:
     running: int = 0
     """Number of slots that the tenant's jobs have."""
     waiting: int = 0
-    """Number of the tenant's jobs that have begun and have no slot now."""
+    """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
     """Whether the tenant is in the order, so that its next job may begin."""
 
@@ -55,9 +55,9 @@ class FairJobs:
     """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
     The next job is from the tenant that has used the least CPU time. A tenant whose jobs had all
-    ended begins at the present virtual time, so that it has not saved up CPU time. A tenant has at
-    most all slots except one, so that another tenant's job starts immediately. Jobs without a
-    tenant ("") have no such bound: clients without keys are one tenant.
+    ended begins at the present virtual time, so that it has not saved up CPU time. A tenant may use
+    all slots but one, so that another tenant's job starts immediately. Jobs without a tenant ("")
+    have no such bound: clients without keys are one tenant.
     """
 
     def __init__(self, slots: int) -> None:
@@ -117,7 +117,7 @@ class FairJobs:
             return Taken(job, turn, turn.expected_s)
 
     def end(self, ended: Taken, cpu_s: float) -> None:
-        """Takes the slot from a job that has ended, and counts its CPU time."""
+        """Frees the slot of a job that has ended, and counts its CPU time."""
         with self._lock:
             turn = ended.turn
             turn.used_s += cpu_s - ended.expected_s
@@ -126,7 +126,7 @@ class FairJobs:
             self._free_slot(turn)
 
     def pause(self, taken: Taken) -> None:
-        """Takes the slot from a job that waits."""
+        """Frees the slot of a job that waits."""
         with self._lock:
             taken.turn.waiting += 1
             self._free_slot(taken.turn)
@@ -153,8 +153,7 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Counts the slot that a job from ``add_resumed`` has taken as the slot of the resumed
-        job."""
+        """Gives the slot of a job from ``add_resumed`` to the job whose wait is over."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

@@ -39,12 +39,11 @@ class IdleQueue:
         """A heap with the next turn of each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """By tenant: the time at which rounds at the average rate would have reached the tenant's
-        rounds so far (the algorithm's theoretical arrival time). Times in the past have no
-        effect."""
+        """By tenant: the time until which its rounds so far would last at the average rate (the
+        algorithm's theoretical arrival time). Times in the past have no effect."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
-        """Adds a group that is idle since ``now``."""
+        """Adds a group that has been idle since ``now``."""
         due, tenant = now + IDLE_WAKE_S, group.tenant
         if tenant not in self._groups:
             self._spent = {other: at for other, at in self._spent.items() if at > now}

@@ -177,7 +177,8 @@ class DecidesAhead(Controller, Protocol):
 
     @property
     def has_decided(self) -> bool:
-        """Whether the answer of the next call is present."""
+        """Whether the answer of the next call is known already, so that the call needs no message
+        to the guest."""
 
     def ends(self) -> None:
         """Called before the last post_process, which other calls do not follow."""

@@ -111,7 +111,7 @@ class Pool:
         """Wraps a wait for another process in a job, on its thread: other jobs use its slot.
 
         The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
-        wait already, or the tenant has more waiting jobs than it leaves to others.
+        wait already, or if the tenant's waiting jobs exceed the number that remains for others.
         """
         taken = _this_thread.job
         assert taken is not None, "the thread of a pool waits without a job"
@@ -225,7 +225,7 @@ class Pool:
 
 
 class _Resumption:
-    """A queued job that passes the slot of its thread to a thread whose wait is over."""
+    """A queued job whose only work is to pass its slot to a thread whose wait is over."""
 
     def __init__(self) -> None:
         self._passed = threading.Lock()

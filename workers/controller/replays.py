@@ -66,8 +66,8 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Handles an applied fork in the last result: the next kept result gets the logs and
-        writes of the results so far."""
+        """Handles a fork in the last result that was applied. The results up to here are dropped;
+        their logs and writes are added to the next kept result."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]

@@ -98,7 +98,8 @@ class ModuleStore:
         self._limits = limits
         self._others = others
         self._silent = False
-        """Whether the state worker has not answered since a stream waited the full time for it."""
+        """Whether a stream has waited ``PATIENCE_S`` for the state worker, which has not answered
+        since."""
         self._make_folders()
         self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
@@ -209,9 +210,9 @@ class ModuleStore:
         Raises ``unknown_controller``, whose message lists the existing names, or UnavailableError
         if a name that is unknown on this machine cannot be looked up.
 
-        If the state worker does not answer, a known name keeps its last meaning. This applies after
-        ``SHORT_S`` for an id, whose meaning never changes. For a tag the last meaning applies
-        after ``PATIENCE_S``; only the first stream waits for so long.
+        If the state worker does not answer, a known name keeps its last meaning. An id never
+        changes its meaning, so a stream that names an id waits for ``SHORT_S`` only. The first
+        stream that names a tag waits for ``PATIENCE_S``, and later streams for ``SHORT_S``.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)
@@ -280,7 +281,7 @@ class ModuleStore:
         return table
 
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
-        """The current table of which this is a copy; the copy itself if it is current.
+        """The state worker's table, given the local copy. Returns the copy itself if it is current.
 
         A table that only this machine has is sent to the state worker, which may have lost the
         table or may never have had it.

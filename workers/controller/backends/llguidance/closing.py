@@ -31,8 +31,8 @@ NEAR = 512
 BYTES_OF_TOKEN = 2
 """Assumed bytes per token of a completion that is certain to fit, so that it is not tokenized."""
 AMPLE = 256
-"""If the shortest text leaves more tokens than this, the growth of a schema's text is computed
-after the first sampled token and not before it."""
+"""The growth of a schema's text is computed after the first sampled token if the shortest text
+leaves more tokens than this, else before it."""
 NEVER = 1 << 62
 
 
@@ -42,10 +42,10 @@ class Closing:
     A text that may end anywhere and continue with anything is not closed: it may continue up to
     ``max_tokens``.
 
-    Under a schema, each item that a token begins adds at most ``Grammar.growth`` tokens to the
-    completion that the text requires. While the remaining tokens have room for this growth, masks
-    are unchanged. When that room is used up, the completion of the text is computed. From then on,
-    masks allow only tokens after which the text can be completed (``near_end``).
+    Under a schema, a token may begin items of arrays or objects. Each item adds at most
+    ``Grammar.growth`` tokens to the completion of the text. Masks are unchanged as long as the
+    remaining tokens have room for this growth. After that, the completion of the text is computed.
+    From then on, masks allow only tokens after which the text can be completed (``near_end``).
 
     Under another grammar, the completion is computed at intervals that shrink with the remaining
     room. If the completion does not fit any more, the text is cut back to the place where a
@@ -235,8 +235,8 @@ class Closing:
 
     def _begins(self, length: int) -> bool:
         """Computes the tokens by which one item extends the completion; returns whether the text
-        certainly has room for more items. At this point, the completion has at most the tokens of
-        the shortest text plus the appended tokens."""
+        certainly has room for more items. The completion has at most as many tokens as the shortest
+        text and the appended tokens together."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)

@@ -76,8 +76,8 @@ _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
 _STAY, _ADVANCED = -1, -2
-"""Values of ``_Way.byte`` for a way without a next byte, before and after its forced bytes were
-appended."""
+"""Values of ``_Way.byte`` for a way that does not have a next byte yet: before its forced bytes are
+appended, and afterwards."""
 _Mask = int
 
 
@@ -145,8 +145,8 @@ class Completion:
         """The beginning of the current string."""
         self._known: bytes | None = None
         self._since = 0
-        """Number of bytes appended since the last completion was found; 0 while it began with all
-        of them."""
+        """Number of bytes that were appended since the last completion was found; 0 if that
+        completion begins with these bytes."""
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
@@ -234,10 +234,9 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """Number of bytes of the way that were not the first byte tried at their place."""
+    """Number of places of the way at which another byte was tried first."""
     repeats: int
-    """Number of bytes of the way after which the same bytes may follow as after a byte tried
-    earlier."""
+    """Number of places of the way at which an earlier tried byte leads to the same mask."""
     byte: int
     """The next byte, or one of the special values above."""
     path: bytes
@@ -267,8 +266,8 @@ class _Search:
         """The bytes that may follow the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
-        """A completion; ``known`` completes an earlier text; a suffix of it may complete this
-        text."""
+        """A completion of the text. ``known`` is the completion of an earlier text; one of its
+        suffixes may complete this text too."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MAX_TAILS]]
@@ -454,7 +453,8 @@ def _lowest(mask: _Mask) -> int:
 
 
 def _tried(mask: _Mask, before: _Mask, quoted: int) -> Iterator[int]:
-    """The bytes of a mask that are tried; bytes that the previous mask did not have come first."""
+    """The bytes of a mask that are tried, in order. Bytes that the previous mask did not allow come
+    first."""
     if not mask & _LISTED or (mask.bit_count() <= FEW_BYTES and not (quoted and mask & _DIGITS)):
         groups: Sequence[_Mask] = [1 << byte for byte in range(256) if mask >> byte & 1]
     else:

@@ -17,7 +17,8 @@ from .token_sets import TokenSets, Words, allowed, has, put
 MAX_OTHERS = 8
 """Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Maximum tokens that a completion gains if it is written with a different first token."""
+"""Maximum number of tokens by which a completion gets longer if its first token is replaced by
+another prefix of its text."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 60
@@ -67,8 +68,8 @@ class NearEnd:
         """Restricts a mask at a place where ``found``, with the tokens ``tokens``, completes the
         text and ``spare`` more tokens are left. ``ending``: open values should end soon.
 
-        In a string of any text that ``found`` completes, returns the number of tokens by which the
-        completion may grow after tokens of ``TokenSets.whole``. Elsewhere returns None.
+        If the text is in a string of any text, returns the number of tokens by which the completion
+        may grow after a token of ``TokenSets.whole``. Otherwise returns None.
         """
         sets = self._sets
         self.rests = {}
@@ -130,8 +131,8 @@ class NearEnd:
         room: int,
         tokenize: Tokenize,
     ) -> list[int]:
-        """Other tokens after which a search found a completion that fits in ``room`` tokens. The
-        completion ``found`` needs at least two tokens fewer than ``room``."""
+        """Other tokens after which a search found a completion of at most ``room`` tokens.
+        ``found`` has at least two tokens fewer than ``room``."""
         text = self._sets.text
         fitting: list[int] = []
         digits = self._sets.digits

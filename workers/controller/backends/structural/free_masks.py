@@ -224,8 +224,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The rests of the literal texts that may follow: of the beginnings of tags, or of the ends
-        of parts."""
+        """The literal texts that may follow: the rest of the beginning of a tag, or of the end of a
+        part."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 
