@@ -130,7 +130,7 @@ class Call:
     counted: dict[int, int] = field(default_factory=dict)
     """Number of entries of this attempt, by sequence. The first ``seen`` of them are duplicates."""
     ends: set[int] = field(default_factory=set)
-    """Sequences whose end was delivered, of all attempts."""
+    """Sequences whose end was delivered, in any attempt."""
     ends_again: set[int] = field(default_factory=set)
     """Sequences that have ended in this attempt."""
 
@@ -167,8 +167,8 @@ class Call:
         return True
 
     def _ended_before(self) -> int:
-        """The number of sequences that are live in this attempt, but whose end an earlier attempt
-        has delivered: in each attempt, sequences may end in another order."""
+        """The number of sequences that are live in this attempt although an earlier attempt has
+        delivered their end. The order in which sequences end differs between attempts."""
         n = self.message.n if isinstance(self.message, Generate) else 1
         again = self.ends - self.ends_again
         return sum(seq < n or seq in self.counted for seq in again)

@@ -103,7 +103,8 @@ class Connection:
 
 
 class _ClientPeer:
-    """Connects the session, and the commands of the client's threads, to the socket's thread."""
+    """The peer of the socket's thread: it runs the commands of the client's threads in the
+    session."""
 
     def __init__(
         self,

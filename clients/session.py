@@ -64,8 +64,9 @@ GRACE_S = 1.0
 should end the request before."""
 
 STREAM_BITS, TRY_BITS = 20, 8
-"""Numbers of low bits in the stream ids of a named session. The last ``TRY_BITS`` bits count the
-attempts of a stream. The other bits of the last ``STREAM_BITS`` number the streams of a request."""
+"""The stream ids of a named session have two fields in their lowest ``STREAM_BITS`` bits. The
+lowest ``TRY_BITS`` bits count the attempts of a stream; the bits above them number the streams of a
+request."""
 MAX_TRY = (1 << TRY_BITS) - 1
 
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}

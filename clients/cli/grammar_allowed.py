@@ -34,7 +34,7 @@ CELLS = (80, 100, 140)
 unknown, and the maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Part of the space for examples that shows allowed tokens."""
+"""Fraction of the space for examples that allowed tokens get; forbidden tokens get the rest."""
 
 
 class _Found(NamedTuple):
@@ -132,7 +132,8 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Label of a row whose tokens have white space before the kind of character in the row above."""
+"""Label of a row of tokens that begin with white space, followed by the kind of character of the
+row above."""
 
 _Kind = tuple[str, bool]
 """The kind of a token's first character after white space, and whether the token begins with white

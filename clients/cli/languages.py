@@ -116,8 +116,8 @@ def compiled(source: Source) -> Language:
 
 
 def refusal(language: Language, text: bytes, wrong_at: int) -> Refusal:
-    """The refusal at the byte ``wrong_at`` (from ``Language.wrong_at``), moved to the start of the
-    character that contains the byte."""
+    """The refusal of a text at the character that contains the byte ``wrong_at`` (see
+    ``Language.wrong_at``)."""
     start = _character(text, wrong_at)
     line, column = Lines(text).place(start)
     found = text[start : start + 4].decode(errors="replace")[:1]
