@@ -173,7 +173,8 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """A text that names the part with the most different sets of places."""
+    """A text for an error message. It names the part that is in the largest number of different
+    sets of places."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):

@@ -34,8 +34,8 @@ _FORMS = (
 
 @dataclass(slots=True)
 class ByteAutomaton:
-    """``rows[s]`` are the runs of state s; ``accepts[s]`` is the bit set of the trees that state s
-    accepts. State 0 is dead, and state 1 is the start.
+    """An automaton over bytes. ``rows[s]`` has the runs of state s, ``accepts[s]`` the bit set of
+    the trees that state s accepts. State 0 is dead, and state 1 is the start.
 
     States are numbered in the order in which ascending bytes reach them, so that each language has
     the same numbers for its states.
