@@ -31,7 +31,7 @@ class Arrivals:
         self._early: deque[Message] = deque()
         """Messages that arrived during a wait."""
         self._receiving: asyncio.Task[Message] | None = None
-        """The receipt of the next message, if a wait has begun it."""
+        """The task that receives the next message, if a wait has started it."""
 
     async def next(self) -> Message:
         """The next message; the last one has the type ``websocket.disconnect``."""

@@ -18,8 +18,8 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError if the stream fails before its first token, unless the error's code is in
-    ``shown``, whose errors the answer itself reports. Raises ClientDisconnect if the client
+    Raises TokenbusError if the stream fails before its first token. Errors with a code in ``shown``
+    are not raised, because the answer itself reports them. Raises ClientDisconnect if the client
     disconnects. Both errors close the stream.
     """
     try:

@@ -50,8 +50,9 @@ MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Further
 named requests use the shared session, and run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""Numbers of low bits in a stream id: the stream's number within the request, and the attempt's
-number. The 32 bits above them are a digest of the path and the body."""
+"""A stream id has three fields. The lowest ``TRY_BITS`` bits are the number of the attempt, the
+next ``STREAM_BITS`` bits the number of the stream within the request, and the 32 bits above a
+digest of the path and the body."""
 
 
 class NamedRequest:

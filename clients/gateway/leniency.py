@@ -215,7 +215,7 @@ def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored
 
 
 def _types(structs: Iterable[inspect.StructType]) -> Iterator[str]:
-    """The values of ``type`` by which the elements of a list differ."""
+    """The values of ``type`` that the elements of a list may have."""
     for struct in structs:
         if struct.tag_field == "type":
             yield str(struct.tag)
