@@ -106,7 +106,8 @@ def _logits(runner: Runner, chunks: list[Chunk]) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, vocab_size: int) -> object:
-    """Samples as two batches whose steps overlap, each with random numbers of later steps."""
+    """Samples twice, as two batches whose steps overlap would. Each batch also computes the random
+    numbers of later steps."""
     words = np.full(-(-vocab_size // 32), 2**32 - 1, dtype=np.uint32)
     batches = []
     for _ in range(2):

@@ -32,7 +32,7 @@ class EarlierTexts:
         self._waiting: deque[list[int]] = deque()
         """Texts that are not completely in the index."""
         self._indexed = 0
-        """Number of tokens of the first waiting text that the index contains."""
+        """Number of tokens of the first waiting text that have been added to the index."""
         self._newer: Index = {}
         self._older: Index = {}
         self._size = 0

@@ -57,8 +57,9 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """Returns two numbers. The first is the number of places of a run that are followed by the same
-    token as the place before. The second is the number of places for which this is known."""
+    """Compares the tokens that follow the places of a run. Returns the number of places that are
+    followed by the same token as the previous place, and the number of places that were
+    compared."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):
