@@ -50,8 +50,8 @@ MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Further
 named requests use the shared session, and run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""A stream id has three fields. The lowest ``TRY_BITS`` bits are the number of the attempt, the
-next ``STREAM_BITS`` bits the number of the stream within the request, and the 32 bits above a
+"""A stream id has three fields. The lowest ``TRY_BITS`` bits are the number of the attempt. The
+next ``STREAM_BITS`` bits are the number of the stream within the request. The 32 bits above are a
 digest of the path and the body."""
 
 
