@@ -10,7 +10,8 @@ from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
 
 
 class TextPart(Body, tag="text", tag_field="type"):
-    """A part of a content. Images, audio and files are refused."""
+    """A part of a content. Images, audio and files are left out of the content
+    (``leniency.py``)."""
 
     text: str
 
