@@ -30,8 +30,8 @@ TIMES = 10
 """Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
 not fail on a slower one."""
 MAX_IDLE_WAKES = 10_000
-"""Maximum wake-ups without a recorded answer, for a sequence that was suspended before its next
-token, if its log does not have the number of wake-ups."""
+"""Maximum consecutive wake-ups of a suspended sequence that get no recorded answer, if the number
+of its wake-ups was not recorded."""
 
 Steps = Generator[None, None, list[StepResult]]
 """A replay: it yields between rounds, so that other work can run, and returns the results to

@@ -36,7 +36,7 @@ Round = Callable[[], list[StepResult]]
 """A round that is ready to run: the results of its sequence, and of forks that it made."""
 
 MAX_WAKES = 200
-"""Maximum wake-ups per sequence that the sequences of a request cause before one of them samples.
+"""Bound on the wake-ups that the sequences of a request cause without sampling, for each sequence.
 At a barrier, each sequence is woken once by each other sequence."""
 MAX_ALONG = 16
 """Maximum number of decisions along a draft."""
@@ -178,11 +178,12 @@ class SequenceGroup:
         wait: bool = True,
         distributions: Sequence[Distribution] = (),
     ) -> tuple[ControlledSequence, Round] | None:
-        """The round of a sequence after the model sampled ``tokens``, or after the GPU worker ended
-        it, with ``stop`` before that stop string. None if the sequence does not wait for the model.
+        """The round of a sequence after the model has sampled ``tokens``, or after the GPU worker
+        has ended the sequence. Returns None if the sequence does not wait for the model.
 
-        Tokens of ``draft`` may follow. ``distributions``: those of ``tokens``, if queried. Raises
-        GroupBusy without ``wait``, if another thread has the group's lock.
+        ``stop``: the text ends before this stop string. ``draft``: tokens that may follow.
+        ``distributions``: the distributions of ``tokens``, if queried. Without ``wait``, raises
+        GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
@@ -235,7 +236,7 @@ class SequenceGroup:
 
     def begins_idle(self) -> bool:
         """Whether all sequences are suspended, so that the caller must schedule a call of
-        ``wake_idle``. True is returned once for each such time."""
+        ``wake_idle``. Returns True only once before each ``wake_idle``."""
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
             self._timed |= begins

@@ -150,7 +150,7 @@ class ControllerWorker:
         """Separate threads for START: it may take a second, or longer if a grammar has to be
         compiled, and must not delay rounds."""
         self._flushes = Pool(1, "results")
-        """Sends results that slower rounds hold back; the main loop must not wait."""
+        """Sends results that wait for slower rounds, because the main loop must not wait."""
         self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads modules that other machines need; these jobs do not wait for other workers."""
