@@ -161,9 +161,9 @@ class StateWorker:
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
-        """Drops the variables of requests that have ended at the broker of a link, or are not
-        there, unless another broker may have them. ``elsewhere``: they may continue under another
-        broker, which has not sent an operation yet."""
+        """Drops the variables of requests that the broker of a link has ended or does not have,
+        unless another broker may have them. ``elsewhere``: whether another broker may continue the
+        requests although it has not sent an operation yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())
