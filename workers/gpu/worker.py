@@ -223,7 +223,8 @@ class GpuWorker:
             self._bus.flush()
 
     def _step(self) -> None:
-        """Runs one step of each model that has work, and sends one message with all its tokens."""
+        """Runs one step of each model that has work, and sends the tokens of each step in one
+        message."""
         for model, engine in self._models.engines.items():
             if not engine.has_work:
                 continue

@@ -29,8 +29,8 @@ DEVICE_PART = 0.9
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
-"""Number of steps in which a batch computes the random numbers of many steps ahead
-(``races.Ahead``) and replaces them once."""
+"""Number of steps after which a batch has computed the random numbers of many later steps
+(``races.Ahead``), and has replaced them once."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling that takes the most memory: it sorts the vocabulary."""
 
