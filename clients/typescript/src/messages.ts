@@ -137,9 +137,9 @@ export interface Hello {
    */
   readonly begin?: boolean | undefined;
   /**
-   * Whether the session may have been at another broker since it was last at this one. The broker
-   * then asks the workers for its live streams, and the client sends its buffers again. Default:
-   * false.
+   * Whether the session may have used another broker since its last connection to this broker. The
+   * broker then asks the workers for its live streams, and the client sends its buffers again.
+   * Default: false.
    */
   readonly elsewhere?: boolean | undefined;
   /** Name and version of the program, for the operator. */
