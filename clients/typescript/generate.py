@@ -383,8 +383,11 @@ def _comment(text: str, indent: str = "") -> str:
         return f"{indent}/** {short} */\n"
     lines: list[str] = []
     for paragraph in plain.split("\n\n"):
-        wrapped = textwrap.wrap(" ".join(paragraph.split()), WIDTH - len(indent) - 3)
-        lines += [*([""] if lines else []), *wrapped]
+        lines += [""] if lines else []
+        for item in re.split(r"\n(?=- )", paragraph):
+            hang = "  " if item.startswith("- ") else ""
+            text = " ".join(item.split())
+            lines += textwrap.wrap(text, WIDTH - len(indent) - 3, subsequent_indent=hang)
     body = "".join(f"{indent} *{f' {line}' if line else ''}\n" for line in lines)
     return f"{indent}/**\n{body}{indent} */\n"
 

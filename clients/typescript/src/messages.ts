@@ -147,11 +147,13 @@ export interface Hello {
   /**
    * Optional features of the client.
    *
-   * - `ping`: the client sends PING, and its session may expire - `ack`: the client's PINGs have
-   * `ack` - `bodies`: the client accepts several bodies in one TOKEN - `columns`: the client
-   * accepts TOKEN in columns, which are only sent in msgpack - `text_columns`: with `columns`, the
-   * client accepts rows with text - `recover`: the client handles `Welcome.recovering` - `gateway`:
-   * the client carries messages of other users, so it never has the operator's rights
+   * - `ping`: the client sends PING, and its session may expire
+   * - `ack`: the client's PINGs have `ack`
+   * - `bodies`: the client accepts several bodies in one TOKEN
+   * - `columns`: the client accepts TOKEN in columns, which are only sent in msgpack
+   * - `text_columns`: with `columns`, the client accepts rows with text
+   * - `recover`: the client handles `Welcome.recovering`
+   * - `gateway`: the client carries messages of other users, so it never has the operator's rights
    */
   readonly capabilities?: readonly string[] | undefined;
 }
