@@ -79,7 +79,7 @@ export class Call {
   readonly #seen = new Map<number, number>();
   /** Number of entries of this attempt, by sequence. The first `#seen` of them are duplicates. */
   readonly #came = new Map<number, number>();
-  /** Sequences whose end was delivered, of all attempts. */
+  /** Sequences whose end was delivered, in any attempt. */
   readonly #ends = new Set<number>();
   /** Sequences that have ended in this attempt. */
   readonly #endsAgain = new Set<number>();
@@ -128,8 +128,8 @@ export class Call {
 
   /**
    * Counts the end of a sequence. Returns the entry with `live` as the reader sees it: without the
-   * sequences that are live in this attempt, but whose end an earlier attempt has delivered. In each
-   * attempt, sequences may end in another order.
+   * sequences that are live in this attempt although an earlier attempt has delivered their end. The
+   * order in which sequences end differs between attempts.
    */
   ended(entry: Token, isNew: boolean): Token {
     this.#endsAgain.add(entry.seq);
