@@ -317,9 +317,10 @@ static inline tb_recognizer *tb_string_recognizer(const tb_string_calls *calls) 
 // TB_STRING_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
 // number or a struct that may be copied, and four functions without side effects:
 //
-// static S name_initial(void); static S name_append(S state, const char *suffix, uint32_t len);  //
-// an allowed string static void name_allowed(S state, tb_strings *strings);           //
-// tb_strings_add each static bool name_special_allowed(S state, tb_special token);
+//     static S name_initial(void);
+//     static S name_append(S state, const char *suffix, uint32_t len);  // an allowed string
+//     static void name_allowed(S state, tb_strings *strings);           // tb_strings_add each
+//     static bool name_special_allowed(S state, tb_special token);
 //
 // `allowed` is called for each string that ends inside a token, so it must be fast. States that are
 // equal byte by byte share the result.
