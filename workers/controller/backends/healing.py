@@ -170,8 +170,9 @@ class HealingController:
         return Answer(Action.SPLICE, backtrack=self._after + 1, tokens=tokens)
 
     def _beginning(self, answer: Answer, mask: bytes) -> Iterator[int]:
-        """The tokens that begin with the prompt's text and continue as the constraint allows;
-        ``answer`` and ``mask`` are its decision at its beginning."""
+        """The tokens that begin with the removed token's text and continue as the constraint
+        allows. ``answer`` and ``mask`` are the constraint's decision at the beginning of its
+        text."""
         table = _table(self._host.vocabulary)  # type: ignore[arg-type]
         every = int.from_bytes(table.all_text, "little")
         if answer.masked and int.from_bytes(mask, "little") & every == every:
