@@ -41,6 +41,9 @@ worker's time."""
 GRACE_S = 1.0
 """CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
 stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
+EXCESS_S = 0.25
+"""CPU time beyond the duration of its requests after which a process is killed, in seconds. A guest
+has no threads, so only its runtime uses such time, a few milliseconds at its start."""
 WATCHED_S = 0.05
 """Duration of a call from which the watchdog reads the CPU time of its process, in seconds."""
 BUSY_S = 0.005
@@ -237,7 +240,7 @@ class GuestProcess:
             seen = self._seen = _Seen(now_s, self._served_s + running_s, self._cpu_s())
         used_s = seen.cpu_s - before.cpu_s
         self._excess_s = max(0.0, self._excess_s + used_s - (seen.served_s - before.served_s))
-        if self._excess_s > GRACE_S:
+        if self._excess_s > EXCESS_S:
             self._kill_compromised("it used CPU time without a call")
         elif used_s > BUSY_S and (threads := _num_threads(self.pid)) > MAX_THREADS:
             self._kill_compromised(f"it has {threads} threads; at most {MAX_THREADS} are allowed")

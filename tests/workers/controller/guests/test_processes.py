@@ -306,7 +306,7 @@ def test_the_second_process_that_runs_without_a_call_ends_the_sequence(
             return bool(process.dead)
 
         with monkeypatch.context() as patch:
-            patch.setattr(process_module, "GRACE_S", 0.02)
+            patch.setattr(process_module, "EXCESS_S", 0.02)
             until(runs, 120, "the process is killed")
         assert process.dead == "it used CPU time without a call"
 
