@@ -161,6 +161,8 @@ class Zygote:
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
         """Runs a guest process in the new fork."""
         try:
+            # Where the kernel shares CPU time by session, many threads count as one tenant.
+            os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(0)
