@@ -9,6 +9,9 @@
   tokens per second at the capacity. The GPU is simulated, and half of the requests have a timeout
   that may expire in the queue.
 - Memory: the growth of broker and worker over 200,000 short streams with the simulated GPU.
+- Attach: the connection of a client with 1,000 live streams is cut. The figure is the time from the
+  client's ATTACHes on the next connection until each stream has received its next token. The GPU
+  is simulated.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 import random
 import re
 import signal
@@ -31,6 +35,7 @@ from typing import Any
 
 import psutil
 import zmq
+from _attach import come_back
 from _report import arguments, report
 from _served import GPU, HERE, START_S, end, environment
 from tokenbus.broker.core import Broker
@@ -59,6 +64,9 @@ NOTES = {
     "overload_rss_mb": "growth of the broker's memory at 10 times capacity, MiB",
     "rss_growth_mb": "growth of broker and worker over 200,000 short streams, MiB; at most 30",
     "streams_per_s": "short streams per second",
+    "attach_after_ms": "ms from the ATTACHes of 1,000 streams to the next token of each stream",
+    "back_after_ms": "ms from the cut of the connection to the next token of each stream",
+    "attach_cpu_ms": "ms of CPU time that a return takes, of broker, worker and client together",
 }
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
@@ -362,6 +370,25 @@ def memory(folder: Path, count: int) -> dict[str, float]:
     return {"rss_growth_mb": after - before, "streams_per_s": count / took}
 
 
+# --- attach ---------------------------------------------------------------------------------------
+
+
+def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, float]:
+    """The return of a client to ``streams`` streams that have received at least ``tokens`` tokens
+    each; medians of ``rounds`` returns."""
+    settings = {"capacity": str(streams), "max_running": str(streams)}
+    # The streams must not be preempted. The simulated device does not write to this memory.
+    settings["kv_cache_bytes"] = str(4096 * MIB)
+    with standin(folder, FORWARD_S, **settings) as (system, worker):
+        pids = (system.broker.pid, worker, os.getpid())
+        returns = asyncio.run(come_back(system.front, streams, tokens, rounds, pids))
+    return {
+        "attach_after_ms": statistics.median(one.attach_s for one in returns) * 1000,
+        "back_after_ms": statistics.median(one.cut_s for one in returns) * 1000,
+        "attach_cpu_ms": statistics.median(one.cpu_s for one in returns) * 1000,
+    }
+
+
 def main() -> None:
     """Measures and reports."""
     args = arguments(__doc__)
@@ -373,6 +400,7 @@ def main() -> None:
         results |= moves(folder / "moves", 1 if quick else 5, 800)
         results |= overload(folder / "overload", 1 if quick else 3, 10.0 if quick else 20.0)
         results |= memory(folder / "memory", 10_000 if quick else 200_000)
+        results |= attach(folder / "attach", 1 if quick else 7, 1_000, 200)
     report(results, NOTES, args.json)
 
 

@@ -111,6 +111,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
     addition to the controller's own time limits. Starting a controller counts too: compiling a
     grammar may take 100 seconds."""
+    controller_fuel_per_ms: AtLeastZero = 0
+    """Wasm instructions that a controller may execute for each millisecond of these limits, so that
+    all machines decide alike; a second more of CPU time ends the call. 0: only CPU time counts."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128

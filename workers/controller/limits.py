@@ -17,6 +17,9 @@ class Limits:
     pre_s: float = 0.001
     mid_s: float = 0.020
     post_s: float = 0.001
+    fuel_per_ms: int = 0
+    """Wasm instructions that a guest may execute for each millisecond of a call's limit, so that
+    the limit ends the same calls on every machine; 0: CPU time decides."""
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000

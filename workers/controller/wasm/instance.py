@@ -48,6 +48,15 @@ _OnEpoch = ctypes.CFUNCTYPE(
 _set_epoch_callback = _held.wasmtime_store_epoch_deadline_callback
 _set_epoch_callback.restype = None
 _set_epoch_callback.argtypes = [ctypes.c_void_p, _OnEpoch, ctypes.c_void_p, ctypes.c_void_p]
+_set_fuel = _held.wasmtime_context_set_fuel
+_set_fuel.restype = ctypes.c_void_p
+_get_fuel = _held.wasmtime_context_get_fuel
+_get_fuel.restype = ctypes.c_void_p
+KILL_S = 1.0
+"""CPU time beyond the limit of a call whose instructions are counted, in seconds. After this time,
+the call ends although it has instructions left."""
+WORK_S = 3e-6
+"""CPU time of a unit of host work, in seconds, for which instructions are counted."""
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
 """Linux has this advice since 5.14; on older kernels, the call has no effect."""
@@ -76,7 +85,7 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     now = time.thread_time()
     if guest._ticked_at is None:
         guest._ticked_at = now
-    elif now - guest._ticked_at >= guest._limit_s:
+    elif now - guest._ticked_at >= guest._limit_s + guest._more_s:
         guest._timed_out = True
         made: int = _error_new(b"timed out")
         return made
@@ -180,6 +189,8 @@ class Guest:
         self._limit_s = limits.init_s
         self._ticked_at: float | None = None
         self._timed_out = False
+        self._fuel_per_s = 1000 * limits.fuel_per_ms
+        self._more_s = KILL_S if self._fuel_per_s else 0.0
         self.host_work = 0
         """Work of host functions since the guest's CPU time was last checked, in the units of
         ``CHECKED_WORK``."""
@@ -200,6 +211,8 @@ class Guest:
         )
         self._context = self._store._context()
         self._instance = ffi.wasmtime_instance_t()
+        if self._fuel_per_s:
+            self._refuel()
         self._run("start", lambda: self._instantiate())
         exported = self._export("memory")
         if exported is None or exported.kind != ffi.WASMTIME_EXTERN_MEMORY.value:
@@ -281,6 +294,8 @@ class Guest:
         running.guest = self
         self._limit_s = limit_s
         self._ticked_at = None
+        if self._fuel_per_s:
+            self._refuel()
         values = self._values
         error = _call(self._context, function, values, _FOUR, self._trap_at)
         if error or self._trap:
@@ -311,13 +326,39 @@ class Guest:
         Ticks alone do not stop a guest that calls one host function after another: they take effect
         only in loops and at calls of its own functions.
         """
+        if self._fuel_per_s:
+            self._burn(int(self.host_work * WORK_S * self._fuel_per_s))
         self.host_work = 0
         now = time.thread_time()
         if self._ticked_at is None:
             self._ticked_at = now
-        elif now - self._ticked_at >= self._limit_s:
+        elif now - self._ticked_at >= self._limit_s + self._more_s:
             self._timed_out = True
             raise ControllerError(Code.CONTROLLER_TIMEOUT, "timed out")
+
+    @property
+    def _fuel(self) -> int:
+        """Instructions that the current call may execute."""
+        return int(self._limit_s * self._fuel_per_s)
+
+    def _refuel(self) -> None:
+        _set_fuel(self._context, ctypes.c_uint64(self._fuel))
+
+    def _burn(self, fuel: int) -> None:
+        """Counts the work of host functions as instructions; raises ControllerError if the call has
+        none left."""
+        left = ctypes.c_uint64()
+        _get_fuel(self._context, ctypes.byref(left))
+        if left.value < fuel:
+            raise self._out_of_fuel()
+        _set_fuel(self._context, ctypes.c_uint64(left.value - fuel))
+
+    def _out_of_fuel(self) -> ControllerError:
+        return ControllerError(
+            Code.CONTROLLER_TIMEOUT,
+            f"it executed more than the {self._fuel:,} instructions of its "
+            f"{self._limit_s * 1000:g} ms",
+        )
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -517,6 +558,9 @@ class Guest:
             raise ControllerError(fault.code, f"{name}: {fault.message}") from None
         if fault is not None:
             raise fault
+        if trap is not None and trap.trap_code is wasmtime.TrapCode.OUT_OF_FUEL:
+            fault = self._out_of_fuel()
+            raise ControllerError(fault.code, f"{name}: {fault.message}")
         if trap is not None:
             said = _TRAPS.get(trap.trap_code, trap.message) if trap.trap_code else trap.message
             said = said.format(stack=self.limits.stack_bytes)

@@ -26,6 +26,7 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
     """The engine of a worker: one for all its guests."""
     config = wasmtime.Config()
     config.epoch_interruption = True
+    config.consume_fuel = limits.fuel_per_ms > 0
     config.max_wasm_stack = limits.stack_bytes
     config.parallel_compilation = True
     config.cranelift_nan_canonicalization = True
