@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,6 +32,7 @@ from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
 from .generations import Generations, begun
 from .logprobs import ChatLogprobs, Sampled, compose, token_logprobs
+from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, set_fields
 from .usage import Counter
 
@@ -44,6 +45,7 @@ class ChatJob:
     prepared: Prepared
     generations: Generations
     counter: Counter
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -68,7 +70,16 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
     # The names of special tokens inside an answer with parts would be read as tags.
     generations.shown = body.shown_text(prepared.model, special=prepared.form is None)
-    return ChatJob(body, prepared, generations, counter)
+    job = ChatJob(body, prepared, generations, counter)
+    if body.prompt_logprobs is not None:
+        try:
+            job.prompt_logprobs = await prompt_logprobs(
+                gateway.client, prepared.model, prepared.ids, body.prompt_logprobs
+            )
+        except BaseException:
+            generations.close()
+            raise
+    return job
 
 
 def chat_generations(
@@ -110,6 +121,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
         choices,
         job.counter.usage(),
         ids,
+        job.prompt_logprobs,
     )
 
 

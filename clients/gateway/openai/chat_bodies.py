@@ -22,6 +22,7 @@ from ..field_types import (
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns
+from .prompt_logprobs import PromptLogprobs
 from .token_fields import TokenFields
 from .usage import Usage
 
@@ -137,7 +138,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             )
         if self.functions and self.tools:
             raise invalid_field("functions", "functions is the older form of tools; give one")
-        check_max_tokens("truncate_prompt_tokens", self.truncate_prompt_tokens)
+        self.check_prompt()
         check_max_tokens("max_tokens", self.max_tokens)
         check_max_tokens("max_completion_tokens", self.max_completion_tokens)
         both = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -237,6 +238,7 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     """``return_token_ids``: the tokens of the prompt."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):

@@ -10,10 +10,11 @@ from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
-from ..field_types import RestOfContext, TopLogprobs, check_max_tokens
+from ..field_types import RestOfContext, TopLogprobs
 from .fields import SampledRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs
+from .prompt_logprobs import PromptLogprobs
 from .token_fields import TokenFields
 from .usage import Usage
 
@@ -48,7 +49,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
         """Raises ApiError 400 if fields contradict each other or are not supported."""
         if self.suffix and self.echo:
             raise invalid_field("suffix", "suffix cannot be combined with echo; leave one out")
-        check_max_tokens("truncate_prompt_tokens", self.truncate_prompt_tokens)
+        self.check_prompt()
         if self.max_tokens == 0 and not self.echo:
             raise invalid_field("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
         if self.best_of is not None:
@@ -104,6 +105,7 @@ class CompletionChoice(TokenFields):
     finish_reason: str | None
     """``stop``, ``length`` or ``error``."""
     tokenbus: Receipt | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):

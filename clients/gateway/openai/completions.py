@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,17 +35,20 @@ from .logprobs import (
     cumulative,
     reported,
 )
+from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, ids_of, set_fields
 from .usage import Counter
 
 
 @dataclass
 class Echo:
-    """A prompt with which its completions begin."""
+    """The parts of a prompt that its completions have."""
 
     text: str = ""
     sampled: Sampled | None = None
     """The prompt's tokens and log-probabilities, if requested."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """The field ``prompt_logprobs`` of the choices."""
 
 
 @dataclass
@@ -93,6 +96,13 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
         prompts, echoes = await _echoes(gateway, body, model, prompts, counter)
     if body.return_token_ids:
         prompts = [one if isinstance(one, list) else await model.tokenize(one) for one in prompts]
+    if body.prompt_logprobs is not None:
+        tokenized = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
+        prompts = [*tokenized]
+        for echo, ids in zip(echoes, tokenized, strict=True):
+            echo.prompt_logprobs = await prompt_logprobs(
+                gateway.client, model, ids, body.prompt_logprobs
+            )
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
@@ -207,6 +217,7 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
         logprobs,
         finish_reason(sequence.finish_reason),
         receipt_of(job.body.own_constraint, sequence, None) or UNSET,
+        echo.prompt_logprobs,
     )
 
 

@@ -26,7 +26,9 @@ from ..field_types import (
     StopIds,
     Temperature,
     TopK,
+    TopLogprobs,
     TopPOrZero,
+    check_max_tokens,
     kept_tokens,
     seed_of,
     stops_of,
@@ -163,6 +165,8 @@ class SampledRequest(TextRequest):
     # Fields that vLLM adds.
     truncate_prompt_tokens: PromptTokens | None = None
     """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Number of alternatives that are reported with each token of the prompt. Not in a stream."""
     include_stop_str_in_output: bool | None = None
     """Whether the text has the stop string that ended it. Default: false."""
     skip_special_tokens: bool | None = None
@@ -183,6 +187,15 @@ class SampledRequest(TextRequest):
         """Whether every chunk of a stream has the usage so far."""
         given = self.stream_options
         return self.include_usage and given is not None and bool(given.continuous_usage_stats)
+
+    def check_prompt(self) -> None:
+        """Raises ApiError 400 if the fields about the prompt are not valid."""
+        check_max_tokens("truncate_prompt_tokens", self.truncate_prompt_tokens)
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid_field(
+                "prompt_logprobs",
+                "prompt_logprobs is not available in a stream; leave out prompt_logprobs or stream",
+            )
 
     def shown_text(self, model: ServedModel, special: bool) -> ShownText | None:
         """The text to add to the answers; None if nothing is added. ``special``: whether the names

@@ -135,3 +135,28 @@ def test_functions_are_called_in_the_older_form(gateway: Gateway) -> None:
     assert deltas[0]["name"] == "weather"
     assert "".join(delta["arguments"] for delta in deltas) == called["arguments"]
     assert choices[-1]["finish_reason"] == "function_call"
+
+
+def test_a_prompt_has_log_probabilities(gateway: Gateway) -> None:
+    body = {"model": MODEL, "prompt": ["def add(a, b):", "x"], "max_tokens": 1, "temperature": 0}
+    url = f"{gateway.url}/v1/completions"
+    answer = httpx.post(url, json={**body, "prompt_logprobs": 2}, timeout=300).json()
+    echoed = {**body, "echo": True, "logprobs": 2, "max_tokens": 0}
+    echo = httpx.post(url, json=echoed, timeout=300).json()
+    for choice, same in zip(answer["choices"], echo["choices"], strict=True):
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        logprobs = same["logprobs"]
+        assert len(rest) == len(logprobs["tokens"]) - 1
+        for place, token, logprob in zip(
+            rest, logprobs["tokens"][1:], logprobs["token_logprobs"][1:], strict=True
+        ):
+            assert logprob in [one["logprob"] for one in place.values()]
+            assert token in [one["decoded_token"] for one in place.values()]
+            assert [one["rank"] for one in place.values()][:2] == [1, 2]
+    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0}
+    chat_url = f"{gateway.url}/v1/chat/completions"
+    found = httpx.post(chat_url, json=asked, timeout=300).json()
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    refused = httpx.post(chat_url, json={**asked, "stream": True}, timeout=300)
+    assert refused.json()["error"]["param"] == "prompt_logprobs"

@@ -1,0 +1,60 @@
+"""``prompt_logprobs``: the log-probabilities of a prompt's tokens, in vLLM's form."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from ....protocol.errors import TokenbusError
+from ... import AsyncClient
+from ..errors import from_tokenbus
+from ..models import ServedModel
+from .logprobs import UNLIKELY, check_alternatives, compose
+
+
+class PromptLogprob(Struct):
+    """A token at a place of a prompt."""
+
+    logprob: float
+    rank: int | None
+    """1 plus the number of more likely tokens; null if the token is not among the most likely."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, the token itself and the most likely tokens, by their ids; null for
+the first token."""
+
+
+async def prompt_logprobs(
+    client: AsyncClient, model: ServedModel, ids: list[int], count: int
+) -> PromptLogprobs:
+    """The log-probabilities of a prompt, with ``count`` alternatives for each token. Raises
+    ApiError."""
+    alternatives = len(ids) * (1 + count)
+    check_alternatives(alternatives)
+    if len(ids) < 2:
+        return [None] * len(ids)
+    try:
+        scores = await client.score(ids[:1], ids[1:], model=model.name, top_logprobs=count)
+    except TokenbusError as error:
+        error.path = "$.prompt" if error.path == "$.scored" else error.path
+        raise from_tokenbus(error) from None
+    places = list(zip(scores.tokens, scores.logprobs, scores.top_logprobs, strict=True))
+    found = await compose(alternatives, lambda: [_place(model, count, *one) for one in places])
+    return [None, *found]
+
+
+def _place(
+    model: ServedModel, count: int, token: int, logprob: float, tops: dict[int, float]
+) -> dict[str, PromptLogprob]:
+    likeliest = sorted(tops.items(), key=lambda one: -one[1])[:count]
+    found = {
+        str(one): PromptLogprob(value, rank, model.text_of(one))
+        for rank, (one, value) in enumerate(likeliest, 1)
+    }
+    if str(token) not in found:
+        value = logprob if math.isfinite(logprob) else UNLIKELY
+        found[str(token)] = PromptLogprob(value, None, model.text_of(token))
+    return found
