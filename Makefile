@@ -14,7 +14,7 @@ SCRIPTS := $(wildcard workers/controller/scripts/*/*.c)
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-paused test-long model mutants fuzz chaos ray triton lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long test-clients model mutants fuzz chaos ray triton lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -68,6 +68,13 @@ test-paused: install
 # Runs the property tests with twenty times as many examples.
 test-long: install
 	$(PYTEST) -m 'hypothesis or long' --hypothesis-profile long --timeout 7200 $(ARGS)
+
+# Installs clients of other projects into build/clients, in the versions of tests/agents/environments,
+# and runs them against a gateway: make test-clients CLIENTS='openai codex'. The default is all clients.
+CLIENTS ?= $(sort $(patsubst tests/agents/with_%.py,%,$(wildcard tests/agents/with_*.py)))
+test-clients: install
+	$(PY) -m tests.agents.install $(CLIENTS)
+	$(PY) -m pytest -p no:xdist $(CLIENTS:%=tests/agents/with_%.py) $(ARGS)
 
 # Plays all runs of a small simulated system with up to two failures, first with one broker and then with
 # two, in about five minutes on two cores: make model ARGS='--failures 3' takes hours.

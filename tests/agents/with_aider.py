@@ -1,0 +1,33 @@
+"""Aider, which has no tools: each question continues the chat that its history file has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .install import FOLDER
+from .local import INTERRUPTED, QUESTIONS, Local, plain
+
+PROGRAM = FOLDER / "aider" / "bin" / "python"
+SETTINGS = """\
+model: openai/gpt-4o
+restore-chat-history: true
+analytics-disable: true
+check-update: false
+show-release-notes: false
+show-model-warnings: false
+git: false
+yes-always: true
+"""
+
+
+def test_a_chat_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
+    (tmp_path / ".aider.conf.yml").write_text(SETTINGS)
+    for number, question in enumerate(QUESTIONS):
+        command = [PROGRAM, "-m", "aider", "--message", question]
+        if number == INTERRUPTED:
+            local.interrupt(command, tmp_path)
+        else:
+            assert "Done: that is the answer." in local.run(command, tmp_path).stdout
+    text = plain(next(p for p in reversed(local.prompts) if QUESTIONS[-1] in p))
+    assert plain(QUESTIONS[-1]) in text
+    assert "Done:thatistheanswer." in text

@@ -1,0 +1,21 @@
+"""Claude Code without a terminal: each question continues the session in the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .install import FOLDER
+from .local import INTERRUPTED, QUESTIONS, Local, check_turns
+
+PROGRAM = FOLDER / "claude_code" / "node_modules" / ".bin" / "claude"
+STREAM = ["--output-format", "stream-json", "--verbose"]
+
+
+def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
+    for number, question in enumerate(QUESTIONS):
+        command = [PROGRAM, "-p", question, *STREAM, *(["--continue"] if number else [])]
+        if number == INTERRUPTED:
+            local.interrupt(command, tmp_path)
+        else:
+            assert "Done: that is the answer." in local.run(command, tmp_path).stdout
+    check_turns(local.prompts[-1])

@@ -1,0 +1,37 @@
+"""Codex without a terminal: each question resumes the last session."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from .install import FOLDER
+from .local import INTERRUPTED, QUESTIONS, Local, check_turns
+
+PROGRAM = FOLDER / "codex" / "node_modules" / ".bin" / "codex"
+CONFIG = """\
+model_provider = "local"
+check_for_update_on_startup = false
+
+[model_providers.local]
+name = "local"
+base_url = "{url}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+
+[analytics]
+enabled = false
+"""
+
+
+def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    (tmp_path / ".codex").mkdir()
+    (tmp_path / ".codex" / "config.toml").write_text(CONFIG.format(url=local.url))
+    for number, question in enumerate(QUESTIONS):
+        command = [PROGRAM, "exec", *(["resume", "--last"] if number else []), question]
+        if number == INTERRUPTED:
+            local.interrupt(command, tmp_path)
+        else:
+            assert "Done: that is the answer." in local.run(command, tmp_path).stdout
+    check_turns(local.prompts[-1])

@@ -1,0 +1,19 @@
+"""The package ai with its providers for OpenAI, compatible servers, Anthropic and DeepSeek."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .install import FOLDER
+from .local import PROGRAMS, Local, check_conversation, conversations
+
+
+def test_a_conversation_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
+    # Node looks for packages in the folders above a program.
+    program = shutil.copy(PROGRAMS / "vercel_ai.mjs", FOLDER / "vercel_ai")
+    local.run(["node", program], tmp_path)
+    held = conversations(local.prompts)
+    # The provider for OpenAI's chat sends back no thinking, and that for DeepSeek only the last.
+    for prompts, thinking in zip(held, (True, False, True, True, False), strict=True):
+        check_conversation(prompts, thinking=thinking)
