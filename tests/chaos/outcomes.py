@@ -12,7 +12,7 @@ from typing import Any
 from tokenbus.clients import GeneratedSequence
 
 TOLERANCE = 1e-4
-"""Maximum difference of log-probabilities, whose last bits depend on the shape of the batch."""
+"""Maximum difference of log-probabilities whose last bits depend on the shape of the batch."""
 
 
 @dataclass
@@ -22,8 +22,10 @@ class Outcome:
     parts: dict[str, Any] = field(default_factory=dict)
     """The fields that must be equal."""
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    """The fields that must be equal up to ``TOLERANCE``."""
+    """The fields that must be equal, up to ``TOLERANCE`` if an outcome is not exact."""
     error: str | None = None
+    exact: bool = False
+    """Whether the receipts of all sequences say so. Exact outcomes must have equal bits."""
 
     def difference(self, other: Outcome) -> str | None:
         """The first difference of each part; None if the outcomes are equal."""
@@ -36,9 +38,10 @@ class Outcome:
                 different.append(f"{name}: {_first_difference(ours, theirs)}")
         if different:
             return "; ".join(different)
+        tolerance = 0.0 if self.exact and other.exact else TOLERANCE
         for name, numbers in self.logprobs.items():
             for i, (a, b) in enumerate(zip(numbers, other.logprobs[name], strict=True)):
-                if not _close(a, b):
+                if not _close(a, b, tolerance):
                     return f"{name}, number {i}: {a!r}, and {b!r}"
         return None
 
@@ -50,7 +53,7 @@ class Outcome:
 
 def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
     """The outcome of a stream of the bus."""
-    made = Outcome()
+    made = Outcome(exact=all(one.exact for one in sequences))
     for one in sequences:
         name = f"sequence {one.seq} of {one.parent}: "
         # The counts of the prompt are left out, because cached tokens depend on earlier requests.
@@ -72,6 +75,7 @@ def outcome_of_events(lines: Iterable[str]) -> Outcome:
     choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
     rest: list[Any] = []
     likely: list[Any] = []
+    receipts: list[bool] = []
     for line in lines:
         if not line:
             continue
@@ -83,6 +87,8 @@ def outcome_of_events(lines: Iterable[str]) -> Outcome:
         if "error" in chunk:
             made.error = json.dumps(chunk["error"])
         for choice in chunk.pop("choices", []):
+            if choice["finish_reason"] is not None:
+                receipts.append(choice.get("tokenbus", {}).get("exact", False))
             likely += _numbers(choice.get("logprobs"))
             _join(choices[choice["index"]], choice)
         chunk.pop("id", None)
@@ -94,6 +100,7 @@ def outcome_of_events(lines: Iterable[str]) -> Outcome:
     made.parts = {f"choice {index}": pieces for index, pieces in sorted(choices.items())}
     made.parts["rest"] = rest
     made.logprobs["logprobs"] = likely
+    made.exact = bool(receipts) and all(receipts)
     return made
 
 
@@ -140,10 +147,11 @@ def _only_text(choice: dict[str, Any]) -> str | None:
     return None if choice.get("logprobs") else text or ""
 
 
-def _close(a: Any, b: Any) -> bool:
+def _close(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, list):
-        return len(a) == len(b) and all(map(_close, a, b))
-    return bool(abs(a - b) <= TOLERANCE or (math.isnan(a) and math.isnan(b)))
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(_close(one, other, tolerance) for one, other in pairs)
+    return bool(abs(a - b) <= tolerance or (math.isnan(a) and math.isnan(b)))
 
 
 def _first_difference(ours: Any, theirs: Any) -> str:

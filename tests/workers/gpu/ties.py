@@ -1,7 +1,8 @@
 """Ties between tokens: two kernels round differently, and the last bits of a logit decide.
 
-Two runs of a request agree up to their first tie. Both tokens of a tie are what the request's own
-sampling chooses, if the logit of either is greater by ``shapes.TIE``.
+Two runs of a request agree up to their first tie, and without an exception if both are exact. Both
+tokens of a tie are what the request's own sampling chooses, if the logit of either is greater by
+``shapes.TIE``.
 """
 
 from __future__ import annotations
@@ -81,14 +82,21 @@ class Outputs:
 
     streams: dict[tuple[int, int], list[TokenOutput]] = field(default_factory=dict)
     asked: Mapping[int, Asked] = field(default_factory=dict)
+    arithmetic: str = ""
+    """The arithmetic of an exact engine; else empty."""
 
     @classmethod
     def of(cls, engine: RecordingEngine, outputs: Sequence[TokenOutput]) -> Outputs:
         """The outputs of an engine, by sequence."""
-        found = cls(asked=engine.asked)
+        found = cls(asked=engine.asked, arithmetic=engine.path.arithmetic)
         for output in outputs:
             found.streams.setdefault((output.request, output.seq), []).append(output)
         return found
+
+    def tolerance(self, other: Outputs) -> float:
+        """How much the log-probabilities may differ; 0 if both engines are exact, with the same
+        arithmetic. Then no tie may be decided differently."""
+        return 0.0 if self.arithmetic and self.arithmetic == other.arithmetic else 1e-4
 
     def compared(self, key: tuple[int, int], other: Sequence[TokenOutput]) -> int:
         """The number of outputs of a sequence that must be equal to ``other``: those before a
