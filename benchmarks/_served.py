@@ -77,17 +77,17 @@ class System:
             self.close()
             raise
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_S) -> None:
         """Waits until all workers have registered and the model is loaded."""
-        deadline = time.monotonic() + START_S
-        with Client(self.front, patience_s=START_S) as client:
+        deadline = time.monotonic() + seconds
+        with Client(self.front, patience_s=seconds) as client:
             while time.monotonic() < deadline:
                 with contextlib.suppress(TokenbusError):
                     workers = client.status(timeout_s=5.0).workers
                     if {w.role for w in workers if w.role != "gpu" or w.models} == self._roles:
                         return
                 time.sleep(0.1)
-        raise SystemExit(f"the system did not start within {START_S:g} s; see {self._log.name}")
+        raise SystemExit(f"the system did not start within {seconds:g} s; see {self._log.name}")
 
     def close(self) -> None:
         """Ends the workers, then the broker."""
@@ -106,9 +106,17 @@ class System:
     ) -> None:
         self.close()
 
-    def _started(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def start(self, arguments: Sequence[str], **settings: str) -> None:
+        """Starts another process, with further ``settings``."""
+        self.processes.append(self._started([*arguments], **settings))
+
+    def _started(self, arguments: list[str], **settings: str) -> subprocess.Popen[bytes]:
+        more = {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
         return subprocess.Popen(
-            [sys.executable, *arguments], env=self._settings, stdout=self._log, stderr=self._log
+            [sys.executable, *arguments],
+            env=self._settings | more,
+            stdout=self._log,
+            stderr=self._log,
         )
 
 

@@ -2,18 +2,23 @@
 throughput with ``exact`` on and off.
 
 The model is the embedded one. Batches of 1 to 64 streams run with shared prefixes, chunks of
-several sizes, drafts, forks, a small KV cache and moves to another engine. Everything runs in one
-process.
+several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
+Each batch also runs on two worker processes, one of which is killed.
 """
 
 from __future__ import annotations
 
 import random
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from _exact_kills import KilledWorkers
 from _report import arguments, report
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
@@ -21,6 +26,8 @@ from tokenbus.workers.gpu.model.cpu_native.functions import exact_functions
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.gpu.sampling.sampler import score
 
+ZERO = ("differing_bits", "streams_that_are_not_exact", "exact_vs_transformers")
+"""The results whose target is 0."""
 NEW = 48
 """Number of tokens of each stream."""
 CHUNKS = (17, 100, 2048)
@@ -72,38 +79,67 @@ def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> St
     return found
 
 
-def compare(loaded: LoadedModel, tokens: int) -> dict[str, float]:
-    """Compares at least ``tokens`` tokens of batches with the same requests alone; counts the
-    tokens whose bits differ."""
-    rng, compared, differing = random.Random(1), 0, 0
-    alone = engine_of(loaded, True, max_num_batched_tokens=64)
-    small = {"kv_cache_bytes": 2**22}
-    sides = [engine_of(loaded, True, max_num_batched_tokens=n, speculation=n > 50) for n in CHUNKS]
-    sides.append(engine_of(loaded, True, speculation=True, **small))
-    while compared < tokens:
-        jobs = jobs_of(rng, rng.choice([1, 2, 8, 24, 64]), loaded.vocab_size)
-        wanted: Streams = {}
-        for number, job in enumerate(jobs):
-            wanted |= {(number, seq): s for (_, seq), s in run(alone, [job]).items()}
-        for engine in sides:
-            found = run(engine, jobs, wanted)
-            assert found.keys() == wanted.keys()
-            for key, stream in wanted.items():
-                compared += len(stream)
-                pairs = zip(stream, found[key], strict=True)
-                differing += sum(a != b for a, b in pairs)
-    drafted = 0.0
-    for engine in sides:
-        drafts: Any = engine.metrics()["spec_decode_num_draft_tokens"]
-        drafted += drafts
-    preemptions = sum(engine.stats()["preemptions"] for engine in sides)
-    return {
-        "differing_bits": differing,
-        "compared_tokens": compared,
-        "preemptions": preemptions,
-        "prefix_hit_tokens": sum(engine.stats()["prefix_hit_tokens"] for engine in sides),
-        "draft_tokens": drafted,
-    }
+class Comparison:
+    """Compares batches with the same requests alone, and counts tokens by what their batch had.
+
+    Each run of an engine uses one or two threads, by chance.
+    """
+
+    def __init__(self, loaded: LoadedModel, killed: KilledWorkers) -> None:
+        self._loaded = loaded
+        self._killed = killed
+        self._rng = random.Random(1)
+        self._alone = engine_of(loaded, True, max_num_batched_tokens=64)
+        self._sides = [
+            engine_of(loaded, True, max_num_batched_tokens=n, speculation=n > 50) for n in CHUNKS
+        ]
+        self._sides.append(engine_of(loaded, True, speculation=True, kv_cache_bytes=2**22))
+        self.counts: Counter[str] = Counter(differing_bits=0, compared_tokens=0)
+
+    def compare(self, tokens: int, seconds: float) -> None:
+        """Compares at least ``tokens`` tokens, or as many as ``seconds`` allow."""
+        rng, began = self._rng, time.monotonic()
+        while self.counts["compared_tokens"] < tokens and time.monotonic() - began < seconds:
+            jobs = jobs_of(rng, rng.choice([1, 2, 8, 24, 64]), self._loaded.vocab_size)
+            wanted: Streams = {}
+            torch.set_num_threads(1)
+            for number, job in enumerate(jobs):
+                own = run(self._alone, [job])
+                wanted |= {(number, seq): stream for (_, seq), stream in own.items()}
+            for engine in self._sides:
+                threads = rng.choice([1, 2])
+                torch.set_num_threads(threads)
+                count = self._check(run(engine, jobs, wanted), wanted)
+                self.counts[f"tokens_with_{threads}_threads"] += count
+            kills = self._killed.kills
+            count = self._check(self._killed.run(jobs), wanted)
+            self.counts["tokens_with_a_kill"] += count * (self._killed.kills > kills)
+            print(dict(self.counts), self._killed.kills, file=sys.stderr, flush=True)
+
+    def _check(self, found: Streams, wanted: Streams) -> int:
+        """Counts the tokens of a batch and those that differ; returns the number of tokens."""
+        assert found.keys() == wanted.keys()
+        for key, stream in wanted.items():
+            self.counts["differing_bits"] += sum(
+                a != b for a, b in zip(stream, found[key], strict=True)
+            )
+        count = sum(map(len, wanted.values()))
+        self.counts["compared_tokens"] += count
+        self.counts["fork_tokens"] += sum(len(s) for (_, seq), s in wanted.items() if seq)
+        return count
+
+    def results(self) -> dict[str, float]:
+        """All counts."""
+        every: Any = [(engine.metrics(), engine.stats()) for engine in self._sides]
+        return {
+            **self.counts,
+            "preemptions": sum(stats["preemptions"] for _, stats in every),
+            "prefix_hit_tokens": sum(stats["prefix_hit_tokens"] for _, stats in every),
+            "draft_tokens": sum(m["spec_decode_num_draft_tokens"] for m, _ in every),
+            "kills": self._killed.kills,
+            "moves": self._killed.moves,
+            "streams_that_are_not_exact": self._killed.not_exact,
+        }
 
 
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
@@ -140,14 +176,24 @@ def throughput(loaded: LoadedModel, streams: int, rounds: int) -> float:
 
 def main() -> None:
     """Measures and reports."""
-    given = arguments(__doc__)
+    threads = torch.get_num_threads()
+    given = arguments(__doc__, tokens=0, minutes=600)
     loaded = load_model("embedded")
-    results = compare(loaded, 20_000 if given.quick else 1_000_000)
+    with tempfile.TemporaryDirectory() as folder:
+        killed = KilledWorkers(Path(folder) / "run")
+        try:
+            comparison = Comparison(loaded, killed)
+            tokens = given.tokens or (20_000 if given.quick else 1_000_000)
+            comparison.compare(tokens, 60 * given.minutes)
+        finally:
+            killed.close()
+    torch.set_num_threads(threads)
+    results = comparison.results()
     results |= against_transformers(loaded, 20 if given.quick else 200)
     for streams in (1, 32, 64):
         ratio = throughput(loaded, streams, 2 if given.quick else 6)
         results[f"exact_throughput_{streams}"] = ratio
-    notes = {"differing_bits": "0", "exact_vs_transformers": "0"} | {
+    notes = dict.fromkeys(ZERO, "0") | {
         f"exact_throughput_{n}": "at least 0.95" for n in (1, 32, 64)
     }
     report(results, notes, given.json)
