@@ -35,7 +35,7 @@ from tokenbus.workers.controller.scripts.engines import engine as interpreter
 from tokenbus.workers.controller.scripts.modules import script_module
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.controller.wasm.module_compiler import compile_module
+from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.state.variables import VariableStorage
 
@@ -72,7 +72,7 @@ class World:
         self.host = Host(1, 0, b"", self.vocabulary, variables, Log(1 << 20), LIMITS, 1000)
 
     def _compiled(self, language: str) -> wasmtime.Module:
-        found = compile_module(interpreter(language).wasm, Limits(), boots=True)
+        found = compile_interpreter(interpreter(language).wasm, Limits())
         return wasmtime.Module.deserialize(self.engine, found.code)
 
     def script(self, language: str, text: str) -> Program:

@@ -45,11 +45,11 @@ class PythonModule:
         text = self._text
         if text is None:
             text, host = host.arg, replace(host, arg=b"")
-        call = f"_main({text.decode('utf-8', 'replace')!r}, False)"
+        script = text.decode("utf-8", "replace")
 
         async def drive(ctx: Context) -> None:
             assert isinstance(ctx, PythonContext)
-            session = ctx.session(self._template, call)
+            session = ctx.session(self._template, script)
             try:
                 asked = session.begin(host.limits)
                 while asked is not None:
@@ -63,9 +63,10 @@ class PythonModule:
     def check(self, limits: Limits) -> None:
         """Compiles the script without running it; raises ControllerError with the place of a syntax
         error."""
-        call = f"_main({(self._text or b'').decode()!r}, True)"
+        script = (self._text or b"").decode()
         silent = Printed(lambda data: None, lambda: True)
-        session = PythonSession(self._template, (library(), call), silent, None)
+        call = f"_main({script!r}, True)"
+        session = PythonSession(self._template, (library(script), call), silent, None)
         asked = session.begin(limits)
         session.close()
         if asked is not None:
@@ -75,11 +76,12 @@ class PythonModule:
 class PythonContext(Context):
     """The context of a script in MicroPython, which calls its methods by their names."""
 
-    def session(self, template: Template, call: str) -> PythonSession:
-        """An interpreter for the script of this context. ``call`` starts the script."""
+    def session(self, template: Template, script: str) -> PythonSession:
+        """An interpreter for the script of this context."""
         host, transcript = self._host, self._transcript
         log = Printed(host.log.write, lambda: transcript.replaying)
-        return PythonSession(template, (library(), call), log, host.memory)
+        call = f"_main({script!r}, False)"
+        return PythonSession(template, (library(script), call), log, host.memory)
 
     async def answer(self, asked: Asked) -> str:
         """The answer to a call of the script, as JSON. Raises ControllerError if the script has

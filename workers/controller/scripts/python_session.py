@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -32,14 +31,18 @@ HEAP = b"heapsize=8m"
 ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", b"import host\nexec(host.call('boot', ''))")
 _BOOT_SIZE = 4096
 
-_FOLDER = Path(__file__).parent / "micropython"
+# A guest process cannot read files, so the zygote reads these when it imports this module.
+_PARTS = {
+    file.stem: file.read_text(encoding="utf-8")
+    for file in (Path(__file__).parent / "micropython").glob("*.upy")
+}
 
 
-@cache
-def library() -> str:
-    """The text that defines the context of scripts and AICI's interface."""
-    names = ("context.upy", "aici.upy")
-    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
+def library(script: str) -> str:
+    """The text that defines the context of a script, and the modules that the script may import.
+    The interpreter compiles the text for every sequence and every fork."""
+    more = [name for name in ("aici", "tokenbus") if name in script]
+    return "\n".join(_PARTS[name] for name in ("context", *more))
 
 
 class Asked(NamedTuple):

@@ -30,7 +30,7 @@ from ..limits import Limits
 from ..pool import waiting
 from ..scripts.engines import engine
 from ..scripts.sources import Source, is_script, read_source
-from .module_compiler import check_script, compile_module
+from .module_compiler import check_script, compile_interpreter, compile_module
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,8 @@ class CompiledModules:
                 if source is not None and interpreter is not None:
                     loaded, code = self._checked(source, interpreter), source.text
                 else:
-                    found, code = compile_module(wasm, self._limits, boots)
+                    compile_ = compile_interpreter if boots else compile_module
+                    found, code = compile_(wasm, self._limits)
                     compiled = wasmtime.Module.deserialize(self._engine, code)
                     loaded = Loaded(found.abi, compiled, found.why_no_fork)
         finally:

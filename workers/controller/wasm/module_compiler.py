@@ -60,18 +60,26 @@ class Compiled(NamedTuple):
     """The compiled form, with all of its state exported (``with_exported_state``)."""
 
 
-def compile_module(wasm: bytes, limits: Limits, boots: bool = False) -> Compiled:
+def compile_module(wasm: bytes, limits: Limits) -> Compiled:
     """A module that was examined, and compiled for an engine that ``make_engine`` made from the
-    same limits. ``boots``: the module is an interpreter of scripts, with its memory after its boot.
+    same limits.
 
     Raises RequestError if ``examine`` does, if the module is not valid, or if it exceeds the bounds
     above.
     """
-    output = _run_apart("interpreter" if boots else "module", wasm, limits)
-    head, _, code = output.partition(b"\n")
+    return _compile("module", wasm, limits)
+
+
+def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
+    """An interpreter of scripts, with the memory that it has after its boot."""
+    return _compile("interpreter", wasm, limits)
+
+
+def _compile(kind: str, wasm: bytes, limits: Limits) -> Compiled:
+    head, _, code = _run_apart(kind, wasm, limits).partition(b"\n")
     if len(code) > COMPILED_BYTES:
         raise WasmError(
-            f"the module's compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
+            f"the {kind}'s compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
             "allowed"
         )
     return Compiled(msgspec.json.decode(head, type=Examined), code)

@@ -14,7 +14,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.engines import engine as interpreter
 from tokenbus.workers.controller.scripts.modules import script_module
-from tokenbus.workers.controller.wasm.module_compiler import compile_module
+from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 
 from ..played import UNHURRIED, engine
 from ..python.runs import Run, says, tokens_of, vocabulary, writes
@@ -31,7 +31,7 @@ def compiled(language: str) -> wasmtime.Module:
     file = CACHE / f"{found.id}-{version('wasmtime')}.compiled"
     if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        code = compile_module(found.wasm, Limits(), boots=True).code
+        code = compile_interpreter(found.wasm, Limits()).code
         with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as made:
             made.write(code)
         os.replace(made.name, file)
