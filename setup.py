@@ -4,7 +4,9 @@ They are the grammar guest, the console's examples and the interpreter of script
 Linux, the GPU worker's native forward for few tokens is compiled for this machine's architecture.
 """
 
+import hashlib
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -70,15 +72,29 @@ class BuildNative(build_py):
 
 
 def _build_javascript(to: Path) -> None:
-    """Compiles QuickJS. Without it, the package works except for scripts in JavaScript."""
+    """Compiles QuickJS in half a minute, unless its compiled form is present. Without QuickJS, the
+    package works except for scripts in JavaScript."""
+    glue = SCRIPTS / "javascript" / "engine.c"
+    made = glue.with_suffix(".wasm")
+    mark = _mark(glue.read_bytes() + " ".join([QUICKJS_SHA256, *QUICKJS_FLAGS]).encode())
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            sources = _download(QUICKJS, QUICKJS_SHA256, Path(folder)) / "upstream-quickjs"
-            files = [str(sources / name) for name in QUICKJS_SOURCES]
-            glue = str(SCRIPTS / "javascript" / "engine.c")
-            _compile([*QUICKJS_FLAGS, "-I", str(sources), glue, *files], to)
+        if not (made.exists() and made.read_bytes().endswith(mark)):
+            with tempfile.TemporaryDirectory() as folder:
+                sources = _download(QUICKJS, QUICKJS_SHA256, Path(folder)) / "upstream-quickjs"
+                files = [str(sources / name) for name in QUICKJS_SOURCES]
+                _compile([*QUICKJS_FLAGS, "-I", str(sources), str(glue), *files], made)
+            made.write_bytes(made.read_bytes() + mark)
+        if to != made:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(made, to)
     except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
         print(f"warning: scripts in JavaScript are not available: {error}", file=sys.stderr)
+
+
+def _mark(inputs: bytes) -> bytes:
+    """A custom section that names the inputs of a compiled module."""
+    content = b"\x04made" + hashlib.sha256(inputs).digest()
+    return bytes([0, len(content)]) + content
 
 
 def _download(requirement: str, sha256: str, folder: Path) -> Path:
