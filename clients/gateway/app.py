@@ -17,7 +17,20 @@ from starlette.types import ASGIApp
 
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
-from . import aici, anthropic, chat_page, console, health, lmtp, metrics, openai, openapi, sglang
+from . import (
+    aici,
+    anthropic,
+    chat_page,
+    console,
+    health,
+    llama_cpp,
+    lmtp,
+    metrics,
+    ollama,
+    openai,
+    openapi,
+    sglang,
+)
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
@@ -29,10 +42,11 @@ log = logging.getLogger(__name__)
 
 def routes() -> list[BaseRoute]:
     """The routes of all interfaces."""
-    doors = (lmtp, aici, anthropic, openai, sglang, chat_page, console, health, metrics)
+    completing = (openai, anthropic, ollama, llama_cpp, aici, sglang)
+    doors = (lmtp, *completing, chat_page, console, health, metrics)
     described = [
         operation
-        for door in (openai, anthropic, aici, sglang, health, metrics)
+        for door in (*completing, health, metrics)
         for operation in door.operations()
     ]
     return [*openapi.routes(described), *(route for door in doors for route in door.routes())]

@@ -84,7 +84,7 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
-    def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError:
+    def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError | OllamaError:
         """The error in the form of the interface at ``path``. The default is OpenAI's form."""
         for form, doors in _FORMS:
             if any(path == door or path.startswith(f"{door}/") for door in doors):
@@ -174,7 +174,19 @@ class AnthropicError(Struct):
         return cls(AnthropicDetails(kind, error.message, details))
 
 
-_FORMS: tuple[tuple[type[AiciError | AnthropicError], tuple[str, ...]], ...] = (
+class OllamaError(Struct):
+    """An error of a request, in Ollama's form."""
+
+    error: str
+
+    @classmethod
+    def of(cls, error: ApiError) -> OllamaError:
+        """Converts an error to Ollama's form."""
+        return cls(error.message)
+
+
+_FORMS: tuple[tuple[type[AiciError | AnthropicError | OllamaError], tuple[str, ...]], ...] = (
+    (OllamaError, ("/api",)),
     (AnthropicError, ("/v1/messages",)),
     (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )

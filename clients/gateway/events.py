@@ -34,6 +34,8 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    numbers = True
+    """Whether the events of a request with an idempotency key have numbers."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
@@ -65,7 +67,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        numbered = NumberedEvents.of_task()
+        numbered = NumberedEvents.of_task() if self.numbers else None
         async for part in self._events:
             if numbered is not None:
                 part = numbered.write(part)

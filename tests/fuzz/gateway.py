@@ -26,8 +26,13 @@ from tokenbus.clients.gateway.conversation.tools import calling
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.http_protocol import http_protocol
 from tokenbus.clients.gateway.leniency import Ignored
+from tokenbus.clients.gateway.llama_cpp import LlamaRequest
+from tokenbus.clients.gateway.ollama.bodies import ChatRequest as OllamaChat
+from tokenbus.clients.gateway.ollama.bodies import GenerateRequest as OllamaGenerate
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
+from tokenbus.clients.gateway.openai.embeddings import EmbeddingsRequest
+from tokenbus.clients.gateway.openai.rerank import RerankRequest, ScoreRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -54,6 +59,12 @@ BODIES: list[type[Body]] = [
     AiciCompletion,
     RunRequest,
     SetTags,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+    LlamaRequest,
+    OllamaChat,
+    OllamaGenerate,
 ]
 
 
@@ -85,6 +96,14 @@ def _use(body: Body, ignored: Ignored) -> None:
             conversation = body.to_conversation(read_items(body.input, ignored))
         case Messages():
             conversation = to_conversation(body)
+        case OllamaChat() | OllamaGenerate():
+            conversation = body.to_conversation(ignored)
+        case LlamaRequest():
+            assert body.constraint is None or body.constraint.controller == "json_schema"
+            return
+        case EmbeddingsRequest():
+            assert body.texts()
+            return
         case _:
             return
     for_template(conversation.turns)

@@ -1,0 +1,190 @@
+"""``POST /api/chat`` and ``POST /api/generate``: an answer, complete or as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.messages import Token
+from ..bodies import ignored_of, read_body
+from ..context import Gateway, gateway_of
+from ..conversation.answers import Answer, AnswerPart, entry_text
+from ..conversation.parts import Call, Text, Thinking
+from ..conversation.planning import Prepared, prepare
+from ..conversation.schemas import Checks
+from ..errors import ApiError
+from ..events import unless_disconnected
+from ..json import encode, json_response
+from ..leniency import Ignored
+from ..openai.chat import chat_generations
+from ..openai.generations import Generations
+from ..openai.usage import Counter
+from .bodies import (
+    AnsweredCall,
+    AnsweredFunction,
+    AnsweredMessage,
+    ChatRequest,
+    GenerateRequest,
+    OllamaAnswer,
+    Options,
+)
+from .lines import LineStream
+from .names import served_name
+
+
+@dataclass
+class Job:
+    """One request of either form."""
+
+    name: str
+    """The name of the model in the request."""
+    chat: bool
+    prepared: Prepared
+    generations: Generations
+    counter: Counter
+    began: int = field(default_factory=time.monotonic_ns)
+    first: int = 0
+    """When the first token arrived; 0 before."""
+
+
+async def chat(request: Request) -> Response:
+    """Answers a conversation."""
+    ignored = ignored_of(request)
+    body = await read_body(request, ChatRequest, ignored)
+    return await _respond(request, body, ignored)
+
+
+async def generate(request: Request) -> Response:
+    """Answers a prompt."""
+    ignored = ignored_of(request)
+    body = await read_body(request, GenerateRequest, ignored)
+    return await _respond(request, body, ignored)
+
+
+async def _respond(
+    request: Request, body: ChatRequest | GenerateRequest, ignored: Ignored
+) -> Response:
+    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, ignored))
+    if body.stream is False:
+        answer = await unless_disconnected(request.receive, _whole(job))
+        return json_response(answer, headers=ignored.headers)
+    lines = _lines(job)
+    first = await unless_disconnected(request.receive, anext(lines))
+    return LineStream(_until_error(first, lines), ignored.headers)
+
+
+async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored: Ignored) -> Job:
+    name = await served_name(gateway, body.model)
+    if isinstance(body, GenerateRequest) and body.raw:
+        model = await gateway.models.get(name)
+        ids = await model.tokenize(body.prompt)
+        checks = Checks(gateway.templates, None)
+        prepared = Prepared(model, ids, None, body.constraint, checks)
+    else:
+        prepared = await prepare(gateway, name, body.to_conversation(ignored), ignored)
+    counter = Counter()
+    options = (body.options or Options()).generate(prepared.model.name, prepared.constraint)
+    is_chat = isinstance(body, ChatRequest)
+    fields = {"prompt": "messages" if is_chat else "prompt"}
+    generations = chat_generations(gateway, prepared, options, counter, fields)
+    return Job(body.model, is_chat, prepared, generations, counter)
+
+
+async def _pieces(job: Job) -> AsyncGenerator[tuple[list[tuple[AnswerPart, str]], Token], None]:
+    """The new texts of the answer's parts, and the last entry so far. Calls are reported when the
+    answer has ended, because their arguments are objects."""
+    answer = Answer(job.prepared.form)
+    async for _, entries in job.generations.batches():
+        job.first = job.first or time.monotonic_ns()
+        await job.prepared.checks.read(entries)
+        text = "".join(entry_text(answer.form, entry) for entry in entries)
+        pieces = answer.feed(text)
+        end = entries[-1]
+        if end.finish_reason is not None:
+            pieces += answer.end()
+            if end.finish_reason == "error":
+                raise ApiError(400, end.error or "the answer failed", code=end.code)
+        shown: list[tuple[AnswerPart, str]] = [
+            (p.part, p.text) for p in pieces if not isinstance(p.part, Call)
+        ]
+        if end.finish_reason is not None:
+            shown += [(part, "") for part in answer.parts if isinstance(part, Call)]
+        yield shown, end
+
+
+async def _lines(job: Job) -> AsyncGenerator[bytes, None]:
+    async for pieces, end in _pieces(job):
+        for part, text in pieces:
+            yield encode(_line(job, [(part, text)])) + b"\n"
+        if end.finish_reason is not None:
+            yield encode(_ended(job, _line(job, []), end)) + b"\n"
+
+
+async def _until_error(
+    first: bytes, lines: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first
+        async for line in lines:
+            yield line
+    except ApiError as error:
+        yield encode({"error": error.message}) + b"\n"
+    finally:
+        await lines.aclose()
+
+
+async def _whole(job: Job) -> OllamaAnswer:
+    found = [(pieces, end) async for pieces, end in _pieces(job)]
+    parts = [piece for pieces, _ in found for piece in pieces]
+    return _ended(job, _line(job, parts), found[-1][1])
+
+
+def _line(job: Job, pieces: list[tuple[AnswerPart, str]]) -> OllamaAnswer:
+    """A line with some pieces of the answer."""
+    text = "".join(text for part, text in pieces if isinstance(part, Text))
+    thinking = "".join(text for part, text in pieces if isinstance(part, Thinking)) or UNSET
+    created = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    line = OllamaAnswer(model=job.name, created_at=created, done=False)
+    if not job.chat:
+        line.response, line.thinking = text, thinking
+        return line
+    calls = list(_calls(part for part, _ in pieces))
+    line.message = AnsweredMessage(text, thinking=thinking, tool_calls=calls or UNSET)
+    return line
+
+
+def _calls(parts: Iterator[AnswerPart]) -> Iterator[AnsweredCall]:
+    for part in parts:
+        if isinstance(part, Call):
+            yield AnsweredCall(AnsweredFunction(part.name, _arguments(part.arguments)))
+
+
+def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call; empty if the answer was cut inside them."""
+    if isinstance(given, dict):
+        return given
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ended(job: Job, line: OllamaAnswer, end: Token) -> OllamaAnswer:
+    """The last line: the reason of the end, and the counts and durations."""
+    now = time.monotonic_ns()
+    line.done = True
+    line.done_reason = "length" if end.finish_reason == "length" else "stop"
+    line.total_duration, line.load_duration = now - job.began, 0
+    line.prompt_eval_count, line.eval_count = job.counter.prompt, job.counter.completion
+    line.prompt_eval_duration = job.first - job.began
+    line.eval_duration = now - job.first
+    return line

@@ -1,0 +1,52 @@
+"""``POST /api/embed``: a vector for each text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..bodies import Body, ignored_of, read_body
+from ..context import Gateway, gateway_of
+from ..embeddings import shortened, tokenized, vectors
+from ..events import unless_disconnected
+from ..json import json_response
+from .names import served_name
+
+
+class EmbedRequest(Body, kw_only=True):
+    """The body of ``POST /api/embed``."""
+
+    model: str
+    input: str | Annotated[list[str], Meta(min_length=1)]
+    truncate: bool | None = None
+    """Whether texts that are too long are cut. Default: true."""
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+
+class OllamaEmbeddings(Struct):
+    """The answer of ``POST /api/embed``."""
+
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+
+
+async def embed(request: Request) -> Response:
+    """Answers with the vectors of all texts."""
+    ignored = ignored_of(request)
+    body = await read_body(request, EmbedRequest, ignored)
+    answer = await unless_disconnected(request.receive, _answer(gateway_of(request), body))
+    return json_response(answer, headers=ignored.headers)
+
+
+async def _answer(gateway: Gateway, body: EmbedRequest) -> OllamaEmbeddings:
+    model = await gateway.models.get(await served_name(gateway, body.model))
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = await tokenized(model, "input", given, None if body.truncate is False else -1)
+    found = await vectors(gateway, model, texts, None)
+    if body.dimensions is not None:
+        found = [shortened(one, body.dimensions) for one in found]
+    return OllamaEmbeddings(body.model, [one.tolist() for one in found], texts.num_tokens)
