@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from ...protocol.errors import TokenbusError
 from ...protocol.messages import MAX_INPUTS, Embedded, Pooling
@@ -22,6 +23,9 @@ MAX_TOKENS = 300_000
 BATCH_TEXTS = 64
 """Number of texts of one request at the bus. A worker takes turns between requests."""
 assert BATCH_TEXTS <= MAX_INPUTS
+
+TURN_PAIRS = 16
+"""Number of pairs that are compared before other requests have their turn."""
 
 Vector = Sequence[float]
 
@@ -127,10 +131,11 @@ def shortened(vector: array[float], dimensions: int) -> array[float]:
     return array("f", (one / length for one in part))
 
 
-def similarity(a: Vector, b: Vector) -> float:
-    """The cosine of two vectors of length 1."""
-    return math.sumprod(a, b) if hasattr(math, "sumprod") else math.fsum(map(_product, a, b))
-
-
-def _product(a: float, b: float) -> float:
-    return a * b
+async def similarities(pairs: Iterable[tuple[Vector, Vector]]) -> list[float]:
+    """The cosine of each pair of vectors of length 1. Other requests are served in between."""
+    found = []
+    for number, (one, two) in enumerate(pairs):
+        found.append(math.fsum(map(mul, one, two)))
+        if number % TURN_PAIRS == TURN_PAIRS - 1:
+            await asyncio.sleep(0)
+    return found

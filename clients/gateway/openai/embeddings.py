@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sys
 from array import array
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,8 +19,10 @@ from ..context import Gateway, gateway_of
 from ..embeddings import Texts, shortened, tokenized, vectors
 from ..errors import invalid_field
 from ..events import unless_disconnected
-from ..json import json_response
+from ..json import encode, json_response
 
+TURN_VECTORS = 8
+"""Number of vectors that are encoded before other requests have their turn."""
 Truncation = Annotated[int, Meta(ge=-1)]
 
 
@@ -80,7 +83,6 @@ class EmbeddingList(Struct):
     model: str
     usage: EmbeddingUsage
     object: Literal["list"] = "list"
-    id: str | UnsetType = UNSET
 
 
 async def embeddings(request: Request) -> Response:
@@ -103,9 +105,19 @@ async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
         )
     if body.dimensions is not None:
         found = [shortened(one, body.dimensions) for one in found]
-    encoded = [_encoded(one, body.encoding_format == "base64") for one in found]
-    data = [Embedding(number, one) for number, one in enumerate(encoded)]
+    data = await _data(found, body.encoding_format == "base64")
     return EmbeddingList(data, model.name, usage_of(texts))
+
+
+async def _data(found: list[array[float]], as_base64: bool) -> list[Any]:
+    """The encoded vectors. Other requests are served between them, because the numbers of a whole
+    answer take seconds to encode."""
+    data = []
+    for number, vector in enumerate(found):
+        data.append(Raw(encode(Embedding(number, _encoded(vector, as_base64)))))
+        if number % TURN_VECTORS == TURN_VECTORS - 1:
+            await asyncio.sleep(0)
+    return data
 
 
 def usage_of(*texts: Texts) -> EmbeddingUsage:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ..bodies import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
-from ..embeddings import similarity, tokenized, vectors
+from ..embeddings import similarities, tokenized, vectors
 from ..errors import invalid_field
 from ..events import unless_disconnected
 from ..json import json_response
@@ -104,7 +104,7 @@ async def _reranked(gateway: Gateway, body: RerankRequest) -> Reranked:
     texts = await tokenized(model, "documents", body.documents, body.truncate_prompt_tokens)
     [wanted] = await vectors(gateway, model, query, None)
     found = await vectors(gateway, model, texts, None)
-    scores = [similarity(wanted, one) for one in found]
+    scores = await similarities((wanted, one) for one in found)
     best = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n or None]
     shown = body.return_documents is not False
     results = [
@@ -137,6 +137,6 @@ async def _scores(gateway: Gateway, body: ScoreRequest) -> ScoreList:
     left = await vectors(gateway, model, one, None)
     right = await vectors(gateway, model, two, None)
     left = left * len(right) if len(left) == 1 else left
-    pairs = enumerate(zip(left, right, strict=True))
-    data = [PairScore(number, similarity(a, b)) for number, (a, b) in pairs]
+    scores = await similarities(zip(left, right, strict=True))
+    data = [PairScore(number, score) for number, score in enumerate(scores)]
     return ScoreList(new_id("score-"), model.name, data, usage_of(one, two))

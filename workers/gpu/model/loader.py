@@ -123,10 +123,7 @@ def load_model(
         progress(0.05, "loading the tokenizer")
         tokenizer = _load_tokenizer(place, common)
         progress(0.1, "loading the weights")
-        encodes = is_encoder(config)
-        if encodes and parallel:
-            raise ModelLoadError(f"{name!r} is an encoder, which runs on one device; set tp to 1")
-        kind = AutoModel if encodes else AutoModelForCausalLM
+        kind = _class_of(name, config, parallel)
         with _weights_progress(progress):
             spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
             model: Any = kind.from_pretrained(
@@ -138,7 +135,7 @@ def load_model(
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
     progress(LOADED, "trying the model")
-    if encodes:
+    if kind is AutoModel:
         return wrap_encoder(name, model, tokenizer)
     return wrap_model(name, model, tokenizer, parallel=parallel)
 
@@ -185,6 +182,14 @@ def is_encoder(config: PretrainedConfig) -> bool:
     generates = any("ForCausalLM" in name or "LMHead" in name for name in names)
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
     return masked and not generates and not config.is_encoder_decoder
+
+
+def _class_of(name: str, config: PretrainedConfig, parallel: bool) -> Any:
+    if not is_encoder(config):
+        return AutoModelForCausalLM
+    if parallel:
+        raise ModelLoadError(f"{name!r} is an encoder, which runs on one device; set tp to 1")
+    return AutoModel
 
 
 def wrap_encoder(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:

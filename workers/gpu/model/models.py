@@ -174,22 +174,10 @@ class Models:
                 self._report(Ready(name, EncoderEngine(loaded)))
                 return
             loaded.ranks = self._ranks
-            config = EngineConfig(
-                max_num_seqs=settings.max_running,
-                kv_cache_bytes=settings.kv_cache_bytes or None,
-                memory_part=memory_part(settings),
-                max_forks=settings.controller_forks,
-                compiled=settings.compile,
-                require_fast_attention=settings.require_fast_attention,
-                fixed_threads=bool(settings.threads),
-                exact=settings.exact,
-                overlap=_overlaps(settings, loaded),
-                speculation=settings.speculation != "off",
-            )
             draft_model = self._draft_model_for(loaded)
             engine = Engine(
                 loaded,
-                config,
+                self._config_of(loaded),
                 draft_model,
                 lambda part, stage: progress(LOADED + (1 - LOADED) * part, stage),
             )
@@ -200,6 +188,22 @@ class Models:
             # A checkpoint's own code may raise SystemExit: this thread continues with other models.
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
             self._report(Failed(name, ModelLoadError(reason)))
+
+    def _config_of(self, loaded: LoadedModel) -> EngineConfig:
+        """The sizes of the engine of a model."""
+        settings = self._settings
+        return EngineConfig(
+            max_num_seqs=settings.max_running,
+            kv_cache_bytes=settings.kv_cache_bytes or None,
+            memory_part=memory_part(settings),
+            max_forks=settings.controller_forks,
+            compiled=settings.compile,
+            require_fast_attention=settings.require_fast_attention,
+            fixed_threads=bool(settings.threads),
+            exact=settings.exact,
+            overlap=_overlaps(settings, loaded),
+            speculation=settings.speculation != "off",
+        )
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
         """The draft model, loaded at its first use; None if it cannot draft for this model. Raises
