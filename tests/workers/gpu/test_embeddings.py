@@ -12,7 +12,9 @@ import torch
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import Code, RequestError
 from tokenbus.protocol.messages import Embed, Error, Msg
+from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import embedded
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, is_encoder, load_model
 from tokenbus.workers.gpu.model.pooling import pooled, pooling_of
 from tokenbus.workers.gpu.serving.embeddings import MAX_BATCH_TOKENS, Embeddings
@@ -32,7 +34,7 @@ class Sent:
     """A worker's EMBEDs, and the answers that it sent."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+        self.engine = Engine(loaded, EngineConfig(kv_cache_bytes=1 << 22))
         self.frames: list[Any] = []
         streams = LiveStreams(self._post, lambda stream: None)
         self.embeddings = Embeddings(streams, self._post)
@@ -43,7 +45,7 @@ class Sent:
     def add(self, request: int, inputs: list[list[int]]) -> None:
         """Receives an EMBED."""
         stream = Stream(request, 1, request, "msgpack", "embedded", 1)
-        self.embeddings.add(stream, self.loaded, Embed(stream_id=request, inputs=inputs))
+        self.embeddings.add(stream, self.engine, Embed(stream_id=request, inputs=inputs))
 
     def answers(self) -> list[tuple[int, int]]:
         """The stream ids of the answers, and their numbers of vectors."""
@@ -81,6 +83,25 @@ def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:
     alone = torch.cat([pooled(loaded, [text], [pooling]) for text, pooling in pairs])
     np.testing.assert_allclose(together.numpy(), alone.numpy(), atol=1e-5)
     assert loaded.model.config._attn_implementation != "eager"
+
+
+def test_embeddings_wait_for_a_forward_that_overlaps_with_them() -> None:
+    """The forward by transformers' modules uses the attention that pooling changes."""
+    loaded = load_model(embedded.NAME, device="cpu")
+    loaded.decoder = None
+
+    def generated(embeds: bool) -> list[int | None]:
+        config = EngineConfig(kv_cache_bytes=1 << 22, overlap=True)
+        engine = Engine(loaded, config)
+        engine.add(1, [1, 2, 3], Sampling(max_tokens=12, ignore_eos=True))
+        found: list[int | None] = []
+        while engine.has_work:
+            found += [output.token for output in engine.step()]
+            if embeds:
+                engine.run(lambda: pooled(loaded, SHORT, ["last", "last"]))
+        return found
+
+    assert generated(True) == generated(False)
 
 
 def test_a_cancelled_request_ends_with_one_error(loaded: LoadedModel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import FinishReason, ForwardPath
@@ -10,6 +11,8 @@ from ..model.loader import LoadedModel
 from .engine import Engine
 from .pages import PageLog
 from .sequence import TokenOutput
+
+T = TypeVar("T")
 
 
 class EncoderEngine(Engine):
@@ -40,6 +43,10 @@ class EncoderEngine(Engine):
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
         """Does nothing, because the engine has no sequences."""
         return []
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The result of work with the model."""
+        return work()
 
     def _refuse(self, what: str) -> NoReturn:
         raise RequestError(

@@ -14,9 +14,10 @@ program can steer the sequences in ``PendingStep.ready`` with ``fork``, ``splice
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -50,6 +51,8 @@ from .step import Stepper
 __all__ = ["Continued", "Engine", "EngineConfig", "PendingStep", "StepOutputs", "TokenOutput"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DRAFT_PART = 8
 """A draft model gets 1 / ``DRAFT_PART`` of the engine's memory for KV caches."""
@@ -327,6 +330,11 @@ class Engine:
             "spec_decode_num_draft_tokens": speculation.draft_tokens,
             "spec_decode_num_accepted_tokens": speculation.accepted_tokens,
         }
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The result of other work with the model, such as pooling states. The work runs after the
+        forwards that were launched, and before later ones."""
+        return self._runner.queue.submit(work).result()
 
     # --- the step -------------------------------------------------------------------------------
 

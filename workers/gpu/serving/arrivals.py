@@ -246,7 +246,7 @@ class Arrivals:
             self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
             return
         if isinstance(message, Embed):
-            self.embeddings.add(stream, engine.loaded, message)
+            self.embeddings.add(stream, engine, message)
             return
         loaded = engine.loaded
         texts = request_texts(message, waiting.attachments, loaded, engine.max_length)

@@ -11,6 +11,7 @@ import torch
 from ....protocol import logs
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import Embed, Embedded, Msg, Pooling
+from ..engine.engine import Engine
 from ..model.loader import LoadedModel
 from ..model.pooling import check_poolable, pooled, pooling_of
 from .live_streams import LiveStreams
@@ -25,7 +26,7 @@ class _Job:
     """An EMBED whose inputs are computed."""
 
     stream: Stream
-    loaded: LoadedModel
+    engine: Engine
     inputs: list[list[int]]
     pooling: Pooling
     vectors: list[torch.Tensor] = field(default_factory=list)
@@ -60,12 +61,13 @@ class Embeddings:
         """The streams of all waiting EMBEDs; safe on another thread."""
         return [job.stream for job in list(self._jobs.values())]
 
-    def add(self, stream: Stream, loaded: LoadedModel, message: Embed) -> None:
+    def add(self, stream: Stream, engine: Engine, message: Embed) -> None:
         """Receives an EMBED. Raises RequestError if the model or an input is not suitable."""
+        loaded = engine.loaded
         check_poolable(loaded)
         for number, tokens in enumerate(message.inputs):
             _check(loaded, number, tokens)
-        job = _Job(stream, loaded, message.inputs, message.pooling or pooling_of(loaded))
+        job = _Job(stream, engine, message.inputs, message.pooling or pooling_of(loaded))
         self._jobs[stream.request] = job
         self._order.append(job)
 
@@ -88,9 +90,11 @@ class Embeddings:
         batch = self._batch()
         if not batch:
             return
+        engine = batch[0][0].engine
         texts = [job.inputs[place] for job, place in batch]
+        poolings = [job.pooling for job, _ in batch]
         try:
-            vectors = pooled(batch[0][0].loaded, texts, [job.pooling for job, _ in batch])
+            vectors = engine.run(lambda: pooled(engine.loaded, texts, poolings))
         except Exception as error:
             for job in dict.fromkeys(job for job, _ in batch):
                 self.pop(job.stream.request)
@@ -112,7 +116,7 @@ class Embeddings:
             if self._jobs.get(job.stream.request) is not job:
                 continue
             place = len(job.vectors)
-            same = not batch or batch[0][0].loaded is job.loaded
+            same = not batch or batch[0][0].engine is job.engine
             while same and place < len(job.inputs):
                 width = max(width, len(job.inputs[place]))
                 if batch and width * (len(batch) + 1) > MAX_BATCH_TOKENS:
