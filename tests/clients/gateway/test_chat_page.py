@@ -139,6 +139,7 @@ class Chat:
 @pytest.fixture
 def chat(browser: Browser, door: Gateway, request: pytest.FixtureRequest) -> Iterator[Chat]:
     """The page, on a desktop in light, or as a parameter says: scheme and width."""
+    scheme: Scheme
     scheme, width = getattr(request, "param", ("light", 1280))
     chat = Chat(browser, door.url, scheme, width)
     yield chat
