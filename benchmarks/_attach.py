@@ -1,0 +1,140 @@
+"""A client of many streams whose connection is cut: the time until all streams continue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import psutil
+from tokenbus.clients import AsyncClient
+from tokenbus.protocol.messages import Welcome
+
+PATIENCE_S = 300.0
+"""Seconds for all streams to reach a number of entries."""
+BETWEEN = 20
+"""Entries that each stream receives before the next cut."""
+
+
+class Return(NamedTuple):
+    """A return of the client: until each stream has received its next entry."""
+
+    cut_s: float
+    """Seconds from the cut of the connection."""
+    attach_s: float
+    """Seconds from the time at which the client has sent its ATTACHes."""
+    cpu_s: float
+    """Seconds of CPU time of all processes, beyond the time that the steps take otherwise."""
+
+
+async def come_back(
+    front: str, streams: int, tokens: int, rounds: int, pids: Sequence[int]
+) -> list[Return]:
+    """Begins ``streams`` streams, waits until each has received ``tokens`` tokens, and cuts the
+    client's connection ``rounds`` times. ``pids``: the processes whose CPU time counts."""
+    client = Returning(front, streams)
+    processes = [psutil.Process(pid) for pid in pids]
+
+    def cpu_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    await client.reach(tokens)
+    returns = []
+    for _ in range(rounds):
+        before, entries = cpu_s(), client.entries
+        await client.reach(BETWEEN)
+        per_entry_s = (cpu_s() - before) / (client.entries - entries)
+        before, entries = cpu_s(), client.entries
+        cut_s, attach_s = await client.come_back()
+        extra_s = cpu_s() - before - per_entry_s * (client.entries - entries)
+        returns.append(Return(cut_s, attach_s, extra_s))
+    await client.close()
+    return returns
+
+
+class Returning:
+    """A client with ``streams`` streams, and a task for each stream that reads its entries."""
+
+    def __init__(self, front: str, streams: int) -> None:
+        self._front = front
+        self._client = AsyncClient(front, patience_s=PATIENCE_S)
+        self._streams = [
+            self._client.generate([5, 6, 7 + i % 256], max_tokens=900, ignore_eos=True, text=False)
+            for i in range(streams)
+        ]
+        self._counts = [0] * streams
+        self._targets = [0] * streams
+        self._left = 0
+        """Number of streams that have not received the entry with their number in ``_targets``."""
+        self._reached = asyncio.Event()
+        self._reached_at = self._attached_at = 0.0
+        session: Any = self._client._connection._session
+        self._on_welcome = session._on_welcome
+        session._on_welcome = self._welcomed
+        self._readers = [asyncio.create_task(self._read(i)) for i in range(streams)]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries that all streams together have received."""
+        return sum(self._counts)
+
+    async def _read(self, number: int) -> None:
+        counts = self._counts
+        async for _ in self._streams[number]:
+            counts[number] += 1
+            if counts[number] == self._targets[number]:
+                self._left -= 1
+                if not self._left:
+                    self._reached_at = time.monotonic()
+                    self._reached.set()
+        raise SystemExit(f"a stream has ended after {counts[number]} entries; begin fewer rounds")
+
+    def _aim(self, targets: list[int]) -> None:
+        self._reached.clear()
+        self._left, self._targets = len(targets), targets
+
+    async def reach(self, entries: int) -> None:
+        """Waits until each stream has received ``entries`` further entries."""
+        self._aim([count + entries for count in self._counts])
+        await asyncio.wait_for(self._reached.wait(), PATIENCE_S)
+
+    def _welcomed(self, welcome: Welcome, now: float) -> None:
+        """Handles the answer to HELLO: the client sends its ATTACHes. Called on the thread of the
+        connection."""
+        self._on_welcome(welcome, now)
+        self._attached_at = time.monotonic()
+        self._aim([stream._call.received + 1 for stream in self._streams])
+
+    async def come_back(self) -> tuple[float, float]:
+        """Cuts the connection, and waits until each stream has received its next entry. Returns the
+        seconds since the cut and since the client's ATTACHes."""
+        self._aim([-1] * len(self._counts))
+        cut_at = time.monotonic()
+        cut(self._front)
+        await asyncio.wait_for(self._reached.wait(), PATIENCE_S)
+        return self._reached_at - cut_at, self._reached_at - self._attached_at
+
+    async def close(self) -> None:
+        """Ends the streams."""
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await self._client.close()
+
+
+def cut(endpoint: str) -> None:
+    """Shuts down the connections of this process to an ``ipc://`` endpoint of ZeroMQ. Both ends
+    notice the end of the connection."""
+    path = endpoint.removeprefix("ipc://")
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family == socket.AF_UNIX and found.getpeername() == path:
+                    found.shutdown(socket.SHUT_RDWR)
