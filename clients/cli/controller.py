@@ -38,7 +38,9 @@ def add_command(commands: Any) -> None:
 
 def _add_upload(actions: Any) -> None:
     parser = actions.add_parser("upload", allow_abbrev=False, help="store a module")
-    parser.add_argument("file", type=Path, metavar="FILE", help="Wasm file, or C file to compile")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="Wasm file, C file to compile, or script"
+    )
     parser.add_argument(
         "--tag", action="append", default=[], metavar="T", help="tag for the module; repeatable"
     )
@@ -81,9 +83,9 @@ def _add_run(actions: Any) -> None:
         allow_abbrev=False,
         help="generate under a controller",
         description="Generates under a controller. If no system is running, the command starts one "
-        "with the embedded model for this run. A name that ends with .wasm or .c or contains a / "
-        "is a file. Any other name is a tag, a module id, a built-in controller or a served "
-        "MODULE:NAME. The module of a file is deleted after the run unless it was stored before.",
+        "with the embedded model for this run. A name that ends with .wasm, .c, .py or .js or "
+        "contains a / is a file. Any other name is a tag, a module id, a built-in controller or a "
+        "served MODULE:NAME. The module of a file is deleted after the run unless it was stored before.",
     )
     parser.add_argument("program", metavar="FILE|TAG|ID", help="the controller")
     parser.add_argument(
