@@ -45,9 +45,7 @@ def routes() -> list[BaseRoute]:
     completing = (openai, anthropic, ollama, llama_cpp, aici, sglang)
     doors = (lmtp, *completing, chat_page, console, health, metrics)
     described = [
-        operation
-        for door in (*completing, health, metrics)
-        for operation in door.operations()
+        operation for door in (*completing, health, metrics) for operation in door.operations()
     ]
     return [*openapi.routes(described), *(route for door in doors for route in door.routes())]
 
