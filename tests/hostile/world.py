@@ -14,6 +14,7 @@ from typing import Any
 from tokenbus.clients import Client, TokenbusError
 from tokenbus.clients.cli.keys import new_pair
 from tokenbus.protocol.keys import Allowed, KeyFolder
+from tokenbus.workers.controller.guests.process import MAX_CHANNELS
 
 from ..processes import Process, until
 from ..workers.controller.wasm.hostile.guests import guest
@@ -25,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):"
 CALM_TOKENS = 40
 BOUND_S = 120.0
+MAX_DESCRIPTORS = 4 * MAX_CHANNELS
+"""Further descriptors of the controller worker: two for each channel of two processes."""
 MAX_GROWTH = 512 * 1024 * 1024
 """Bytes by which the broker and the controller worker may grow during all attacks together. An
 answer of a process may have 64 MiB."""
@@ -147,7 +150,7 @@ class HostileWorld:
         found = []
         if missing := self._others - self.lasting():
             found.append(f"processes have ended: {missing}")
-        if self._open_files() > self._descriptors + 64:
+        if self._open_files() > self._descriptors + MAX_DESCRIPTORS:
             found.append(f"the worker has {self._open_files()} open descriptors")
         if self._memory() > self._memory_bytes + MAX_GROWTH:
             found.append(f"the broker and the worker have {self._memory()} bytes of memory")
