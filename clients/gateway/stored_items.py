@@ -87,8 +87,7 @@ class StoredItems:
         id, own = item.get("id"), self._users.get(user)
         if item.get("type") == "item_reference":
             return self._item(user, id, place)
-        empty = not (item.get("content") or item.get("summary"))
-        if item.get("type") == "reasoning" and empty and own is not None:
+        if item.get("type") == "reasoning" and own is not None and not _has_text(item):
             return self._item(user, id, place) if isinstance(id, str) and id in own.items else item
         return item
 
@@ -103,3 +102,13 @@ class StoredItems:
             )
         found: dict[str, Any] = msgspec.json.decode(data)
         return found
+
+
+def _has_text(item: dict[str, Any]) -> bool:
+    """Whether a reasoning item has content or a summary."""
+    return any(
+        not isinstance(part, dict) or part.get("text")
+        for name in ("content", "summary")
+        if isinstance(parts := item.get(name), list)
+        for part in parts
+    )

@@ -140,7 +140,10 @@ class Output:
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
             yield from self._finish("completed")
-            yield self._begin(OutputReasoning(new_id("rs_"), "in_progress", [ReasoningText("")]))
+            # Some clients keep the content of this first event, and would send back an empty text.
+            thought = OutputReasoning(new_id("rs_"), "in_progress", [])
+            yield self._begin(thought)
+            thought.content.append(ReasoningText(""))
         item = self.items[-1]
         assert isinstance(item, OutputReasoning)
         item.content[0].text += text

@@ -22,7 +22,9 @@ def test_an_item_belongs_to_its_user() -> None:
     stored = StoredItems()
     stored.store("a", {"1": b'{"x":1}'})
     assert stored.resolved("a", reference("1")) == [{"x": 1}]
-    cut = [{"type": "reasoning", "id": "1", "summary": []}]
+    cut: list[dict[str, Any]] = [
+        {"type": "reasoning", "id": "1", "summary": [], "content": [{"text": ""}]}
+    ]
     assert stored.resolved("a", cut) == [{"x": 1}]
     for given in (cut, [{**cut[0], "id": [1]}]):
         assert stored.resolved("b", given) == given
