@@ -22,9 +22,9 @@ def converse(responses: bool) -> None:
             stream.close()
             continue
         for step in range(2):
-            answer = None
-            for chunk in model.stream(messages):
-                answer = chunk if answer is None else answer + chunk
+            answer, *chunks = model.stream(messages)
+            for chunk in chunks:
+                answer += chunk
             messages.append(answer)
             for call in answer.tool_calls:
                 result = weather.invoke(call)
