@@ -90,8 +90,10 @@ def test_columns_that_are_not_valid_are_dropped() -> None:
 def test_sequences_are_the_same_from_rows_and_from_entries(keys: list[tuple[int, bool]]) -> None:
     of_rows, of_entries = Sequences(), Sequences()
     for pos, (seq, looked_at) in enumerate(keys):
-        row = (1, pos, -float(pos), pos, seq, str(pos) if pos % 3 else None)
-        row = (*row, *((-0.5, pack_tokens([7, 9])) if pos % 2 else (None, pos or None)))
+        more: tuple[float | None, int | bytes | None] = (None, pos or None)
+        if pos % 2:
+            more = (-0.5, pack_tokens([7, 9]))
+        row = (1, pos, -float(pos), pos, seq, str(pos) if pos % 3 else None, *more)
         of_entries.add(plain_entry(*row))
         of_rows.add_row(row)
         if looked_at:
