@@ -143,7 +143,7 @@ def test_a_list_of_prompts_has_a_list_of_answers(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stop", ["length", "stop"])
 def test_a_stream_ends_with_the_whole_answer(http: httpx.Client, stop: str) -> None:
-    params = {**RANDOM, "max_new_tokens": 12}
+    params: dict[str, Any] = {**RANDOM, "max_new_tokens": 12}
     whole = post(http, input_ids=IDS, sampling_params=params, return_logprob=True)
     if stop == "stop":
         params["stop_token_ids"] = [whole["output_ids"][4]]
