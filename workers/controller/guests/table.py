@@ -147,7 +147,8 @@ class ProcessTable:
                 process.watch(now_s)
             elif not process.controllers and now_s - process.last_used_s > IDLE_S:
                 self._retire(process, "it was idle")
-            process.watch_excess(now_s)
+            if not self._setup.trusted:
+                process.watch_excess(now_s)
 
     def series(self) -> list[Series]:
         """The metrics of the processes."""
