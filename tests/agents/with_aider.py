@@ -23,7 +23,7 @@ yes-always: true
 def test_a_chat_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
     (tmp_path / ".aider.conf.yml").write_text(SETTINGS)
     for number, question in enumerate(QUESTIONS):
-        command = [PROGRAM, "-m", "aider", "--message", question]
+        command: list[str | Path] = [PROGRAM, "-m", "aider", "--message", question]
         if number == INTERRUPTED:
             local.interrupt(command, tmp_path)
         else:

@@ -13,7 +13,8 @@ STREAM = ["--output-format", "stream-json", "--verbose"]
 
 def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
     for number, question in enumerate(QUESTIONS):
-        command = [PROGRAM, "-p", question, *STREAM, *(["--continue"] if number else [])]
+        again = ["--continue"] if number else []
+        command: list[str | Path] = [PROGRAM, "-p", question, *STREAM, *again]
         if number == INTERRUPTED:
             local.interrupt(command, tmp_path)
         else:

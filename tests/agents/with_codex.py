@@ -29,7 +29,8 @@ def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> N
     (tmp_path / ".codex").mkdir()
     (tmp_path / ".codex" / "config.toml").write_text(CONFIG.format(url=local.url))
     for number, question in enumerate(QUESTIONS):
-        command = [PROGRAM, "exec", *(["resume", "--last"] if number else []), question]
+        again = ["resume", "--last"] if number else []
+        command: list[str | Path] = [PROGRAM, "exec", *again, question]
         if number == INTERRUPTED:
             local.interrupt(command, tmp_path)
         else:

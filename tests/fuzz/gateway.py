@@ -93,7 +93,8 @@ def _use(body: Body, ignored: Ignored) -> None:
         case ChatRequest():
             conversation = body.to_conversation()
         case ResponsesRequest():
-            conversation = body.to_conversation(read_items(body.input, ignored))
+            items = read_items(body.input, ignored)
+            conversation = body.to_conversation(items, body.offered(items, ignored))
         case Messages():
             conversation = to_conversation(body)
         case OllamaChat() | OllamaGenerate():

@@ -22,7 +22,7 @@ from ...processes import Gateway
 from .openai_requests import MODEL
 
 EXEC = CustomTool(name="exec", format={"type": "grammar", "syntax": "lark", "definition": "x"})
-TOOLS = [
+TOOLS: list[ResponseTool | CustomTool | NamespaceTool] = [
     NamespaceTool(name="functions", tools=[EXEC, ResponseTool(name="wait")]),
     NamespaceTool(name="clock", tools=[ResponseTool(name="wait")]),
     ResponseTool(name="plain"),

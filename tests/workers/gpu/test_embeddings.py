@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import Code, RequestError
-from tokenbus.protocol.messages import Embed, Error, Msg
+from tokenbus.protocol.messages import Embed, Error, Msg, Pooling
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import embedded
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
@@ -78,8 +78,9 @@ def test_a_request_of_many_tokens_does_not_delay_another_one(loaded: LoadedModel
 
 
 def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:
-    together = pooled(loaded, [[1] * 40, *SHORT], ["last", "mean", "first"])
-    pairs = zip([[1] * 40, *SHORT], ("last", "mean", "first"), strict=True)
+    poolings: list[Pooling] = ["last", "mean", "first"]
+    together = pooled(loaded, [[1] * 40, *SHORT], poolings)
+    pairs = zip([[1] * 40, *SHORT], poolings, strict=True)
     alone = torch.cat([pooled(loaded, [text], [pooling]) for text, pooling in pairs])
     np.testing.assert_allclose(together.numpy(), alone.numpy(), atol=1e-5)
     assert loaded.model.config._attn_implementation != "eager"
