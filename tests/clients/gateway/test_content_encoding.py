@@ -33,6 +33,7 @@ def test_a_body_is_decompressed_in_bounded_pieces() -> None:
         (gzip.compress(b"{}") + b"x", "continues after its end"),
         (b"", "incomplete"),
     ],
+    ids=["plain", "cut", "continued", "empty"],
 )
 def test_a_body_that_is_not_gzip_is_refused(body: bytes, words: str) -> None:
     def decode() -> None:
