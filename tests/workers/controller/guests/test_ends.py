@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tokenbus.workers.controller.guest_memory import GuestMemory, TenantMemory
-from tokenbus.workers.controller.guests.channel import ChannelClosed
+from tokenbus.workers.controller.guests.channel import SHARED_BYTES, ChannelClosed
 from tokenbus.workers.controller.guests.launcher import Spawned
 from tokenbus.workers.controller.guests.process import GuestProcess
 
@@ -32,7 +32,7 @@ def started(memory: TenantMemory) -> Iterator[GuestProcess]:
 
 @pytest.mark.parametrize("attempt", range(5))
 def test_a_process_is_killed_whose_requests_end_meanwhile(attempt: int) -> None:
-    memory = GuestMemory(64 * 1024 * 1024)
+    memory = GuestMemory(4 * CHANNELS * SHARED_BYTES)
     with started(memory.of("ann")) as process:
         reading = threading.Event()
 
