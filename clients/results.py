@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from msgspec import UNSET
@@ -138,11 +139,7 @@ def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
     """The spans of the first ``length`` tokens, and of the tokens that follow them: the last span
     stays, although its first tokens were removed."""
     found = [(min(first, length), span) for first, span in spans]
-    return [
-        one
-        for one, after in zip(found, [*found[1:], None], strict=True)
-        if after is None or after[0] > one[0]
-    ]
+    return [one for one, after in pairwise(found) if after[0] > one[0]] + found[-1:]
 
 
 class Sequences:

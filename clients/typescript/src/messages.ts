@@ -978,6 +978,8 @@ export interface WorkerStatus {
   readonly models: readonly string[];
   /** The controllers that a controller worker serves by name, without modules. */
   readonly controllers: readonly string[];
+  /** Layers of isolation that the guests of a controller worker lack, with the reasons. */
+  readonly missing_layers: readonly string[];
   readonly requests: number;
   readonly capacity: number;
   readonly heartbeat_age_s: number;
@@ -994,6 +996,7 @@ export function readWorkerStatus(
   sent: Sent<
     WorkerStatus,
       | "controllers"
+      | "missing_layers"
       | "step_age_s"
       | "load"
       | "paths"
@@ -1008,6 +1011,7 @@ export function readWorkerStatus(
     state: sent.state,
     models: sent.models,
     controllers: sent.controllers ?? [],
+    missing_layers: sent.missing_layers ?? [],
     requests: sent.requests,
     capacity: sent.capacity,
     heartbeat_age_s: sent.heartbeat_age_s,

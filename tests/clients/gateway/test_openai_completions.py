@@ -62,7 +62,7 @@ def texts(chunks: list[Completion]) -> dict[int, str]:
 def test_the_models_are_listed(api: openai.OpenAI) -> None:
     [model] = api.models.list().data
     assert (model.id, model.owned_by) == (MODEL, "tokenbus")
-    assert model.model_extra == {"max_model_len": 1024}
+    assert model.model_extra == {"max_model_len": 1024, "root": MODEL}
     assert api.models.retrieve(MODEL) == model
     with pytest.raises(openai.NotFoundError, match="is not loaded"):
         api.models.retrieve("other/model")

@@ -180,13 +180,14 @@ def _numbers(entry: Token) -> tuple[float | None, object]:
 def plain(entry: Token) -> Token:
     """An entry without its numbers, which are compared with a tolerance, and without the numbers of
     live sequences and of wake-ups, which depend on the order of rounds. The span begins again
-    after a move."""
+    after a move, and the other worker may not be exact."""
     return msgspec.structs.replace(
         entry,
         logprob=None,
         top_logprobs=UNSET,
         live=0,
         span=None,
+        exact=None,
         cached_tokens=0,
         round_us=0,
         wakes=0,
