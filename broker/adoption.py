@@ -272,8 +272,6 @@ class Adoption:
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        has_streams: set[int] = set()
-        """The workers that have streams of the session."""
         for request in list(session.streams.values()):
             worker = request.worker
             if request.type not in STREAMS or (worker is None and request.interruption is None):
@@ -282,8 +280,7 @@ class Adoption:
             self._dispatcher.withdraw(request)
             if worker is not None:
                 worker.fences.add(request.id, session.id, request.stream_id)
-                has_streams.add(worker.id)
-        self._claims.add(session.id, peer, has_streams)
+        self._claims.add(session.id, peer)
         self._begin_claims(now)
         self._controllers.start_of(session)
         return session
@@ -314,7 +311,7 @@ class Adoption:
         """Handles the registration of a worker, which may have streams of sessions that are being
         picked up. A client without a connection may have gone to the next broker."""
         if worker.role == "gpu":
-            fences = worker.fences.unasked()
+            fences = worker.fences.all_unasked()
             if fences:
                 send_claim(self._state, worker, fences)
             sessions = map(self._sessions.by_id.get, self._claims.sessions)

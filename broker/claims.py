@@ -9,7 +9,7 @@ wait, and connections take turns.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,8 +31,6 @@ class _Claim:
     """The connection whose HELLO caused it."""
     asked: set[int] = field(default_factory=set)
     """The workers that have not answered."""
-    next: set[int] = field(default_factory=set)
-    """The workers that receive the next CLAIM and are known to have streams of the session."""
 
 
 class Claims:
@@ -56,13 +54,11 @@ class Claims:
         """The sessions that are being claimed."""
         return self._by_session.keys()
 
-    def add(self, session: int, peer: bytes, workers: Iterable[int]) -> None:
-        """Adds a claim for a session whose client has connected as ``peer``. ``workers``: those
-        that are known to have streams of the session."""
+    def add(self, session: int, peer: bytes) -> None:
+        """Adds a claim for a session whose client has connected as ``peer``."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer
-        claim.next.update(workers)
         self._waiting.setdefault(peer, {})[session] = None
 
     def begin(self, now: float) -> list[int]:
@@ -91,7 +87,6 @@ class Claims:
         self._turns[peer] = session, now
         for worker in self._pools.of_role("gpu").values():
             self._ask_worker(worker, session, claim)
-        claim.next.clear()
 
     def _ask_worker(self, worker: Worker, session: int, asked: _Claim) -> None:
         asked.asked.add(worker.id)
@@ -128,17 +123,19 @@ class Claims:
         """Handles the loss of a worker; returns the sessions for which it had not answered."""
         found = []
         for session, claim in self._by_session.items():
-            claim.next.discard(worker.id)
             if worker.id in claim.asked:
                 claim.asked.remove(worker.id)
                 found.append(session)
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session: its claim is dropped unless a worker has to answer or is
-        known to have a stream of it."""
+        """Handles the end of a session: its claim is dropped unless a worker has to answer or has
+        a fence that the claim is to end."""
         claim = self._by_session.get(session)
-        if claim is not None and not (claim.asked or claim.next):
+        if claim is None or claim.asked:
+            return
+        workers = self._pools.of_role("gpu").values()
+        if not any(worker.fences.unasked(session) for worker in workers):
             del self._by_session[session]
             self._stop_waiting(session, claim)
 

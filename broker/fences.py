@@ -50,13 +50,13 @@ class Fence:
 class Fences:
     """The fences of one worker during one lease."""
 
-    __slots__ = ("_answered", "_asked_at", "_by_request", "by_session")
+    __slots__ = ("_answered", "_by_request", "_unanswered", "by_session")
 
     def __init__(self) -> None:
         self._answered = 0
         """Number of CLAIMED that have arrived."""
-        self._asked_at: deque[float] = deque()
-        """When each unanswered CLAIM was sent, in seconds."""
+        self._unanswered: deque[tuple[float, list[Fence]]] = deque()
+        """The time of each unanswered CLAIM, in seconds, and the fences that its answer ends."""
         self._by_request: dict[int, Fence] = {}
         self.by_session: dict[int, dict[int, list[Fence]]] = {}
         """By session and stream. A client may use the number of a stream again."""
@@ -78,30 +78,33 @@ class Fences:
         """The fences of a stream."""
         return self.by_session.get(session, {}).get(stream_id, ())
 
-    def unasked(self, session: int | None = None) -> list[Fence]:
-        """The fences for which no CLAIM was sent, of one session or of all."""
-        return [
-            fence
-            for fence in self._by_request.values()
-            if fence.end is None and session in (None, fence.session)
-        ]
+    def unasked(self, session: int) -> list[Fence]:
+        """The fences of a session for which no CLAIM was sent."""
+        streams = self.by_session.get(session, {}).values()
+        return [fence for fences in streams for fence in fences if fence.end is None]
 
-    def asked(self, fences: Iterable[Fence], now: float) -> int:
+    def all_unasked(self) -> list[Fence]:
+        """The fences of all sessions for which no CLAIM was sent."""
+        return [fence for fence in self._by_request.values() if fence.end is None]
+
+    def asked(self, fences: list[Fence], now: float) -> int:
         """Records a CLAIM, whose answer ends these fences; returns its number."""
-        self._asked_at.append(now)
-        number = self._answered + len(self._asked_at)
+        self._unanswered.append((now, fences))
+        number = self._answered + len(self._unanswered)
         for fence in fences:
             fence.end = number
         return number
 
     def answered(self) -> None:
         """Handles a CLAIMED; raises RequestError if no CLAIM is unanswered."""
-        if not self._asked_at:
+        if not self._unanswered:
             raise RequestError(Code.BAD_MESSAGE, "a CLAIMED came without a CLAIM")
-        self._asked_at.popleft()
+        _, fences = self._unanswered.popleft()
         self._answered += 1
-        for fence in [f for f in self._by_request.values() if f.end == self._answered]:
-            self._remove(fence)
+        for fence in fences:
+            # Its JOURNAL may have ended the fence, and another CLAIM may follow it.
+            if self._by_request.get(fence.request) is fence and fence.end == self._answered:
+                self._remove(fence)
 
     def reported(self, request: int) -> None:
         """Ends the fence of a request, whose JOURNAL has arrived."""
@@ -116,11 +119,11 @@ class Fences:
 
     def renew(self, now: float) -> None:
         """Restarts the time limit of answers, which may have arrived but were not read."""
-        self._asked_at = deque(now for _ in self._asked_at)
+        self._unanswered = deque((now, fences) for _, fences in self._unanswered)
 
     def waited_s(self, now: float) -> float:
         """How long the oldest CLAIM has waited for its answer, in seconds."""
-        return now - self._asked_at[0] if self._asked_at else 0.0
+        return now - self._unanswered[0][0] if self._unanswered else 0.0
 
     def _remove(self, fence: Fence) -> None:
         del self._by_request[fence.request]
@@ -185,7 +188,7 @@ def give_up(state: BrokerState, worker: Worker, request: int, session: int, stre
 
 
 def send_claim(
-    state: BrokerState, worker: Worker, fences: Iterable[Fence], session: int = NO_SESSION
+    state: BrokerState, worker: Worker, fences: list[Fence], session: int = NO_SESSION
 ) -> int:
     """Sends a CLAIM, whose answer ends these fences; returns its number. With a ``session``, the
     worker reports the streams of this session before it answers."""

@@ -1,4 +1,4 @@
-"""What a worker still sends of attempts that the broker has given up."""
+"""Fences hold back messages about given-up attempts, and end with a CLAIMED or a JOURNAL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_each_claimed_ends_the_fences_of_its_claim() -> None:
     fences.asked([first], 1.0)
     fences.asked([], 2.0)
     fences.asked([second], 3.0)
-    assert (fences.unasked(), fences.waited_s(5.0)) == ([], 4.0)
+    assert (fences.unasked(7), fences.all_unasked(), fences.waited_s(5.0)) == ([], [], 4.0)
     fences.answered()
     assert fences.by_session == {7: {2: [second]}}
     assert fences.waited_s(5.0) == 3.0

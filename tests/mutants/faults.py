@@ -238,16 +238,16 @@ FAULTS = (
         "                pass\n",
     ),
     Fault(
-        "any confirmation ends all fences of a worker",
+        "an earlier confirmation ends a fence that began anew",
         "fences.py",
-        "if f.end == self._answered]:",
-        "if f.end]:",
+        " and fence.end == self._answered:",
+        ":",
     ),
     Fault(
         "a fence never ends",
         "fences.py",
-        "if f.end == self._answered]:",
-        "if not f.end]:",
+        "                self._remove(fence)\n\n    def reported",
+        "                pass\n\n    def reported",
     ),
     Fault(
         "messages about a void attempt are handled",
