@@ -88,12 +88,18 @@ class Run:
                 self._fail(len(self.touched))
                 if len(self.touched) % TICK_TURNS == 0:
                     self.world.tick()
+            for failure in self._later():
+                self._apply(failure)
             self.world.end()
             for reader in self.world.readers():
                 if not reader.cancelled:
                     assert reader.error is None, f"a stream ended with {reader.error}"
         finally:
             self.world.close()
+
+    def _later(self) -> list[Failure]:
+        """The failures that have not happened yet."""
+        return [failure for failure in self._failures if failure.turn > len(self.touched)]
 
     def _fail(self, turn: int) -> None:
         for failure in self._failures:
@@ -165,9 +171,9 @@ class Run:
             self.world.tick()
 
     def _turns(self) -> Iterator[str]:
-        """Gives the processes their turns until all streams have ended; yields the process after
-        each turn."""
-        while not all(reader.over or reader.cancelled for reader in self.world.readers()):
+        """Gives the processes their turns until all failures have happened and all streams have
+        ended, or until no process has anything to do; yields the process after each turn."""
+        while self._later() or not all(r.over or r.cancelled for r in self.world.readers()):
             idle = True
             for process in ("client", "0", "1"):
                 for _ in self._turns_of(process):

@@ -38,7 +38,7 @@ def test_no_single_failure_violates_a_promise(brokers: int) -> None:
 @pytest.mark.parametrize("brokers", [1, 2])
 @pytest.mark.parametrize("order", [*itertools.permutations(("0", "client", "broker"))])
 def test_a_worker_a_client_and_a_broker_die(order: tuple[str, ...], brokers: int) -> None:
-    """In each order, at the same turn or one after the other."""
+    """They die in each order, at the same turn or one after the other."""
     kinds = {"0": "kill", "client": "die", "broker": "restart"}
     for turn in range(1, 24, 3):
         for apart in (0, 1, 4):
