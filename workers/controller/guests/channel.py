@@ -13,7 +13,6 @@ import mmap
 import os
 import select
 import struct
-import threading
 from typing import NamedTuple
 
 HEAD_BYTES = 4096
@@ -75,13 +74,8 @@ class Channel:
     """One side of a channel. Its methods, except ``close``, may be called by one thread at a
     time."""
 
-    def __init__(
-        self, files: ChannelFiles, *, guest: bool, long: threading.Lock | None = None
-    ) -> None:
-        """``guest``: whether this is the side of the guest process. The channel owns ``files``.
-        ``long``: held while a message of several parts is received, so that the channels of a
-        process cannot fill the worker's memory together."""
-        self._long = long or threading.Lock()
+    def __init__(self, files: ChannelFiles, *, guest: bool) -> None:
+        """``guest``: whether this is the side of the guest process. The channel owns ``files``."""
         self._map = mmap.mmap(files.memory, SHARED_BYTES)
         os.close(files.memory)
         view = memoryview(self._map)
@@ -111,26 +105,45 @@ class Channel:
             more = at + AREA_BYTES < size
             self._put(message[at : at + AREA_BYTES], more)
             if more:
-                self._wait()
-
-    def quick(self) -> bool:
-        """Whether a message arrives within ``QUICK_MS``."""
-        return bool(self._poll.poll(QUICK_MS))
+                self.wait()
 
     def receive(self) -> bytes:
         """Waits for a message and returns it. Raises ChannelClosed if the channel is closed, or if
         a part is not valid."""
-        part, more = self._receive_part(0)
-        if not more:
-            return part
-        with self._long:
-            parts, total = [part], len(part)
-            while more:
-                self._notify(self._theirs)
-                part, more = self._receive_part(total)
-                parts.append(part)
-                total += len(part)
-            return b"".join(parts)
+        self.wait()
+        part, more = self.take_part()
+        return self.receive_rest(part) if more else part
+
+    def quick(self) -> bool:
+        """Whether a part arrives within ``QUICK_MS``. Raises ChannelClosed."""
+        return self._arrives(QUICK_MS)
+
+    def wait(self) -> None:
+        """Waits for a part. Raises ChannelClosed if the channel is closed."""
+        while not self._arrives(self._check_ms):
+            pass
+
+    def take_part(self, before: int = 0) -> tuple[bytes, bool]:
+        """The part that has arrived, and whether further parts follow. ``before``: bytes of the
+        earlier parts. Raises ChannelClosed if the part is not valid."""
+        size, more = _PART.unpack_from(self._head, self._in_at)
+        self._largest = max(self._largest, size)
+        total = before + size
+        if size > AREA_BYTES or total > self._max_received:
+            raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
+        return bytes(self._in[:size]), bool(more)
+
+    def receive_rest(self, part: bytes) -> bytes:
+        """Waits for the parts after the first one, and returns the whole message. Raises
+        ChannelClosed."""
+        parts, total, more = [part], len(part), True
+        while more:
+            self._notify(self._theirs)
+            self.wait()
+            part, more = self.take_part(total)
+            parts.append(part)
+            total += len(part)
+        return b"".join(parts)
 
     @property
     def current(self) -> int:
@@ -166,16 +179,6 @@ class Channel:
             os.close(self._theirs)
             self._mine = self._theirs = -1
 
-    def _receive_part(self, before: int) -> tuple[bytes, int]:
-        """A part, and whether further parts follow. ``before``: bytes of the earlier parts."""
-        self._wait()
-        size, more = _PART.unpack_from(self._head, self._in_at)
-        self._largest = max(self._largest, size)
-        total = before + size
-        if size > AREA_BYTES or total > self._max_received:
-            raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
-        return bytes(self._in[:size]), more
-
     def _put(self, part: bytes, more: int) -> None:
         self._largest = max(self._largest, len(part))
         self._out[: len(part)] = part
@@ -191,16 +194,16 @@ class Channel:
         except BlockingIOError:
             pass  # The counter is full, so the reader was notified before.
 
-    def _wait(self) -> None:
-        while True:
-            self._poll.poll(self._check_ms)
-            if self._closed:
-                raise ChannelClosed("the process has ended")
-            try:
-                os.read(self._mine, 8)
-            except BlockingIOError:
-                continue
-            return
+    def _arrives(self, wait_ms: int | None) -> bool:
+        """Whether the other side notifies this side within a time. Consumes the notice."""
+        self._poll.poll(wait_ms)
+        if self._closed:
+            raise ChannelClosed("the process has ended")
+        try:
+            os.read(self._mine, 8)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _seal(memory: int) -> None:

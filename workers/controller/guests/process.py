@@ -21,7 +21,7 @@ from ....protocol.errors import ControllerError, TokenbusError
 from ..guest_clock import add_guest_cpu
 from ..guest_memory import TenantMemory
 from ..limits import Limits
-from ..pool import freeing_slot
+from ..pool import freeing_slot, waiting
 from ..variable_calls import VariablesMark
 from . import messages
 from .channel import MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
@@ -174,7 +174,8 @@ class GuestProcess:
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
-        """A channel for one request. Raises GuestDied if the process has ended."""
+        """A channel for one request. Raises GuestDied if the process has ended, ControllerError if
+        its tenant has no memory for a channel, and UnavailableError if too many jobs wait."""
         channel = self._take_channel()
         try:
             yield channel
@@ -247,21 +248,11 @@ class GuestProcess:
 
     def kill(self, why: str) -> None:
         """Kills the process, unless it has ended. ``why``: the reason for its other requests."""
-        with self._lock:
-            if self.dead:
-                return
-            self.dead, self._killed = why, True
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self._end()
+        self._ended(why, killed=True)
 
     def died(self, code: int) -> None:
         """Called when the process has ended."""
-        with self._lock:
-            ended = bool(self.dead)
-            self.dead = self.dead or _why(code)
-        if not ended:
-            self._end()
+        self._ended(_why(code), killed=False)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -271,11 +262,14 @@ class GuestProcess:
         self.kill(why)
 
     def _receive(self, channel: Channel) -> messages.FromGuest:
-        if channel.quick():
-            body = channel.receive()
-        else:
+        if not channel.quick():
             with freeing_slot():
-                body = channel.receive()
+                channel.wait()
+        body, more = channel.take_part()
+        if more:
+            # The channels of a process could otherwise fill the worker's memory together.
+            with freeing_slot(), self._long:
+                body = channel.receive_rest(body)
         try:
             answer: messages.FromGuest = messages.decode_from_guest(body)
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
@@ -331,19 +325,28 @@ class GuestProcess:
 
     def _take_channel(self) -> Channel:
         with self._lock:
-            while not self.dead:
-                if self._free:
-                    return self._free.pop()
-                if len(self._channels) < MAX_CHANNELS and (made := self._new_channel()):
-                    return made
-                self._changed.wait(1.0)
-        raise GuestDied(self.dead)
+            channel = self._free_channel()
+        if channel is None:
+            # The requests that have the channels may need the slot of this thread to end.
+            with waiting(), self._lock:
+                while (channel := self._free_channel()) is None:
+                    self._changed.wait(1.0)
+        return channel
+
+    def _free_channel(self) -> Channel | None:
+        """A channel that no request has; None if there is none now. Raises GuestDied.
+        Called under the lock."""
+        if self.dead:
+            raise GuestDied(self.dead)
+        if self._free:
+            return self._free.pop()
+        return self._new_channel() if len(self._channels) < MAX_CHANNELS else None
 
     def _new_channel(self) -> Channel | None:
         """A channel that the process is to receive; None if the process has not received the
         channels before, or if its tenant has no memory left for more than one channel. Raises
-        ControllerError if there is no memory for one. Called under the lock, for which the watchdog
-        waits."""
+        ControllerError if there is no memory for one. Called under the lock, which the watchdog
+        needs, so this method never waits for the process."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)
@@ -372,7 +375,7 @@ class GuestProcess:
             if isinstance(error, BlockingIOError):
                 return None
             raise GuestDied("its socket is closed") from None
-        return Channel(files, guest=False, long=self._long)
+        return Channel(files, guest=False)
 
     def _give_back_channel(self) -> None:
         if self._memory is not None:
@@ -400,9 +403,15 @@ class GuestProcess:
             log.warning("guest process %d is killed, because %s", self.pid, running.killed)
             self.kill(f"another call in its process was ended, because {running.killed}")
 
-    def _end(self) -> None:
-        """Frees the resources of the process, except channels that threads still use."""
+    def _ended(self, why: str, *, killed: bool) -> None:
+        """Ends the process, and frees its resources, except channels that threads still use.
+        ``killed``: whether the worker decided that the process ends."""
         with self._lock:
+            if self.dead:
+                return
+            self.dead, self._killed = why, killed
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             granted, self._granted = self._granted, 0
             self._changed.notify_all()
             for channel in self._channels:
@@ -416,8 +425,7 @@ class GuestProcess:
         self._free_channels()
 
     def _free_channels(self) -> None:
-        # ``_end`` closes channels, and ``kill`` uses the pidfd: the lock keeps both from closed
-        # descriptors.
+        # ``_ended`` closes channels and uses the pidfd: the lock keeps it from closed descriptors.
         with self._lock:
             for channel in self._free:
                 self._channels.remove(channel)

@@ -160,14 +160,15 @@ class RemoteController:
         return child
 
     def close(self) -> None:
-        """Frees the guest, if its process runs."""
+        """Frees the guest, if its process runs. If no request can be made, the guest lives until
+        its process ends."""
         process, self._process = self._process, None
         if process is None or process.controllers.pop(self._handle, None) is None:
             return
         try:
             with process.channel() as channel:
                 process.request(channel, Close(self._handle), 1.0)
-        except GuestDied:
+        except (GuestDied, TokenbusError):
             pass
 
     @property

@@ -117,9 +117,9 @@ class ProcessTable:
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
-        with freeing_slot():
-            self._spawning.acquire()
-        try:
+        # The slot is taken again after the lock is free, because threads that wait for the lock may
+        # have all slots.
+        with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()
                 try:
@@ -133,8 +133,6 @@ class ProcessTable:
                 "process; try again, or read the log of the worker",
                 retry_after_s=KEEP_S,
             )
-        finally:
-            self._spawning.release()
 
     def tick(self) -> None:
         """Ends requests that use too much time, idle processes, and processes that run without a

@@ -23,6 +23,7 @@ from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 from tokenbus.workers.state.variables import VariableStorage
 
+from ....processes import until
 from ..played import WORDS, engine, vocabulary
 from ..wasm.guests import compile_guest
 
@@ -124,3 +125,12 @@ class Sequence:
     def allowed(self) -> list[int]:
         bits = int.from_bytes(self.mask, "little")
         return [token for token in range(VOCABULARY.size) if bits >> token & 1]
+
+
+def stop(sequence: Sequence) -> int:
+    """Stops the process of a sequence; returns its id."""
+    pid: int = sequence.controller._process.pid  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    status = Path(f"/proc/{pid}/status")
+    until(lambda: "State:\tT" in status.read_text(), 60, "the process is stopped")
+    return pid

@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
-from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
-from tokenbus.workers.controller.guests.channel import SHARED_BYTES
-from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.state.variables import VariableStorage
@@ -25,7 +22,7 @@ from tokenbus.workers.state.variables import VariableStorage
 from ....processes import until
 from ..played import EOS, WORDS, Run, Steered, program
 from ..wasm.guests import SDK
-from .remote_guests import CALM, Runtime, Sequence, running
+from .remote_guests import CALM, Runtime, Sequence, running, stop
 
 pytestmark = pytest.mark.process
 
@@ -169,15 +166,6 @@ def test_biases_arrive_as_on_a_thread(runtime: Runtime) -> None:
 # --- calls one by one -----------------------------------------------------------------------------
 
 
-def stop(sequence: Sequence) -> int:
-    """Stops the process of a sequence; returns its id."""
-    pid: int = sequence.controller._process.pid  # type: ignore[attr-defined]
-    os.kill(pid, signal.SIGSTOP)
-    status = Path(f"/proc/{pid}/status")
-    until(lambda: "State:\tT" in status.read_text(), 60, "the process is stopped")
-    return pid
-
-
 def batched(*sequences: Sequence) -> Callable[[], list[bool]]:
     """The call that runs the rounds of some sequences in a batch."""
     batches, turns = set(), []
@@ -318,29 +306,6 @@ def test_the_second_process_that_runs_without_a_call_ends_the_sequence(
         sequence.round()
 
 
-def test_the_watchdog_does_not_wait_for_a_process_that_takes_no_channels(runtime: Runtime) -> None:
-    sequence = Sequence(runtime.program(CALM, "channels", "channels"))
-    process = sequence.controller._process  # type: ignore[attr-defined]
-    stop(sequence)
-    ended = threading.Event()
-
-    def take_all() -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                for _ in range(MAX_CHANNELS):
-                    stack.enter_context(process.channel())
-            except GuestDied:
-                ended.set()
-
-    threading.Thread(target=take_all, daemon=True).start()
-    until(lambda: len(process._channels) > MAX_CHANNELS - 50, 60, "the channels are sent")
-    killing = threading.Thread(target=process.kill, args=("the test is over",), daemon=True)
-    killing.start()
-    killing.join(60)
-    assert not killing.is_alive()
-    assert ended.wait(60)
-
-
 def test_a_call_whose_process_dies_once_is_made_again_and_writes_once(runtime: Runtime) -> None:
     storage, deaths = VariableStorage(), 0
 
@@ -375,43 +340,3 @@ def test_a_call_whose_processes_die_twice_ends_with_an_error(runtime: Runtime) -
     assert len(runtime.table.deaths._times["twice", "twice"]) == 1
     with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
         sequence.controller.pre_process()
-
-
-def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
-    memory = GuestMemory(64 * 1024 * 1024)
-    sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
-    assert memory.used > 0
-    with pytest.raises(ControllerError, match="a client may have as much as it leaves free"):
-        _sequences(runtime, memory, 200)
-    os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    until(lambda: memory.used == 0, 60, "the memory of the process is free")
-
-
-def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
-    runtime: Runtime,
-) -> None:
-    memory = GuestMemory(8 * SHARED_BYTES + 16 * 1024 * 1024)
-    sequence = Sequence(runtime.program(CALM, "counted"), memory=memory)
-    process = sequence.controller._process  # type: ignore[attr-defined]
-    before = memory.used
-    with process.channel(), process.channel():
-        assert memory.used == before + SHARED_BYTES
-        waiting = threading.Event()
-
-        def take_all() -> None:
-            with contextlib.ExitStack() as stack, contextlib.suppress(GuestDied):
-                for _ in range(9):
-                    stack.enter_context(process.channel())
-            waiting.set()
-
-        threading.Thread(target=take_all, daemon=True).start()
-        until(lambda: len(process._channels) >= 3, 60, "further channels")
-        assert len(process._channels) < 9
-        assert not waiting.is_set()
-        process.kill("the test ends it")
-        assert waiting.wait(60)
-    until(lambda: memory.used == 0, 60, "the memory of the process is free")
-
-
-def _sequences(runtime: Runtime, memory: GuestMemory, count: int) -> list[Sequence]:
-    return [Sequence(runtime.program(CALM, "memory"), memory=memory) for _ in range(count)]

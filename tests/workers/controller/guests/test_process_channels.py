@@ -1,0 +1,113 @@
+"""Requests to a guest process share its channels, which count towards its tenant's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tokenbus.protocol.errors import ControllerError
+from tokenbus.workers.controller.guest_memory import GuestMemory
+from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests.channel import SHARED_BYTES
+from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied, GuestProcess
+from tokenbus.workers.controller.pool import Pool
+
+from ....processes import until
+from .remote_guests import CALM, Runtime, Sequence, running, stop
+
+pytestmark = pytest.mark.process
+
+
+def take(process: GuestProcess, count: int) -> None:
+    """Takes ``count`` channels, and gives them back."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(process.channel())
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with running() as made:
+        yield made
+
+
+def test_the_watchdog_does_not_wait_for_a_process_that_takes_no_channels(runtime: Runtime) -> None:
+    sequence = Sequence(runtime.program(CALM, "channels", "channels"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    stop(sequence)
+    ended = threading.Event()
+
+    def take_all() -> None:
+        with pytest.raises(GuestDied):
+            take(process, MAX_CHANNELS)
+        ended.set()
+
+    threading.Thread(target=take_all, daemon=True).start()
+    until(lambda: len(process._channels) > MAX_CHANNELS - 50, 60, "the channels are sent")
+    killing = threading.Thread(target=process.kill, args=("the test is over",), daemon=True)
+    killing.start()
+    killing.join(60)
+    assert not killing.is_alive()
+    assert ended.wait(60)
+
+
+def test_a_request_without_a_channel_leaves_its_slot_to_those_that_have_one(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "MAX_CHANNELS", 1)
+    made = runtime.program(CALM, "one channel")
+    one, two = Sequence(made), Sequence(made)
+    process = one.controller._process  # type: ignore[attr-defined]
+    pid = stop(one)
+    pool = Pool(1)
+    pool.submit([one.round])
+    until(lambda: bool(process._running), 60, "the request has the channel")
+    pool.submit([two.round])
+    until(lambda: pool.waiting_jobs == 2, 60, "both requests wait")
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: not pool.busy, 60, "both requests end")
+    assert one.allowed() == two.allowed() == [2]
+    pool.close()
+
+
+def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
+    memory = GuestMemory(64 * 1024 * 1024)
+    sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
+    assert memory.used > 0
+    with pytest.raises(ControllerError, match="a client may have as much as it leaves free"):
+        _sequences(runtime, memory, 200)
+    os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
+    runtime: Runtime,
+) -> None:
+    memory = GuestMemory(8 * SHARED_BYTES + 16 * 1024 * 1024)
+    sequence = Sequence(runtime.program(CALM, "counted"), memory=memory)
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    before = memory.used
+    with process.channel(), process.channel():
+        assert memory.used == before + SHARED_BYTES
+        waiting = threading.Event()
+
+        def take_all() -> None:
+            with contextlib.suppress(GuestDied):
+                take(process, 9)
+            waiting.set()
+
+        threading.Thread(target=take_all, daemon=True).start()
+        until(lambda: len(process._channels) >= 3, 60, "further channels")
+        assert len(process._channels) < 9
+        assert not waiting.is_set()
+        process.kill("the test ends it")
+        assert waiting.wait(60)
+    until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def _sequences(runtime: Runtime, memory: GuestMemory, count: int) -> list[Sequence]:
+    return [Sequence(runtime.program(CALM, "memory"), memory=memory) for _ in range(count)]
