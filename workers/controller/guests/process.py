@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -324,18 +325,23 @@ class GuestProcess:
             self._granted += size
 
     def _take_channel(self) -> Channel:
-        with self._lock:
-            channel = self._free_channel()
-        if channel is None:
-            # The requests that have the channels may need the slot of this thread to end.
-            with waiting(), self._lock:
-                while (channel := self._free_channel()) is None:
-                    self._changed.wait(1.0)
-        return channel
+        try:
+            with self._lock:
+                channel = self._free_channel()
+            if channel is None:
+                # The requests that have the channels may need the slot of this thread to end.
+                with waiting(), self._lock:
+                    while (channel := self._free_channel()) is None:
+                        self._changed.wait(1.0)
+            return channel
+        except ChannelClosed as error:
+            # The zygote has not reported the end of the process yet.
+            self._ended(str(error), killed=False)
+            raise GuestDied(self.dead) from None
 
     def _free_channel(self) -> Channel | None:
-        """A channel that no request has; None if there is none now. Raises GuestDied.
-        Called under the lock."""
+        """A channel that no request has; None if there is none now. Raises GuestDied and
+        ChannelClosed. Called under the lock."""
         if self.dead:
             raise GuestDied(self.dead)
         if self._free:
@@ -372,9 +378,9 @@ class GuestProcess:
         except OSError as error:
             for descriptor in files:
                 os.close(descriptor)
-            if isinstance(error, BlockingIOError):
+            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                 return None
-            raise GuestDied("its socket is closed") from None
+            raise ChannelClosed("its socket is closed") from None
         return Channel(files, guest=False)
 
     def _give_back_channel(self) -> None:

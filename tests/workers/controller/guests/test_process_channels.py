@@ -74,6 +74,22 @@ def test_a_request_without_a_channel_leaves_its_slot_to_those_that_have_one(
     pool.close()
 
 
+def test_a_process_whose_end_is_not_reported_yet_takes_no_request(runtime: Runtime) -> None:
+    sequence = Sequence(runtime.program(CALM, "unreported"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    launcher = runtime.table._launcher
+    os.kill(launcher.pid, signal.SIGSTOP)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(GuestDied, match="its socket is closed"):
+            take(process, MAX_CHANNELS)
+        assert process.dead
+    finally:
+        os.kill(launcher.pid, signal.SIGCONT)
+    sequence.round()
+    assert sequence.allowed() == [2]
+
+
 def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
     memory = GuestMemory(64 * 1024 * 1024)
     sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
