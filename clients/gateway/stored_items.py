@@ -7,7 +7,7 @@ many, the oldest first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,9 @@ MAX_BYTES_OF_ONE = 8 * 1024 * 1024
 """Maximum bytes of the items of one user."""
 MAX_ITEMS_OF_ONE = 4096
 """Maximum number of items of one user."""
+MAX_RESOLVED_BYTES = MAX_BYTES_OF_ONE
+"""Maximum bytes of the items that replace references in one input. An input may name the same item
+many times."""
 ITEM_BYTES = 512
 """Bytes that count for an item in addition to its JSON."""
 
@@ -43,8 +46,8 @@ class StoredItems:
     """The items of one gateway process."""
 
     def __init__(self) -> None:
-        self._users: OrderedDict[str, _User] = OrderedDict()
-        """The users with items; the user who stored items last is the last."""
+        self._users: dict[str, _User] = {}
+        """The users with items."""
         self._size = 0
 
     def store(self, user: str, items: Mapping[str, bytes]) -> None:
@@ -52,7 +55,6 @@ class StoredItems:
         if not items:
             return
         own = self._users.setdefault(user, _User())
-        self._users.move_to_end(user)
         for id, data in items.items():
             size = ITEM_BYTES + len(data)
             if id in own.items or size > MAX_BYTES_OF_ONE:
@@ -74,34 +76,41 @@ class StoredItems:
             del self._users[name]
 
     def resolved(self, user: str, given: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """An input with items in place of references. Raises ApiError 400 for an unknown item.
+        """An input with items in place of references. Raises ApiError 400 for an unknown item, or
+        if the items are too large together.
 
         Some clients send back only the id of a reasoning item. If the item is stored, its thinking
         is added.
         """
         if isinstance(given, str):
             return given
-        return [self._resolved(user, item, place) for place, item in enumerate(given)]
-
-    def _resolved(self, user: str, item: dict[str, Any], place: int) -> dict[str, Any]:
-        id, own = item.get("id"), self._users.get(user)
-        if item.get("type") == "item_reference":
-            return self._item(user, id, place)
-        if item.get("type") == "reasoning" and own is not None and not _has_text(item):
-            return self._item(user, id, place) if isinstance(id, str) and id in own.items else item
-        return item
-
-    def _item(self, user: str, id: Any, place: int) -> dict[str, Any]:
         own = self._users.get(user)
-        data = own.items.get(id) if own is not None and isinstance(id, str) else None
-        if data is None:
+        return list(_resolved(own.items if own is not None else {}, given))
+
+
+def _resolved(stored: Mapping[str, bytes], given: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    size = 0
+    for place, item in enumerate(given):
+        id = item.get("id")
+        data = stored.get(id) if isinstance(id, str) else None
+        if item.get("type") == "item_reference":
+            if data is None:
+                raise invalid_field(
+                    f"input[{place}].id",
+                    f"input[{place}]: the item {id!r} is not stored; this gateway keeps recent "
+                    "items in memory; send the item itself, with 'store': false",
+                )
+        elif item.get("type") != "reasoning" or data is None or _has_text(item):
+            yield item
+            continue
+        size += len(data)
+        if size > MAX_RESOLVED_BYTES:
             raise invalid_field(
                 f"input[{place}].id",
-                f"input[{place}]: the item {id!r} is not stored; this gateway keeps recent items "
-                "in memory; send the item itself, with 'store': false",
+                f"input[{place}]: the stored items of this input have more than "
+                f"{MAX_RESOLVED_BYTES} bytes together; refer to each item only once",
             )
-        found: dict[str, Any] = msgspec.json.decode(data)
-        return found
+        yield msgspec.json.decode(data)
 
 
 def _has_text(item: dict[str, Any]) -> bool:

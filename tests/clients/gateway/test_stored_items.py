@@ -49,6 +49,17 @@ def test_the_oldest_items_of_the_largest_user_are_dropped(monkeypatch: pytest.Mo
         stored.resolved("large", reference("4"))
 
 
+def test_references_to_one_large_item_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = b'"%s"' % (b"x" * 80)
+    monkeypatch.setattr(stored_items, "MAX_RESOLVED_BYTES", 3 * len(item))
+    stored = StoredItems()
+    stored.store("a", {"1": item})
+    assert len(stored.resolved("a", reference("1") * 3)) == 3
+    with pytest.raises(ApiError, match="together; refer to each item only once") as refused:
+        stored.resolved("a", reference("1") * 4)
+    assert refused.value.param == "input[3].id"
+
+
 @pytest.mark.process
 def test_an_input_may_refer_to_an_item_unless_it_was_not_stored(gateway: Gateway) -> None:
     def post(input: Any, **more: Any) -> httpx.Response:
