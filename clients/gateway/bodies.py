@@ -49,7 +49,7 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     shares = gateway.shares
     named = gateway.named.of(request.headers.get(HEADER), request.headers.get(LAST_EVENT))
     try:
-        async for part in _decoded(request):
+        async for part in decoded(request, limit):
             size += len(part)
             if size > limit:
                 raise _too_large(size, limit)
@@ -64,10 +64,16 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     return body
 
 
-async def _decoded(request: Request) -> AsyncIterator[bytes]:
-    """The parts of a body after decompression. Other requests run between the pieces of a part."""
+async def decoded(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The parts of a body after decompression. Other requests run between the pieces of a part.
+    Raises ApiError 413 if the compressed body is longer than ``limit`` bytes: compressed blocks may
+    be empty."""
     decoder = decoder_of(request.headers.get("content-encoding", ""))
+    received = 0
     async for part in request.stream():
+        received += len(part)
+        if received > limit:
+            raise _too_large(received, limit)
         for number, piece in enumerate(decoder.pieces(part)):
             if number:
                 await asyncio.sleep(0)

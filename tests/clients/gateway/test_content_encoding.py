@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
 
 import httpx
 import pytest
+from starlette.requests import Request
+from tokenbus.clients.gateway.bodies import decoded
 from tokenbus.clients.gateway.content_encoding import PIECE_BYTES, Gzip
 from tokenbus.clients.gateway.errors import ApiError
 
@@ -43,6 +46,22 @@ def test_a_body_that_is_not_gzip_is_refused(body: bytes, words: str) -> None:
 
     with pytest.raises(ApiError, match=words):
         decode()
+
+
+def test_a_compressed_body_of_empty_blocks_is_bounded() -> None:
+    empty_block = b"\x00\x00\x00\xff\xff"
+    parts = [gzip.compress(b"")[:10], *[empty_block * 20] * 10]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def read(limit: int) -> bytes:
+        scope = {"type": "http", "headers": [(b"content-encoding", b"gzip")]}
+        return b"".join([part async for part in decoded(Request(scope, receive), limit)])
+
+    with pytest.raises(ApiError, match="at most 500 are allowed"):
+        asyncio.run(read(500))
+    assert len(parts) == 5
 
 
 @pytest.mark.process
