@@ -67,9 +67,10 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Encodes ``text``; a long text does not delay other requests. Raises RequestError if the
-        text is too long for the model."""
+        """Encodes ``text``; a long text, or many short ones, do not delay other requests. Raises
+        RequestError if the text is too long for the model."""
         if len(text) <= SHORT_TEXT:
+            await asyncio.sleep(0)
             return self.encode(text, special=special)
         bound = TextBound(self.name, self.info.context_length, self.token_size)
         bound.check([text])
