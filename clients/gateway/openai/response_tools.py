@@ -71,6 +71,8 @@ class OfferedTools:
     """The tools' names in the request by the names that the model sees."""
     custom: set[str] = field(default_factory=set)
     """The names, for the model, of tools whose input is a text."""
+    _shown: dict[ToolPlace, str] = field(default_factory=dict)
+    """``places`` in the other direction."""
 
     @classmethod
     def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
@@ -82,6 +84,7 @@ class OfferedTools:
             if name in offered.places and namespace is not None:
                 name = f"{namespace}.{tool.name}"
             offered.places[name] = place
+            offered._shown.setdefault(place, name)
             if isinstance(tool, ResponseTool):
                 own = Tool(name, tool.description, tool.parameters, tool.strict)
             else:
@@ -94,8 +97,7 @@ class OfferedTools:
 
     def shown(self, namespace: str | None, name: str) -> str:
         """The name that the model sees of a tool; ``name`` if the request has no such tool."""
-        place = ToolPlace(namespace, name)
-        return next((shown for shown, one in self.places.items() if one == place), name)
+        return self._shown.get(ToolPlace(namespace, name), name)
 
 
 def _each(given: Sequence[AnyTool]) -> Iterator[tuple[str | None, ResponseTool | CustomTool]]:
