@@ -31,7 +31,7 @@ from .chat_bodies import (
 from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
 from .generations import Generations, begun
-from .logprobs import ChatLogprobs, Sampled, compose, token_logprobs
+from .logprobs import ChatLogprobs, Sampled, check_alternatives, compose, token_logprobs
 from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, set_fields
 from .usage import Counter
@@ -66,6 +66,9 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     body.check()
     prepared = await prepare(gateway, body.model, body.to_conversation(), ignored)
     counter = Counter()
+    if body.prompt_logprobs is not None:
+        counter.alternatives = len(prepared.ids) * (1 + body.prompt_logprobs)
+        check_alternatives(counter.alternatives)
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
     # The names of special tokens inside an answer with parts would be read as tags.

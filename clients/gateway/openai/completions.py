@@ -89,20 +89,8 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     body.check()
     constraint = body.own_constraint
     model = await gateway.models.get(body.model)
-    prompts = await _shortened(body, model, body.prompts)
     counter = Counter()
-    echoes = [Echo() for _ in prompts]
-    if body.echo:
-        prompts, echoes = await _echoes(gateway, body, model, prompts, counter)
-    if body.return_token_ids:
-        prompts = [one if isinstance(one, list) else await model.tokenize(one) for one in prompts]
-    if body.prompt_logprobs is not None:
-        tokenized = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
-        prompts = [*tokenized]
-        for echo, ids in zip(echoes, tokenized, strict=True):
-            echo.prompt_logprobs = await prompt_logprobs(
-                gateway.client, model, ids, body.prompt_logprobs
-            )
+    prompts, echoes = await _prompts(gateway, body, model, counter)
     generations = None
     if body.max_tokens != 0:
         options = body.options(constraint)
@@ -117,15 +105,38 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
     return Job(body, model, echoes, generations, counter, prompts)
 
 
-async def _shortened(
-    body: CompletionRequest, model: ServedModel, prompts: list[Prompt]
-) -> list[Prompt]:
-    """The ends of the prompts that ``truncate_prompt_tokens`` keeps."""
-    if body.truncate_prompt_tokens is None:
-        return prompts
-    ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
-    context = model.info.context_length
-    return [last_tokens(one, body.truncate_prompt_tokens, context) for one in ids]
+async def _prompts(
+    gateway: Gateway, body: CompletionRequest, model: ServedModel, counter: Counter
+) -> tuple[list[Prompt], list[Echo]]:
+    """The prompts, and the parts of each prompt that its completions have."""
+    prompts = body.prompts
+    if body.truncate_prompt_tokens is not None:
+        # The ends of the prompts are kept.
+        kept, context = body.truncate_prompt_tokens, model.info.context_length
+        prompts = [last_tokens(one, kept, context) for one in await _tokenized(model, prompts)]
+    echoes = [Echo() for _ in prompts]
+    if body.echo:
+        prompts, echoes = await _echoes(gateway, body, model, prompts, counter)
+    if not body.return_token_ids and body.prompt_logprobs is None:
+        return prompts, echoes
+    tokenized = await _tokenized(model, prompts)
+    # Each choice repeats its prompt.
+    num_repeated = sum(map(len, tokenized)) * (body.n or 1)
+    if body.return_token_ids:
+        counter.add_ids(num_repeated)
+    if body.prompt_logprobs is not None:
+        counter.alternatives += num_repeated * (1 + body.prompt_logprobs)
+    check_alternatives(counter.alternatives)
+    if body.prompt_logprobs is not None:
+        for echo, ids in zip(echoes, tokenized, strict=True):
+            echo.prompt_logprobs = await prompt_logprobs(
+                gateway.client, model, ids, body.prompt_logprobs
+            )
+    return [*tokenized], echoes
+
+
+async def _tokenized(model: ServedModel, prompts: list[Prompt]) -> list[list[int]]:
+    return [one if isinstance(one, list) else await model.tokenize(one) for one in prompts]
 
 
 async def _echoes(
@@ -140,7 +151,7 @@ async def _echoes(
         if isinstance(prompt, list):
             model.check_tokens(prompt, "$.prompt")
     texts = [p if isinstance(p, str) else await model.detokenize(p) for p in prompts]
-    ids = [p if isinstance(p, list) else await model.tokenize(p) for p in prompts]
+    ids = await _tokenized(model, prompts)
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]
     # Each choice repeats the prompt.

@@ -10,7 +10,7 @@ from ....protocol.errors import TokenbusError
 from ... import AsyncClient
 from ..errors import from_tokenbus
 from ..models import ServedModel
-from .logprobs import UNLIKELY, check_alternatives, compose
+from .logprobs import UNLIKELY, compose
 
 
 class PromptLogprob(Struct):
@@ -30,10 +30,8 @@ the first token."""
 async def prompt_logprobs(
     client: AsyncClient, model: ServedModel, ids: list[int], count: int
 ) -> PromptLogprobs:
-    """The log-probabilities of a prompt, with ``count`` alternatives for each token. Raises
-    ApiError."""
-    alternatives = len(ids) * (1 + count)
-    check_alternatives(alternatives)
+    """The log-probabilities of a prompt, with ``count`` alternatives for each token. The caller
+    bounds the number of alternatives. Raises ApiError."""
     if len(ids) < 2:
         return [None] * len(ids)
     try:
@@ -42,6 +40,7 @@ async def prompt_logprobs(
         error.path = "$.prompt" if error.path == "$.scored" else error.path
         raise from_tokenbus(error) from None
     places = list(zip(scores.tokens, scores.logprobs, scores.top_logprobs, strict=True))
+    alternatives = len(ids) * (1 + count)
     found = await compose(alternatives, lambda: [_place(model, count, *one) for one in places])
     return [None, *found]
 

@@ -42,9 +42,13 @@ class Counter:
             if entry.top_logprobs is not UNSET:
                 self.alternatives += len(entry.top_logprobs)
             if isinstance(entry.kept, list):
-                # The ids are not composed, so they cost less than alternatives.
-                self.alternatives += len(entry.kept) // 8
+                self.add_ids(len(entry.kept))
             self.completion += (entry.token is not None) - entry.backtrack
+
+    def add_ids(self, count: int) -> None:
+        """Counts token ids in the answer. They are not composed, so they cost less than
+        alternatives."""
+        self.alternatives += count // 8
 
     def usage(self) -> Usage:
         """The counted tokens."""

@@ -99,7 +99,8 @@ async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
     for part in scored:
         part.prompt = await _ids(model, part.prompt)
         count = max(0, len(part.prompt) - part.start)
-        counter.alternatives += count * (1 + part.reports.tops)
+        # Each sequence repeats its prompt.
+        counter.alternatives += count * (1 + part.reports.tops) * (part.params.n or 1)
     check_alternatives(counter.alternatives)
     await _together([_score(gateway, body, part) for part in scored])
     try:

@@ -91,9 +91,24 @@ def test_an_answer_with_a_million_alternatives_ends_early(
     assert (error["code"], error["param"]) == ("too_large", "logprobs")
 
 
-def test_a_prompt_is_not_repeated_with_a_million_alternatives(gateway: Gateway) -> None:
-    body = {"prompt": "Hello, " * 40, "echo": True, "n": MAX_N, "logprobs": MAX_TOP_LOGPROBS}
-    response = httpx.post(gateway.url + "/v1/completions", json=body, timeout=300.0)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"echo": True, "logprobs": MAX_TOP_LOGPROBS}),
+        ("/v1/completions", {"prompt_logprobs": MAX_TOP_LOGPROBS}),
+        ("/v1/completions", {"return_token_ids": True, "prompt": [[1] * 1000] * 50}),
+        ("/generate", {"logprob_start_len": 0, "top_logprobs_num": MAX_TOP_LOGPROBS}),
+    ],
+    ids=["echo", "prompt_logprobs", "token ids", "generate"],
+)
+def test_a_prompt_is_not_repeated_with_a_million_alternatives(
+    gateway: Gateway, path: str, body: dict[str, Any]
+) -> None:
+    body = {"prompt": "Hello, " * 40, "n": MAX_N, **body}
+    if path == "/generate":
+        body |= {"text": body.pop("prompt"), "sampling_params": {"n": body.pop("n")}}
+        body["return_logprob"] = True
+    response = httpx.post(gateway.url + path, json=body, timeout=300.0)
     assert error_of(response) == (400, "too_large")
 
 
