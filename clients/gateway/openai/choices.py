@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ....protocol.messages import Token
 from ... import GeneratedSequence
@@ -15,17 +16,18 @@ FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "err
 
 
 class Indexes:
-    """The numbers of choices: ``n`` numbers for each prompt in order, then numbers for forks."""
+    """The numbers of choices: those of each prompt in order, then numbers for forks."""
 
-    def __init__(self, prompts: int, n: int) -> None:
-        self._n = n
-        self._next = prompts * n
+    def __init__(self, counts: Sequence[int]) -> None:
+        """``counts``: the number of choices of each prompt."""
+        self._counts = counts
+        *self._first, self._next = accumulate(counts, initial=0)
         self._forks: dict[tuple[int, int], int] = {}
 
     def of(self, place: int, seq: int) -> int:
         """The number of sequence ``seq`` of the prompt at ``place``."""
-        if seq < self._n:
-            return place * self._n + seq
+        if seq < self._counts[place]:
+            return self._first[place] + seq
         number = self._forks.get((place, seq))
         if number is None:
             number = self._forks[place, seq] = self._next

@@ -48,7 +48,7 @@ class CompletionChunks:
         self._prompts = prompts
         self._begun: set[tuple[int, int]] = set()
         """The choices whose chunks have token ids, after their first chunk."""
-        self._indexes = Indexes(len(prompts), self._n)
+        self._indexes = Indexes([body.n or 1] * len(prompts))
         self._choices = [GrowingChoices() for _ in prompts]
         self._offsets: dict[int, int] = {}
         """The length of each choice's text so far, for the offsets in log-probabilities."""

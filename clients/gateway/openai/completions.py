@@ -194,7 +194,7 @@ def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[Comp
     only for the prompts."""
     body = job.body
     n = body.n or 1
-    indexes = Indexes(len(job.echoes), n)
+    indexes = Indexes([n] * len(job.echoes))
     choices = []
     for place, echo in enumerate(job.echoes):
         if found is None:

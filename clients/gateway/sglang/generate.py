@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import UNSET
@@ -21,7 +22,7 @@ from ..events import DONE, event, unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
 from ..new_ids import new_id
-from ..openai.choices import check_some_succeeded, receipt_of
+from ..openai.choices import Indexes, check_some_succeeded, receipt_of
 from ..openai.generations import Generations, begun
 from ..openai.logprobs import check_alternatives, compose, reported
 from ..openai.token_fields import spans_of
@@ -266,10 +267,7 @@ async def _events(job: Job) -> AsyncGenerator[bytes, None]:
     queue: Growing = asyncio.Queue(1)
     reading = asyncio.ensure_future(_read_all(job, queue))
     sent: dict[tuple[int, int], int] = {}
-    first = [0]
-    for part in job.parts:
-        first.append(first[-1] + (part.params.n or 1))
-    forks: dict[tuple[int, int], int] = {}
+    indexes = Indexes([part.params.n or 1 for part in job.parts])
     try:
         while (found := await queue.get()) is not None:
             if isinstance(found, Exception):
@@ -280,17 +278,21 @@ async def _events(job: Job) -> AsyncGenerator[bytes, None]:
                 if not _is_due(sequence, sent.get(key)):
                     continue
                 sent[key] = len(sequence.tokens) + (sequence.finish_reason is not None)
-                answer = _answer(job, part, sequence)
-                if _is_list(job):
-                    answer.index = first[part.number] + sequence.seq
-                    if sequence.seq >= (part.params.n or 1):
-                        answer.index = forks.setdefault(key, first[-1] + len(forks))
-                yield event(answer)
+                make = partial(_event, job, part, sequence, indexes.of(*key))
+                yield await compose(job.counter.alternatives, make)
+            queue.task_done()
         yield DONE
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         _close(job)
+
+
+def _event(job: Job, part: Part, sequence: GeneratedSequence, index: int) -> bytes:
+    answer = _answer(job, part, sequence)
+    if _is_list(job):
+        answer.index = index
+    return event(answer)
 
 
 def _is_due(sequence: GeneratedSequence, sent: int | None) -> bool:
@@ -320,3 +322,5 @@ async def _read(job: Job, part: Part, queue: Growing) -> None:
         return
     async for _ in generations.batches():
         await queue.put((part, generations.streams[0].sequences))
+        # A thread may compose events of the sequences, which must not grow in the meantime.
+        await queue.join()
