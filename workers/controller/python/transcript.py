@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....protocol.errors import Code, ControllerError
+from ..host import Stored, Written
+
+ENTRY_BYTES = 500
+"""Approximate memory of an entry without its texts and tokens."""
 
 
 class Question(NamedTuple):
@@ -32,6 +36,13 @@ class Entry(NamedTuple):
     """The tokens that were appended after the remaining tokens."""
 
 
+def _size(value: object) -> int:
+    """The bytes of a text that an entry has."""
+    if isinstance(value, Stored | Written):
+        return len(value.value)
+    return len(value) if isinstance(value, str | bytes) else 0
+
+
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
@@ -45,6 +56,8 @@ class Transcript:
         self.failure: ControllerError | None = None
         """Set once a replayed script asked a different question than the first time."""
         self._entries: list[Entry] = []
+        self.stored_bytes = 0
+        """Approximate memory of the questions and answers, in bytes."""
         self._kept = 0
         self._next = 0
         self._until: Question | None = None
@@ -71,13 +84,15 @@ class Transcript:
         """Records the answer to a live question."""
         kept = self._kept
         self._entries.append(Entry(question, answer, error, kept, tuple(self.tokens[kept:])))
+        values = (answer, *(value for _, value in question.arguments))
+        self.stored_bytes += ENTRY_BYTES + 8 * (len(self.tokens) - kept) + sum(map(_size, values))
         self._kept = len(self.tokens)
 
     def copy(self, until: Question) -> Transcript:
         """A transcript for a fork, which replays until its script asks ``until``."""
         copied = Transcript()
         copied.begin(self.tokens[: self.prompt_length])
-        copied._entries = list(self._entries)
+        copied._entries, copied.stored_bytes = list(self._entries), self.stored_bytes
         copied._until = until
         return copied
 

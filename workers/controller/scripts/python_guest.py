@@ -6,7 +6,9 @@ A fork replays the script in a new interpreter with its recorded answers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +20,19 @@ from ..biases import Bias
 from ..host import Host, Stored, Written
 from ..interface import Action, Answer, Controller
 from ..limits import Limits
+from ..python.author_calls import AuthorCalls
 from ..python.bias_values import bias_of
 from ..python.context import Context, Label
 from ..python.operations import Operation
-from ..python.script import ScriptController
+from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
 from ..wasm.instance import Template
 from .generation import Generate
 from .python_session import Asked, Printed, PythonSession, library, template_of
 
 KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
+TOKENS_READ = 256
+"""Number of tokens whose bytes a script reads at once, for ``ctx.token_set``."""
 
 
 class PythonModule:
@@ -53,8 +58,7 @@ class PythonModule:
             try:
                 asked = session.begin(host.limits)
                 while asked is not None:
-                    answer = await ctx.answer(asked)
-                    asked = session.resume(answer, host.limits.round_s)
+                    asked = await ctx.step(session, asked)
             finally:
                 session.close()
 
@@ -65,7 +69,7 @@ class PythonModule:
         error."""
         script = (self._text or b"").decode()
         silent = Printed(lambda data: None, lambda: True)
-        call = f"_main({script!r}, True)"
+        call = f"_only_compile({script!r})"
         session = PythonSession(self._template, (library(script), call), silent, None)
         asked = session.begin(limits)
         session.close()
@@ -76,12 +80,31 @@ class PythonModule:
 class PythonContext(Context):
     """The context of a script in MicroPython, which calls its methods by their names."""
 
+    calls: GuestCalls
+
     def session(self, template: Template, script: str) -> PythonSession:
         """An interpreter for the script of this context."""
         host, transcript = self._host, self._transcript
         log = Printed(host.log.write, lambda: transcript.replaying)
-        call = f"_main({script!r}, False)"
+        call = RUN.format(script=script)
         return PythonSession(template, (library(script), call), log, host.memory)
+
+    async def step(self, session: PythonSession, asked: Asked) -> Asked | None:
+        """Answers a call of the script, and runs the script to its next call.
+
+        All that the script does in one call of its controller counts towards one limit. A replay
+        has a limit for each answer.
+        """
+        number, replaying, began_s = (
+            self.calls.number,
+            self._transcript.replaying,
+            time.thread_time(),
+        )
+        answer = await self.answer(asked)
+        renews = replaying or number != self.calls.number
+        limit_s = self._host.limits.round_s if renews else None
+        session.guest.host_bytes = self._transcript.stored_bytes
+        return session.resume(answer, limit_s, time.thread_time() - began_s)
 
     async def answer(self, asked: Asked) -> str:
         """The answer to a call of the script, as JSON. Raises ControllerError if the script has
@@ -96,11 +119,13 @@ class PythonContext(Context):
         try:
             if name == "gen":
                 value: Any = await self._generate(**named)
+            elif name == "fixed":
+                value = await self.fixed(self._short(given[0]), *given[1:], **named)
             elif name in _AWAITED:
                 value = await getattr(self, name)(*given, **named)
             else:
                 value = self._read(name, given)
-        except (TokenbusError, TypeError) as error:
+        except (TokenbusError, TypeError, IndexError) as error:
             said = error.message if isinstance(error, TokenbusError) else str(error)
             return json.dumps({"error": said})
         return json.dumps({"value": _plain(value)})
@@ -122,15 +147,30 @@ class PythonContext(Context):
             case "eos":
                 return vocabulary.eos
             case "tokenize":
-                text = given[0].encode() if isinstance(given[0], str) else given[0]
-                return vocabulary.tokenize(text)
+                text = self._short(given[0])
+                return vocabulary.tokenize(text.encode() if isinstance(text, str) else text)
             case "detokenize":
                 return b"".join(map(vocabulary.token, given[0]))
             case "replaced":
                 return b"".join(map(vocabulary.token, given[0])).decode("utf-8", "replace")
             case "token_bytes":
-                return [vocabulary.token(number) for number in range(given[0], given[1])]
+                numbers = range(given[0], given[0] + TOKENS_READ)
+                pieces = [vocabulary.token(number) for number in numbers]
+                return [[len(piece) for piece in pieces], b"".join(pieces)]
         raise ControllerError(Code.CONTROLLER_FAILED, f"the context has no call {name!r}")
+
+    def _short(self, text: Any) -> Any:
+        """A text to tokenize; raises ControllerError if it is too long for a round."""
+        if not isinstance(text, str | bytes):
+            raise _wrong(f"tokens of {text!r}; right would be text or bytes")
+        size = len(text.encode() if isinstance(text, str) else text)
+        limits = self._host.limits
+        most = limits.max_text(limits.round_s)
+        if size > most:
+            raise _wrong(
+                f"the text to tokenize has {size} bytes; at most {most} are allowed at once"
+            )
+        return text
 
     async def _generate(self, **given: Any) -> str:
         """Generates a text; the worker applies its constraint."""
@@ -148,13 +188,46 @@ class PythonContext(Context):
         return text.decode("utf-8", "replace")
 
 
-_AWAITED = ("fixed", "fork", "wait_var", "stop")
+_AWAITED = ("fork", "wait_var", "stop")
+RUN = """\
+_begin({script!r})
+while _turn():
+    if _collects():
+        _gc.collect()
+_coroutine = _answer = None
+_gc.collect()
+_end()"""
+"""The text that runs a script."""
+
+
+class GuestCalls(AuthorCalls):
+    """The calls of one sequence. The interpreter describes the errors of its script."""
+
+    number = 0
+    """Number of calls so far."""
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Wraps one call. Any exception becomes a ControllerError."""
+        self.number += 1
+        try:
+            yield
+        except TokenbusError:
+            raise
+        except Exception as error:
+            said = f"{call}: {type(error).__name__}: {error}"
+            raise ControllerError(Code.CONTROLLER_FAILED, said) from error
 
 
 class PythonGuest(ScriptController):
     """The controller of one sequence."""
 
     context = PythonContext
+
+    def __init__(self, name: str, function: Script, host: Host, transcript: Transcript) -> None:
+        super().__init__(name, function, host, transcript)
+        assert isinstance(self._context, PythonContext)
+        self._calls = self._context.calls = GuestCalls(name, host)
 
 
 class _Delegated(Operation):

@@ -27,9 +27,13 @@ from ..wasm.wasi import MODULE, OK, WASI
 
 RESULT_BYTES = 256 * 1024
 """Maximum bytes of an answer to the script."""
+ASK_BYTES = 4096
+"""Work of a call of the script, as a number of copied bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
-ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", b"import host\nexec(host.call('boot', ''))")
-_BOOT_SIZE = 4096
+# The collector of garbage does not see references in WebAssembly's locals. So context.upy runs it,
+# where no function of the script is being executed.
+_BOOT = b"import gc, host\ngc.disable()\nexec(host.call('boot', ''))"
+ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _BOOT)
 
 # A guest process cannot read files, so the zygote reads these when it imports this module.
 _PARTS = {
@@ -84,39 +88,41 @@ class PythonSession:
     def __init__(
         self, template: Template, texts: tuple[str, str], log: Printed, memory: TenantMemory | None
     ) -> None:
-        """``texts``: the library and the script."""
+        """``texts``: the library and the call of the script."""
         self.host = _Host(log)
-        self._pieces = [self._boot(*texts)]
+        self._boot = "\n".join(texts)
         self._template = template
         self._memory = memory
         self._asked: SimpleQueue[Asked | BaseException | None] = SimpleQueue()
-        self._answers: SimpleQueue[str | None] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
         self._cpu_s = 0.0
-
-    @staticmethod
-    def _boot(library_text: str, call: str) -> str:
-        return f"{library_text}\n{call}"
 
     def begin(self, limits: Limits) -> Asked | None:
         """Runs the script to its first call; None: it has ended. Raises ControllerError."""
         self.guest = Guest(self._template, self, limits, self._memory)
         before = threading.stack_size(HOST_STACK_BYTES)
         try:
-            self._thread = threading.Thread(target=self._run, args=(limits.init_s,), daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(limits.init_s,), daemon=True)
+            thread.start()
+        except BaseException:
+            self.guest.close()
+            raise
         finally:
             threading.stack_size(before)
+        self._thread = thread
         return self._next()
 
-    def resume(self, answer: str, limit_s: float) -> Asked | None:
-        """Answers the script's call, and runs the script to its next call."""
-        guest = self.guest
-        guest._ticked_at, guest._limit_s = None, limit_s
-        self._answers.put(answer)
+    def resume(self, answer: str, limit_s: float | None, spent_s: float) -> Asked | None:
+        """Answers the script's call, and runs the script to its next call. ``limit_s``: the new
+        limit of the script; None: the present limit still applies, and includes ``spent_s``, the CPU
+        time of the answer."""
+        if limit_s is not None:
+            self.guest.renew(limit_s)
+        self._answers.put((answer, spent_s if limit_s is None else 0.0))
         asked = self._next()
-        guest.count()
+        self.guest.count()
         return asked
 
     def close(self) -> None:
@@ -158,13 +164,15 @@ class PythonSession:
     def ask(self, name: str, text: str) -> str:
         """Passes a call of the script to the driving thread, and waits for the answer."""
         if name == "boot":
-            return self._pieces.pop()
+            return self._boot
         self._spent()
         self._asked.put(Asked(name, text))
-        answer = self._answers.get()
+        found = self._answers.get()
         self._began_s = time.thread_time()
-        if answer is None:
+        if found is None:
             raise ControllerError(Code.CONTROLLER_FAILED, "the sequence has ended")
+        answer, spent_s = found
+        self.guest.spend(spent_s)
         return answer
 
 
@@ -175,7 +183,7 @@ def _host_call(
     state: PythonSession, name: int, name_size: int, text: int, size: int, into: int, most: int
 ) -> int:
     guest = state.guest
-    guest.charge(size)
+    guest.charge(ASK_BYTES + size)
     asked = guest.read(text, size).decode("utf-8", "replace")
     answer = state.ask(guest.read(name, name_size).decode("utf-8", "replace"), asked).encode()
     if len(answer) > most:

@@ -292,10 +292,7 @@ class Guest:
         Returns its i32; for a function without a result, the value is undefined.
         """
         running.guest = self
-        self._limit_s = limit_s
-        self._ticked_at = None
-        if self._fuel_per_s:
-            self._refuel()
+        self.renew(limit_s)
         values = self._values
         error = _call(self._context, function, values, _FOUR, self._trap_at)
         if error or self._trap:
@@ -312,6 +309,21 @@ class Guest:
     def limit_s(self) -> float:
         """The CPU time that the current call may take, in seconds."""
         return self._limit_s
+
+    def renew(self, limit_s: float) -> None:
+        """Begins a new limit, also while a call waits in a host function."""
+        self._limit_s = limit_s
+        self._ticked_at = None
+        if self._fuel_per_s:
+            self._refuel()
+
+    def spend(self, seconds: float) -> None:
+        """Counts CPU time that another thread spent for the current call; raises ControllerError if
+        the call has used up its CPU time."""
+        if self._ticked_at is None:
+            self._ticked_at = time.thread_time()
+        self._ticked_at -= seconds
+        self.check_time()
 
     def charge(self, size: int) -> None:
         """Counts the work of a host function before the work is done. ``size``: the work as a

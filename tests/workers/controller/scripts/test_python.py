@@ -7,11 +7,17 @@ import re
 from functools import partial
 
 import pytest
+import wasmtime
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.wasm.sandbox import Ticker
+from tokenbus.workers.controller.scripts.controller import ScriptProgram
+from tokenbus.workers.controller.scripts.engines import engine as interpreter
+from tokenbus.workers.controller.scripts.modules import script_module
+from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
+from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
 
 from ..played import engine
+from ..python.runs import Run
 from . import script_runs
 from .script_runs import says
 
@@ -89,6 +95,55 @@ def test_forks_replay_the_script_and_share_variables() -> None:
     assert run.logs[1] == ""
 
 
+def test_what_a_waiting_script_refers_to_is_not_collected_as_garbage() -> None:
+    names = [f"v{number}" for number in range(30)]
+    script = (
+        "async def part(ctx, x):\n    kept = [x * 2]\n    await ctx.fixed('a')\n    return kept\n"
+    )
+    script += main(
+        *(f"{name} = ['{name}' * 2]" for name in names),
+        "for i in range(40):",
+        "    garbage = ['y' * 1000 for _ in range(500)]",
+        "    assert (await part(ctx, f'w{i}')) == [f'w{i}w{i}']",
+        f"print(*({' + '.join(names)}))",
+    )
+    run = play(script)
+    assert not run.errors
+    assert run.logs[0].split() == [name * 2 for name in names]
+
+
+def test_a_script_without_memory_ends_with_the_line() -> None:
+    script = main("for i in range(100000):", "    text = 'x' * 1000", "print('end')")
+    assert "line 3: MemoryError" in play(script).errors[0]
+
+
+def test_a_text_that_takes_long_to_tokenize_is_refused() -> None:
+    script = main(
+        "try:", "    ctx.tokenize('x' * 200_000)", "except ControllerError as e:", "    print(e)"
+    )
+    run = play(script, limits=Limits(init_s=60.0))
+    assert re.fullmatch("the text to tokenize has 200000 bytes; at most .*\n", run.logs[0])
+
+
+def test_all_instructions_of_a_call_are_counted_anew() -> None:
+    limits = Limits(fuel_per_ms=500_000)
+    engine = make_engine(limits)
+    code = compile_interpreter(interpreter("python").wasm, limits).code
+    module = wasmtime.Module.deserialize(engine, code)
+
+    def run(loops: int, calls: int) -> Run:
+        script = main(
+            f"for _ in range({calls}):",
+            f"    for _ in range({loops}): pass",
+            "    await ctx.fixed('a')",
+        )
+        program = script_module(engine, "python", module, script.encode())
+        return Run(ScriptProgram(program, lambda name: None), limits=limits)
+
+    assert run(loops=5_000, calls=250).text() == "a" * 250
+    assert "instructions" in run(loops=1_250_000, calls=1).errors[0]
+
+
 def test_the_names_of_aici_have_their_meaning() -> None:
     script = """
 import pyaici.server as aici
@@ -157,6 +212,10 @@ def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
         main("a = 'x'", "while True: a += a"),
         main("bytearray(2 ** 31)"),
         main("f = lambda: f() + f()", "f()"),
+        main("while True: ctx.seq"),
+        main("await ctx.fixed('a')", "while True: ctx.tokenize('x')"),
+        main("while True: await ctx.fixed('')"),
+        main("ctx.vars['a'] = 'b'", "while True: await ctx.wait_var('a')"),
         main("10 ** 10 ** 10"),
         main("import json", "json.loads('[' * 1000000)"),
         main("while True: print('x' * 10000)"),
@@ -174,3 +233,10 @@ def test_hostile_scripts_end_by_the_limits(script: str) -> None:
         except TokenbusError:
             return
     assert run.errors
+    assert "outside its memory" not in run.errors[0]
+
+
+def test_a_script_cannot_ask_for_more_tokens_than_a_text_has() -> None:
+    call = "host.call('ask', json.dumps(['token_bytes', [0, 10 ** 12], {}]))"
+    run = play("import host, json\n" + main(call, "await ctx.fixed('a')"))
+    assert run.text() == "a"
