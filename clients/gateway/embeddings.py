@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import TypeVar
 
 from ...protocol.errors import TokenbusError
 from ...protocol.messages import MAX_INPUTS, Embedded, Pooling
@@ -24,10 +25,13 @@ BATCH_TEXTS = 64
 """Number of texts of one request at the bus. A worker takes turns between requests."""
 assert BATCH_TEXTS <= MAX_INPUTS
 
-TURN_PAIRS = 16
-"""Number of pairs that are compared before other requests have their turn."""
+ANSWER_BYTES = 6
+"""Bytes of an answer for each byte of its vectors: the vectors themselves, and their JSON."""
+TURN_VECTORS = 8
+"""Number of vectors that are scaled, compared or encoded before other requests have their turn."""
 
-Vector = Sequence[float]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ async def tokenized(
         raise invalid_field(field, what)
     longest = model.info.context_length
     kept = longest if truncate == -1 else truncate
-    ids = []
+    found = Texts(field, [])
+    num_tokens = 0
     for number, text in enumerate(texts):
         place = f"{field}[{number}]"
         own = await _ids(model, place, text)
@@ -68,11 +73,11 @@ async def tokenized(
             )
         if not own:
             raise invalid_field(place, f"{place} has no tokens; give a text that is not empty")
-        ids.append(own)
-    found = Texts(field, ids)
-    if found.num_tokens > MAX_TOKENS:
-        what = f"{field} has {found.num_tokens} tokens; at most {MAX_TOKENS} are allowed"
-        raise invalid_field(field, what)
+        found.ids.append(own)
+        num_tokens += len(own)
+        if num_tokens > MAX_TOKENS:
+            what = f"{field} has at least {num_tokens} tokens; at most {MAX_TOKENS} are allowed"
+            raise invalid_field(field, what)
     return found
 
 
@@ -90,7 +95,8 @@ async def _ids(model: ServedModel, place: str, text: str | list[int]) -> list[in
 async def vectors(
     gateway: Gateway, model: ServedModel, texts: Texts, pooling: Pooling | None
 ) -> list[array[float]]:
-    """The vectors of some texts, of length 1, in their order. Raises ApiError."""
+    """The vectors of some texts, of length 1, in their order. They count towards the user's share
+    of the memory until the end of the request. Raises ApiError and UnavailableError."""
     options: EmbedOptions = {"model": model.name}
     if pooling is not None:
         options["pooling"] = pooling
@@ -101,6 +107,7 @@ async def vectors(
             answer = await gateway.client.embed(part, **options)
         except TokenbusError as error:
             raise _named(error, texts.field, number * BATCH_TEXTS) from None
+        gateway.shares.take_bytes(ANSWER_BYTES * len(answer.vectors))
         # Copying the vectors of 64 texts takes less than a millisecond.
         found += split(answer)
         await asyncio.sleep(0)
@@ -124,18 +131,35 @@ def _named(error: TokenbusError, field: str, first: int) -> ApiError:
     return named
 
 
-def shortened(vector: array[float], dimensions: int) -> array[float]:
-    """The first components of a vector, scaled to the length 1 (Matryoshka embeddings)."""
-    part = vector[:dimensions]
-    length = math.sqrt(math.fsum(one * one for one in part)) or 1.0
+async def shortened(
+    model: ServedModel, found: list[array[float]], dimensions: int | None
+) -> list[array[float]]:
+    """The first components of some vectors, scaled to the length 1 (Matryoshka embeddings); None:
+    all components. Raises ApiError 400 if the vectors have fewer components."""
+    if dimensions is None:
+        return found
+    size = len(found[0])
+    if dimensions > size:
+        what = f"dimensions is {dimensions}; the vectors of {model.name} have {size}"
+        raise invalid_field("dimensions", what)
+    return await in_turns(found, lambda vector: _scaled(vector[:dimensions]))
+
+
+def _scaled(part: array[float]) -> array[float]:
+    length = math.sqrt(math.fsum(map(mul, part, part))) or 1.0
     return array("f", (one / length for one in part))
 
 
-async def similarities(pairs: Iterable[tuple[Vector, Vector]]) -> list[float]:
-    """The cosine of each pair of vectors of length 1. Other requests are served in between."""
-    found = []
-    for number, (one, two) in enumerate(pairs):
-        found.append(math.fsum(map(mul, one, two)))
-        if number % TURN_PAIRS == TURN_PAIRS - 1:
+async def similarities(pairs: Iterable[tuple[array[float], array[float]]]) -> list[float]:
+    """The cosine of each pair of vectors of length 1."""
+    return await in_turns(pairs, lambda pair: math.fsum(map(mul, *pair)))
+
+
+async def in_turns(given: Iterable[S], make: Callable[[S], T]) -> list[T]:
+    """The result of ``make`` for each vector or pair. Other requests run in between."""
+    made = []
+    for number, one in enumerate(given, 1):
+        made.append(make(one))
+        if number % TURN_VECTORS == 0:
             await asyncio.sleep(0)
-    return found
+    return made

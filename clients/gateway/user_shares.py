@@ -32,7 +32,8 @@ from .idempotency import NamedClient, current_named
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Maximum number of bytes that the bodies of all requests occupy in one gateway process."""
+"""Maximum number of bytes that the bodies of all requests, and the vectors of their answers, occupy
+in one gateway process."""
 
 MAX_NAME = 256
 """Maximum number of characters of a user's name at the broker."""
@@ -116,7 +117,7 @@ class UserShares:
         return user
 
     def take_bytes(self, size: int) -> None:
-        """Counts a part of a request's body that has arrived; raises UnavailableError."""
+        """Counts a part of a request's body or answer; raises UnavailableError."""
         if not size:
             # The last part of a body may be empty.
             return
@@ -128,9 +129,9 @@ class UserShares:
         kind = UserLimitError if user.body_bytes else UnavailableError
         raise kind(
             Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
-            f"the bodies of your open requests would have {user.body_bytes + size} bytes, and the "
-            f"bodies of all users {self._body_bytes + size} of at most {self._max_bytes}; try "
-            "again later",
+            f"the bodies and vectors of your open requests would have {user.body_bytes + size} "
+            f"bytes, and those of all users {self._body_bytes + size} of at most "
+            f"{self._max_bytes}; try again later, or send less",
             retry_after_s=self._pace.retry_after_s(time.monotonic()),
         )
 

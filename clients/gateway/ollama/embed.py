@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..bodies import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
-from ..embeddings import shortened, tokenized, vectors
+from ..embeddings import in_turns, shortened, tokenized, vectors
 from ..events import unless_disconnected
-from ..json import json_response
+from ..json import encode, json_response
 from .names import served_name
 
 
@@ -47,6 +47,7 @@ async def _answer(gateway: Gateway, body: EmbedRequest) -> OllamaEmbeddings:
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = await tokenized(model, "input", given, None if body.truncate is False else -1)
     found = await vectors(gateway, model, texts, None)
-    if body.dimensions is not None:
-        found = [shortened(one, body.dimensions) for one in found]
-    return OllamaEmbeddings(body.model, [one.tolist() for one in found], texts.num_tokens)
+    found = await shortened(model, found, body.dimensions)
+    # The numbers of a whole answer take seconds to encode.
+    data: list[Any] = await in_turns(found, lambda vector: Raw(encode(vector.tolist())))
+    return OllamaEmbeddings(body.model, data, texts.num_tokens)

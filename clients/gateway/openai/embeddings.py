@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import sys
 from array import array
@@ -16,13 +15,11 @@ from ....protocol.messages import Pooling
 from ....protocol.sampling import TokenId
 from ..bodies import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
-from ..embeddings import Texts, shortened, tokenized, vectors
+from ..embeddings import Texts, in_turns, shortened, tokenized, vectors
 from ..errors import invalid_field
 from ..events import unless_disconnected
 from ..json import encode, json_response
 
-TURN_VECTORS = 8
-"""Number of vectors that are encoded before other requests have their turn."""
 Truncation = Annotated[int, Meta(ge=-1)]
 
 
@@ -97,27 +94,16 @@ async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
     model = await gateway.models.get(body.model)
     texts = await tokenized(model, "input", body.texts(), body.truncate_prompt_tokens)
     found = await vectors(gateway, model, texts, body.pooling)
-    size = len(found[0])
-    if body.dimensions is not None and body.dimensions > size:
-        raise invalid_field(
-            "dimensions",
-            f"dimensions is {body.dimensions}; the vectors of {model.name} have {size}",
-        )
-    if body.dimensions is not None:
-        found = [shortened(one, body.dimensions) for one in found]
-    data = await _data(found, body.encoding_format == "base64")
+    found = await shortened(model, found, body.dimensions)
+    as_base64 = body.encoding_format == "base64"
+
+    def item(numbered: tuple[int, array[float]]) -> Any:
+        number, vector = numbered
+        return Raw(encode(Embedding(number, _encoded(vector, as_base64))))
+
+    # The numbers of a whole answer take seconds to encode.
+    data = await in_turns(enumerate(found), item)
     return EmbeddingList(data, model.name, usage_of(texts))
-
-
-async def _data(found: list[array[float]], as_base64: bool) -> list[Any]:
-    """The encoded vectors. Other requests are served between them, because the numbers of a whole
-    answer take seconds to encode."""
-    data = []
-    for number, vector in enumerate(found):
-        data.append(Raw(encode(Embedding(number, _encoded(vector, as_base64)))))
-        if number % TURN_VECTORS == TURN_VECTORS - 1:
-            await asyncio.sleep(0)
-    return data
 
 
 def usage_of(*texts: Texts) -> EmbeddingUsage:

@@ -13,6 +13,11 @@ import numpy as np
 import openai
 import pytest
 import torch
+from tokenbus.clients.gateway.context import Gateway as InProcess
+from tokenbus.clients.gateway.embeddings import ANSWER_BYTES, Texts, vectors
+from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.protocol.errors import UnavailableError
+from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
@@ -145,6 +150,23 @@ def test_a_wrong_request_gets_an_error_at_its_field(
 def test_a_long_text_is_cut_on_request(gateway: Gateway) -> None:
     answer = post(gateway, "/v1/embeddings", input="word " * 3000, truncate_prompt_tokens=-1)
     assert answer.json()["usage"]["prompt_tokens"] == 1024
+
+
+@pytest.mark.anyio
+async def test_the_vectors_of_an_answer_count_towards_the_user_s_memory(bus: Bus) -> None:
+    gateway = InProcess(Settings(front=bus.front))
+    gateway.shares = UserShares(8, max_body_bytes=2 * ANSWER_BYTES * 192 * 4)
+    try:
+        model = await gateway.models.get(MODEL)
+        texts = Texts("input", [[1]])
+        with gateway.shares.request():
+            await vectors(gateway, model, texts, None)
+            with pytest.raises(UnavailableError, match="the bodies and vectors of your open"):
+                await vectors(gateway, model, texts, None)
+        with gateway.shares.request():
+            await vectors(gateway, model, texts, None)
+    finally:
+        await gateway.close()
 
 
 def test_documents_are_sorted_by_similarity(gateway: Gateway) -> None:
