@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -195,13 +196,13 @@ def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
     """The turns of a conversation. Ollama's calls have no ids, so results belong to the calls
     before them in order."""
     turns = []
-    open_calls: list[CallPart] = []
+    open_calls = _OpenCalls()
     for number, message in enumerate(messages):
         if message.images:
             _leave_out_images(ignored, f"messages[{number}].images")
         parts: list[Part] = [Text(message.content)] if message.content else []
         if message.role == "tool":
-            call = _answered(message, open_calls)
+            call = open_calls.answered(message)
             result = Result(call, [Text(message.content)], message.tool_name)
             turns.append(Turn("user", [result]))
             continue
@@ -211,19 +212,35 @@ def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
             call_id = one.id or f"call_{number}_{place}"
             call_part = CallPart(call_id, one.function.name, one.function.arguments)
             parts.append(call_part)
-            open_calls.append(call_part)
+            open_calls.add(call_part)
         turns.append(Turn(message.role, parts))
     return turns
 
 
-def _answered(message: Message, open_calls: list[CallPart]) -> str:
-    """The id of the call whose result a message has. The call is removed from the open calls."""
-    for call in open_calls:
-        named = message.tool_call_id in (None, call.id)
-        if named and message.tool_name in (None, call.name):
-            open_calls.remove(call)
-            return call.id
-    return message.tool_call_id or "call_unknown"
+class _OpenCalls:
+    """The calls without a result, in their order. Finding a call takes constant time."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, str] = OrderedDict()
+        """The name of each call's function, by the id of the call."""
+        self._of_name: dict[str, OrderedDict[str, None]] = {}
+        """The ids of the calls of each function."""
+
+    def add(self, call: CallPart) -> None:
+        """Adds a call after the others."""
+        self._ids[call.id] = call.name
+        self._of_name.setdefault(call.name, OrderedDict())[call.id] = None
+
+    def answered(self, message: Message) -> str:
+        """The id of the call whose result a message has. The call is removed."""
+        id, name = message.tool_call_id, message.tool_name
+        if id is None:
+            id = next(iter(self._ids if name is None else self._of_name.get(name, ())), None)
+        if id is None:
+            return "call_unknown"
+        if id in self._ids:
+            del self._of_name[self._ids.pop(id)][id]
+        return id
 
 
 def _leave_out_images(ignored: Ignored, name: str) -> None:

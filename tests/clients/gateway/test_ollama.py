@@ -8,8 +8,12 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import msgspec
 import ollama
 import pytest
+from tokenbus.clients.gateway.conversation.parts import Result
+from tokenbus.clients.gateway.leniency import Ignored
+from tokenbus.clients.gateway.ollama.bodies import Message, to_turns
 
 from ...processes import Bus, Gateway
 from .openai_requests import MODEL, PERSON
@@ -132,6 +136,31 @@ def test_models_are_listed_and_shown(api: ollama.Client, gateway: Gateway) -> No
 def test_texts_are_embedded(api: ollama.Client) -> None:
     answer = api.embed(MODEL, ["one", "word " * 3000], dimensions=8)
     assert [len(one) for one in answer.embeddings] == [8, 8]
+
+
+def test_a_result_belongs_to_the_first_open_call_of_its_function() -> None:
+    called = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
+    results: list[dict[str, Any]] = [
+        {"tool_name": "a"},
+        {"tool_name": "a"},
+        {"tool_name": "a"},
+        {},
+        {"tool_call_id": "mine"},
+    ]
+    given = [
+        {"role": "assistant", "tool_calls": called},
+        *({"role": "tool", "content": "x", **one} for one in results),
+    ]
+    turns = to_turns(msgspec.convert(given, list[Message]), Ignored())
+    ids = [part.call_id for turn in turns for part in turn.parts if isinstance(part, Result)]
+    assert ids == ["call_0_0", "call_0_2", "call_unknown", "call_0_1", "mine"]
+
+
+def test_a_vector_cannot_be_longer_than_the_model_s(gateway: Gateway) -> None:
+    body = {"model": MODEL, "input": "x", "dimensions": 1000}
+    answer = httpx.post(f"{gateway.url}/api/embed", json=body, timeout=300.0)
+    assert answer.status_code == 400
+    assert "the vectors of embedded have 192" in answer.json()["error"]
 
 
 def test_errors_have_ollama_s_form(api: ollama.Client, gateway: Gateway) -> None:
