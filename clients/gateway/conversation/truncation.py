@@ -19,39 +19,40 @@ async def fitting_ids(
     """The token ids of a conversation, shortened as its ``fitting`` says. Raises ApiError 400."""
     how, context = conversation.fitting, model.info.context_length
     if how.reserve is None:
-        ids = await prompt_ids(gateway, model, conversation, ignored)
-        return last_tokens(ids, how.last_tokens, context)
+        whole = await prompt_ids(gateway, model, conversation, ignored)
+        return last_tokens(whole, how.last_tokens, context)
     # A greater reserve would leave no room for the conversation.
     room = context - min(how.reserve if how.reserve > 0 else 1, max(1, context // 2))
     begins = exchanges(conversation.turns)
-    first = 0
-    found = await _ids(gateway, model, conversation, ignored)
-    fits = found is not None and len(found) <= room
-    if not fits and len(begins) > 1:
-        # The number of tokens falls with each exchange that is left out.
-        last = len(begins) - 1
-        while first < last:
-            middle = (first + last) // 2
-            found = await _ids(gateway, model, without(conversation, begins, middle), ignored)
-            if found is not None and len(found) <= room:
-                last = middle
-            else:
-                first = middle + 1
-        ignored.add(f"truncation: the oldest {first} exchanges are left out")
-        conversation = without(conversation, begins, first)
-    return await prompt_ids(gateway, model, conversation, ignored)
 
+    async def ids_without(count: int) -> list[int] | None:
+        """The token ids without the ``count`` oldest exchanges; None if they do not fit."""
+        rest = without(conversation, begins, count)
+        try:
+            fitting = await prompt_ids(gateway, model, rest, ignored)
+        except RequestError as error:
+            if error.code != Code.PROMPT_TOO_LONG:
+                raise
+            return None
+        return fitting if len(fitting) <= room else None
 
-async def _ids(
-    gateway: Gateway, model: ServedModel, conversation: Conversation, ignored: Ignored
-) -> list[int] | None:
-    """The token ids of a conversation; None if it is too long to be tokenized."""
-    try:
-        return await prompt_ids(gateway, model, conversation, ignored)
-    except RequestError as error:
-        if error.code != Code.PROMPT_TOO_LONG:
-            raise
-        return None
+    if (found := await ids_without(0)) is not None:
+        return found
+    # The number of tokens falls with each exchange that is left out.
+    count = len(begins) - 1
+    first = min(1, count)
+    while first < count:
+        middle = (first + count) // 2
+        ids = await ids_without(middle)
+        if ids is None:
+            first = middle + 1
+        else:
+            count, found = middle, ids
+    if count:
+        ignored.add(f"truncation: the oldest {count} exchanges are left out")
+    if found is None:
+        found = await prompt_ids(gateway, model, without(conversation, begins, count), ignored)
+    return found
 
 
 def exchanges(turns: Sequence[Turn]) -> list[int]:
