@@ -34,12 +34,28 @@ FEW = {
     "max_tokens": 2,
     "max_completion_tokens": 2,
     "max_output_tokens": 2,
+    "n_predict": 2,
+    "num_predict": 2,
+    "max_new_tokens": 2,
     "n": 2,
     "best_of": 2,
     "top_logprobs": 3,
 }
 """The most of what costs time; the sizes themselves are tested elsewhere."""
+REST = -1
+"""The maximum of tokens that asks for the rest of the context."""
 
+LIMITS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/run": "max_tokens",
+    "/completion": "n_predict",
+    "/completions": "n_predict",
+    "/api/chat": "options.num_predict",
+    "/api/generate": "options.num_predict",
+    "/generate": "sampling_params.max_new_tokens",
+}
+"""The fields that bound the tokens of answers, which are otherwise long, by path."""
 CONTRADICTORY = {
     "controller",
     "controller_arg",
@@ -138,7 +154,7 @@ def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
         body = sent.get("json")
         if isinstance(body, dict):
             body = plausible(body) if plain else body
-            body = cheaper(body)
+            body = cheaper(body, case.operation.path)
         answer = client.request(
             sent["method"],
             sent["url"],
@@ -168,15 +184,20 @@ def plausible(body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def cheaper(body: dict[str, Any]) -> dict[str, Any]:
+def cheaper(body: dict[str, Any], path: str) -> dict[str, Any]:
     """The same body with less to generate."""
     found = dict(body)
     for name, most in FEW.items():
         value = found.get(name)
-        if isinstance(value, int | float) and value > most:
+        if isinstance(value, int | float) and (value > most or value == REST):
             found[name] = most
-    limits = {"messages": "max_tokens", "input": "max_output_tokens", "controller": "max_tokens"}
-    for name, limit in limits.items():
-        if name in found and found.get(limit) is None and "max_completion_tokens" not in found:
-            found[limit] = FEW[limit]
+    if path not in LIMITS or "max_completion_tokens" in found:
+        return found
+    limit, _, inner = LIMITS[path].partition(".")
+    if not inner and found.get(limit) is None:
+        found[limit] = FEW[limit]
+    elif inner and isinstance(options := found.get(limit) or {}, dict):
+        value = options.get(inner)
+        endless = value is None or (isinstance(value, int) and value < 0)
+        found[limit] = cheaper(options | ({inner: FEW[inner]} if endless else {}), "")
     return found
