@@ -56,6 +56,33 @@ def kept_tokens(top_p: float | None, top_k: int | None) -> GenerateOptions:
     return options
 
 
+def sampling_of(
+    *,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: dict[int, float] | None = None,
+    seed: int | None = None,
+) -> GenerateOptions:
+    """The options that change the distribution from which the next token is sampled. Fields that
+    are missing or have no effect are left out."""
+    options: GenerateOptions = {}
+    if min_p:
+        options["min_p"] = min_p
+    if repetition_penalty is not None:
+        options["repetition_penalty"] = repetition_penalty
+    if presence_penalty:
+        options["presence_penalty"] = presence_penalty
+    if frequency_penalty:
+        options["frequency_penalty"] = frequency_penalty
+    if logit_bias:
+        options["logit_bias"] = logit_bias
+    if seed is not None:
+        options["seed"] = seed_of(seed)
+    return options
+
+
 def check_max_tokens(name: str, value: int | None) -> None:
     """Raises ApiError 400 if the maximum of tokens in the field ``name`` is 0."""
     if value == 0:

@@ -31,7 +31,7 @@ from .field_types import (
     TopK,
     TopPOrZero,
     kept_tokens,
-    seed_of,
+    sampling_of,
     stops_of,
 )
 from .json import json_response
@@ -90,29 +90,21 @@ class LlamaRequest(Body, kw_only=True):
             "max_tokens": rest if limit < 0 else max(1, limit),
             "temperature": self.temperature,
             **kept_tokens(self.top_p, self.top_k),
+            **sampling_of(
+                min_p=self.min_p,
+                repetition_penalty=self.repeat_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias={token: _bias(value) for token, value in self.logit_bias or ()},
+                seed=None if self.seed is None or self.seed < 0 else self.seed,
+            ),
         }
-        if self.min_p:
-            options["min_p"] = self.min_p
-        if self.seed is not None and self.seed >= 0:
-            options["seed"] = seed_of(self.seed)
         if strings := stops_of(self.stop):
             options["stop"] = strings
-        if self.repeat_penalty is not None:
-            options["repetition_penalty"] = self.repeat_penalty
-        if self.presence_penalty:
-            options["presence_penalty"] = self.presence_penalty
-        if self.frequency_penalty:
-            options["frequency_penalty"] = self.frequency_penalty
-        if self.logit_bias:
-            biases = {token: _bias(value) for token, value in self.logit_bias}
-            options["logit_bias"] = biases
         if self.ignore_eos:
             options["ignore_eos"] = True
         constraint = self.constraint
-        if constraint is not None:
-            options["controller"] = constraint.controller
-            options["controller_arg"] = constraint.arg or ""
-        return options
+        return options if constraint is None else {**options, **constraint.options}
 
 
 def _bias(value: float | bool) -> float:

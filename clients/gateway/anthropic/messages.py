@@ -77,10 +77,7 @@ def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:
         "stop": stops_of(body.stop_sequences),
         **kept_tokens(body.top_p, body.top_k),
     }
-    if prepared.constraint is not None:
-        options["controller"] = prepared.constraint.controller
-        options["controller_arg"] = prepared.constraint.arg or ""
-    return options
+    return options if prepared.constraint is None else {**options, **prepared.constraint.options}
 
 
 async def _read(message: GrowingMessage, stream: AsyncStream, entries: list[Token]) -> None:

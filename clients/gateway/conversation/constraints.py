@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from ... import GenerateOptions
+
 Schema = dict[str, Any]
 KeywordState = Literal["checked", "failed", "not checked"]
 
@@ -24,6 +26,14 @@ class Constraint:
     strict: bool = True
     """Whether a schema with keywords that masks cannot enforce is refused. Otherwise these keywords
     are checked after the end."""
+
+    @property
+    def options(self) -> GenerateOptions:
+        """The options of ``generate`` for this constraint."""
+        options: GenerateOptions = {"controller": self.controller}
+        if self.arg is not None:
+            options["controller_arg"] = self.arg
+        return options
 
 
 def json_object(name: str) -> Constraint:

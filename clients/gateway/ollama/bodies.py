@@ -25,7 +25,7 @@ from ..field_types import (
     TopK,
     TopPOrZero,
     kept_tokens,
-    seed_of,
+    sampling_of,
     stops_of,
 )
 from ..leniency import Ignored
@@ -58,29 +58,22 @@ class Options(Body, kw_only=True):
             "text": True,
             "temperature": TEMPERATURE if self.temperature is None else self.temperature,
             **kept_tokens(self.top_p, self.top_k),
+            **sampling_of(
+                min_p=self.min_p,
+                repetition_penalty=self.repeat_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed,
+            ),
         }
         if self.num_predict == 0:
             what = "options.num_predict is 0; use at least 1, or -1 for the rest of the context"
             raise invalid_field("options.num_predict", what)
         if self.num_predict is not None and self.num_predict > 0:
             options["max_tokens"] = min(self.num_predict, 0x7FFF_FFFF)
-        if self.min_p:
-            options["min_p"] = self.min_p
-        if self.seed is not None:
-            options["seed"] = seed_of(self.seed)
         if strings := stops_of(self.stop):
             options["stop"] = strings
-        if self.repeat_penalty is not None:
-            options["repetition_penalty"] = self.repeat_penalty
-        if self.presence_penalty:
-            options["presence_penalty"] = self.presence_penalty
-        if self.frequency_penalty:
-            options["frequency_penalty"] = self.frequency_penalty
-        if constraint is not None:
-            options["controller"] = constraint.controller
-            if constraint.arg is not None:
-                options["controller_arg"] = constraint.arg
-        return options
+        return options if constraint is None else {**options, **constraint.options}
 
 
 class Function(Body):

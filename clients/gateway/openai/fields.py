@@ -30,7 +30,7 @@ from ..field_types import (
     TopPOrZero,
     check_max_tokens,
     kept_tokens,
-    seed_of,
+    sampling_of,
     stops_of,
 )
 from ..models import ServedModel
@@ -125,22 +125,15 @@ class TextRequest(Body):
             "text": True,
             "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
             **kept_tokens(self.top_p, self.top_k),
+            **sampling_of(min_p=self.min_p, repetition_penalty=self.repetition_penalty),
         }
-        if self.min_p is not None:
-            options["min_p"] = self.min_p
-        if self.repetition_penalty is not None:
-            options["repetition_penalty"] = self.repetition_penalty
         if self.ignore_eos:
             options["ignore_eos"] = True
         if self.priority:
             options["priority"] = -self.priority
         if self.stop_token_ids:
             options["stop"] = self.stop_token_ids
-        if constraint is not None:
-            options["controller"] = constraint.controller
-            if constraint.arg is not None:
-                options["controller_arg"] = constraint.arg
-        return options
+        return options if constraint is None else {**options, **constraint.options}
 
 
 class SampledRequest(TextRequest):
@@ -209,14 +202,12 @@ class SampledRequest(TextRequest):
         options = super().options(constraint)
         if strings := stops_of(self.stop):
             options["stop"] = [*options.get("stop", ()), *strings]
-        if self.logit_bias:
-            options["logit_bias"] = self.logit_bias
-        if self.presence_penalty:
-            options["presence_penalty"] = self.presence_penalty
-        if self.frequency_penalty:
-            options["frequency_penalty"] = self.frequency_penalty
-        if self.seed is not None:
-            options["seed"] = seed_of(self.seed)
+        options |= sampling_of(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+        )
         if self.processed_logprobs:
             options["processed_logprobs"] = True
         if self.kept:

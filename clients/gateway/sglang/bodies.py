@@ -27,7 +27,7 @@ from ..field_types import (
     TopLogprobs,
     TopPOrZero,
     kept_tokens,
-    seed_of,
+    sampling_of,
     stops_of,
 )
 from ..openai.constraints import StructuredOutputs, only_constraint
@@ -105,25 +105,17 @@ class SamplingParams(Body):
             "stop": [*(self.stop_token_ids or ()), *stops_of(self.stop)],
             "ignore_eos": bool(self.ignore_eos),
             **kept_tokens(self.top_p, self.top_k),
+            **sampling_of(
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=self.logit_bias,
+                seed=self.sampling_seed,
+            ),
         }
-        if self.min_p:
-            options["min_p"] = self.min_p
-        if self.frequency_penalty:
-            options["frequency_penalty"] = self.frequency_penalty
-        if self.presence_penalty:
-            options["presence_penalty"] = self.presence_penalty
-        if self.repetition_penalty is not None:
-            options["repetition_penalty"] = self.repetition_penalty
-        if self.logit_bias:
-            options["logit_bias"] = self.logit_bias
-        if self.sampling_seed is not None:
-            options["seed"] = seed_of(self.sampling_seed)
         constraint = self.constraint
-        if constraint is not None:
-            options["controller"] = constraint.controller
-            if constraint.arg is not None:
-                options["controller_arg"] = constraint.arg
-        return options
+        return options if constraint is None else {**options, **constraint.options}
 
 
 class GenerateRequest(Body):
