@@ -20,6 +20,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.protocol.worker_messages import Journal
 from tokenbus.workers.gpu.engine import sequence
 from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
+from tokenbus.workers.gpu.sampling.candidates import Candidate
 from tokenbus.workers.gpu.serving import kept_streams, recipients
 from tokenbus.workers.gpu.serving.attaching import ANSWER_ENTRIES, Attaching
 from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
@@ -71,11 +72,15 @@ def entries_of(body: bytes) -> list[Token]:
 class Batch:
     """The outputs of an engine, for sequences of which a test says in which steps they are.
 
-    Those of the requests ``with_text`` have text, which is empty in every third step.
+    Those of the requests ``with_text`` have text, which is empty in every third step. Those of the
+    requests ``reporting`` have ``processed`` and ``kept``.
     """
 
-    def __init__(self, with_text: Set[int] = frozenset()) -> None:
+    def __init__(
+        self, with_text: Set[int] = frozenset(), reporting: Set[int] = frozenset()
+    ) -> None:
         self._with_text = with_text
+        self._reporting = reporting
         self._sequences: dict[tuple[int, int], Sequence] = {}
         self._last: list[Sequence] = []
 
@@ -93,7 +98,9 @@ class Batch:
         """One more token of each of these sequences, in columns."""
         sequences = []
         for key in keys:
-            new = Sequence(*key, [1], 1, Sampling(), 9, with_text=key[0] in self._with_text)
+            reports = key[0] in self._reporting
+            sampling = Sampling(processed_logprobs=reports, kept=reports)
+            new = Sequence(*key, [1], 1, sampling, 9, with_text=key[0] in self._with_text)
             sequences.append(self._sequences.setdefault(key, new))
             sequences[-1].tokens.append(token)
         if sequences != self._last:
@@ -104,10 +111,20 @@ class Batch:
         columns = sequence.TokenColumns(self._last, token + positions, logprobs, positions)
         if any(text is not None for text in texts):
             columns.texts = texts
+        if any(s.reports_candidates for s in self._last):
+            columns.candidates = [
+                Candidate(-p / 7, p if p % 3 else packed(p)) if s.reports_candidates else None
+                for s, p in self._at()
+            ]
         return columns
 
     def _at(self) -> list[tuple[Sequence, int]]:
         return [(s, s.num_generated - 1) for s in self._last]
+
+
+def packed(number: int) -> bytes:
+    """The ids below a number, in the form of a column."""
+    return np.arange(number, dtype="<u4").tobytes()
 
 
 def output(request: int, **more: object) -> TokenOutput:
@@ -153,6 +170,8 @@ STEPS = st.lists(
 """Which sequences each step has; and which of the requests has its outputs as entries."""
 WITH_TEXT = st.sets(st.integers(1, 4))
 """Which requests have text."""
+REPORTING = st.sets(st.integers(1, 4))
+"""Which requests report the candidates of their tokens."""
 
 
 @pytest.fixture
@@ -162,11 +181,14 @@ def stored_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(
-    sent: Sent, steps: list[tuple[set[tuple[int, int]], int]], with_text: Set[int] = frozenset()
+    sent: Sent,
+    steps: list[tuple[set[tuple[int, int]], int]],
+    with_text: Set[int] = frozenset(),
+    reporting: Set[int] = frozenset(),
 ) -> None:
     """Sends steps: rows but for one request, whose outputs are entries; it ends where the number
     is low."""
-    batch = Batch(with_text)
+    batch = Batch(with_text, reporting)
     over: set[int] = set()
     for keys, number in steps:
         alone = number % 8
@@ -187,12 +209,13 @@ def play(
 FORMS = st.sampled_from(["json", "msgpack", "columns"])
 
 
-@given(STEPS, st.lists(FORMS, min_size=4, max_size=4), WITH_TEXT, st.booleans())
+@given(STEPS, st.lists(FORMS, min_size=4, max_size=4), WITH_TEXT, REPORTING, st.booleans())
 @pytest.mark.usefixtures("stored_early")
 def test_every_form_gives_a_client_the_same_entries(
     steps: list[tuple[set[tuple[int, int]], int]],
     forms: list[Form],
     with_text: set[int],
+    reporting: set[int],
     takes_texts: bool,
 ) -> None:
     plain, mixed = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4)
@@ -202,8 +225,8 @@ def test_every_form_gives_a_client_the_same_entries(
         stream.columns = form == "columns"
         stream.texts = stream.columns and takes_texts
         stream.session += ["json", "msgpack", "columns"].index(form)
-    play(plain, steps, with_text)
-    play(mixed, steps, with_text)
+    play(plain, steps, with_text, reporting)
+    play(mixed, steps, with_text, reporting)
     assert mixed.entries() == plain.entries()
     assert takes_texts or not any(body.texts for body in mixed.columns())
     assert mixed.released == plain.released
@@ -222,29 +245,30 @@ FLAGS = st.sampled_from([Flag(0), Flag.MSGPACK, COLUMNS, COLUMNS | Flag.TEXTS])
 """The form of the tokens of an attaching client."""
 
 
-@given(STEPS, STEPS, st.integers(0, 9), WITH_TEXT, FLAGS, FORMS)
+@given(STEPS, STEPS, st.integers(0, 9), WITH_TEXT, REPORTING, FLAGS, FORMS)
 @pytest.mark.usefixtures("stored_early")
 def test_a_client_that_attaches_gets_what_it_has_missed(
     steps: list[tuple[set[tuple[int, int]], int]],
     later: list[tuple[set[tuple[int, int]], int]],
     received: int,
     with_text: set[int],
+    reporting: set[int],
     flags: Flag,
     form: Form,
 ) -> None:
     whole, sent = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4, form=form)
     for stream in sent.streams:
         stream.session = 100
-    play(whole, steps, with_text)
-    play(sent, steps, with_text)
+    play(whole, steps, with_text, reporting)
+    play(sent, steps, with_text, reporting)
     live, before = list(sent.streams), whole.entries()
     sent.frames.clear()
     for stream in live:
         sent.streams.take_form(stream, flags)
         assert stream.flags == flags
     sent.streams.attach(Attaching(stream, 0, received) for stream in live)
-    play(whole, later, with_text)
-    play(sent, later, with_text)
+    play(whole, later, with_text, reporting)
+    play(sent, later, with_text, reporting)
     got = entries_after_answers(sent.frames)
     for stream in live:
         first = min(received, len(before.get(stream.stream_id, [])))
@@ -273,12 +297,12 @@ def _decoded(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-def begun(*requests: int, rows: int) -> Sent:
+def begun(*requests: int, rows: int, reporting: Set[int] = frozenset()) -> Sent:
     """Streams of one client, each with an entry and then ``rows`` rows."""
     sent = Sent(*requests, form="columns")
     for stream in sent.streams:
         stream.session = 100
-    batch = Batch()
+    batch = Batch(reporting=reporting)
     for _ in range(1 + rows):
         sent.streams.send(batch.step(*((request, 0) for request in requests)))
     sent.frames.clear()
@@ -292,6 +316,15 @@ def test_one_message_has_the_missed_rows_of_all_streams_of_a_client() -> None:
     assert [frames[0] for frames in sent.frames] == [b"MSG"] * 3 + [b"TOKEN"]
     [body] = sent.columns()
     assert not body.entries
+    assert column_entries(body) == [entry for entries in got for entry in entries]
+
+
+def test_the_missed_rows_in_columns_have_the_reports_of_their_tokens() -> None:
+    sent = begun(1, 2, rows=4, reporting={2})
+    got = [sent.streams.sent(stream)[3:] for stream in sent.streams]
+    sent.streams.attach(Attaching(stream, 0, 3) for stream in list(sent.streams))
+    [body] = sent.columns()
+    assert body.kept == [None, None, packed(3), 4]
     assert column_entries(body) == [entry for entries in got for entry in entries]
 
 
@@ -321,6 +354,8 @@ def test_an_answer_counts_for_what_the_client_misses() -> None:
     assert [cost(81), cost(100), cost(41), cost(1), cost(0)] == [0, 0, 10, 20, 21]
     sent.streams.take_form(stream, Flag.MSGPACK)
     assert [cost(81), cost(41), cost(0)] == [0, 40, 81]
+    stream.row_candidates = [Candidate(None, packed(10))] * 80
+    assert [cost(81), cost(41)] == [0, 40 + 40]
 
 
 def test_a_client_that_attaches_in_the_same_form_leaves_the_batch_as_it_is() -> None:
@@ -345,13 +380,13 @@ def test_rows_that_cannot_be_encoded_end_the_streams_of_their_client() -> None:
     assert [stream.request for stream in sent.streams] == [3]
 
 
-@given(steps=STEPS, with_text=WITH_TEXT)
+@given(steps=STEPS, with_text=WITH_TEXT, reporting=REPORTING)
 @pytest.mark.usefixtures("stored_early")
 def test_a_journal_has_all_that_was_sent_of_a_stream_and_of_one_that_has_just_ended(
-    steps: list[tuple[set[tuple[int, int]], int]], with_text: set[int]
+    steps: list[tuple[set[tuple[int, int]], int]], with_text: set[int], reporting: set[int]
 ) -> None:
     sent = Sent(1, 2, 3, 4, form="columns")
-    play(sent, steps, with_text)
+    play(sent, steps, with_text, reporting)
     got, live = sent.entries(), {stream.request for stream in sent.streams}
     reported = {stream.request: stream for stream in sent.streams.reported()}
     assert reported.keys() == {1, 2, 3, 4}

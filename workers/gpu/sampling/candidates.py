@@ -76,6 +76,19 @@ def processed_logprobs(
     return kept, scaled.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - total
 
 
+def candidate_columns(
+    candidates: Sequence[Candidate],
+) -> tuple[bytes, list[int | bytes | None]]:
+    """``TokenColumns.processed`` and ``TokenColumns.kept`` of rows with these reports. A column is
+    empty if no row has its field."""
+    processed = [one.processed for one in candidates]
+    kept = [one.kept for one in candidates]
+    return (
+        b"" if all(one is None for one in processed) else np.array(processed, "<f8").tobytes(),
+        [] if all(one is None for one in kept) else kept,
+    )
+
+
 def packed_ids(kept: np.ndarray) -> int | bytes:
     """``Token.kept`` in the form of a column. ``kept``: whether each token was left."""
     ids = np.flatnonzero(kept)

@@ -17,6 +17,7 @@ import numpy as np
 from ....protocol.bodies import encode_body
 from ....protocol.columns import TokenColumns
 from ....protocol.header import encode_token_header
+from ..sampling.candidates import Candidate, candidate_columns
 from .streams import ROW, ROWS, Frames, Stream
 
 MAX_ENTRIES = 2048
@@ -24,6 +25,8 @@ MAX_ENTRIES = 2048
 of later passes."""
 ROWS_PER_ENTRY = 4
 """Rows in columns that count as one entry. They have as many bytes as an entry in msgpack."""
+CANDIDATES_PER_ENTRY = 20
+"""Reported candidates that count as one entry."""
 ANSWER_ENTRIES = 4
 """Entries that an answer counts for in addition to those that it sends."""
 
@@ -41,7 +44,8 @@ class Attaching(NamedTuple):
     def cost(self) -> int:
         """The number of entries that the answer counts for."""
         missed, rows = self.stream.missed(self.received)
-        return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY
+        candidates = self.stream.num_candidates // CANDIDATES_PER_ENTRY if missed else 0
+        return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY + candidates
 
 
 def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
@@ -59,10 +63,13 @@ def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
     if joined["seq"].any():
         body.seqs = joined["seq"].tobytes()
     texts: list[str | None] = []
+    candidates: list[Candidate] = []
     for stream, rows in streams.items():
         texts += stream.row_texts[-rows:] or [None] * rows
+        candidates += stream.row_candidates[-rows:] or [Candidate()] * rows
     if any(text is not None for text in texts):
         body.texts = texts
+    body.processed, body.kept = candidate_columns(candidates)
     return [b"TOKEN", encode_token_header([session]), encode_body(body, "msgpack")]
 
 

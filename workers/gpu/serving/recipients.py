@@ -16,7 +16,7 @@ from ....protocol.columns import TokenColumns as ColumnsBody
 from ....protocol.columns import plain_entry, row_columns
 from ....protocol.messages import Token
 from ..engine.sequence import Sequence, TokenColumns
-from ..sampling.candidates import Candidate
+from ..sampling.candidates import Candidate, candidate_columns
 from .streams import ROW, ROWS, Form, Stream, TokenMessage
 
 MAX_STEPS = 16
@@ -36,10 +36,8 @@ class _Part(NamedTuple):
     rows are sent as entries."""
     texts: bool
     """Whether any row has text."""
-    processed: bool
-    """Whether any row has ``processed``."""
-    kept: bool
-    """Whether any row has ``kept``."""
+    candidates: bool
+    """Whether any row reports the distribution that its token was drawn from."""
 
 
 class Recipients:
@@ -89,11 +87,8 @@ class Recipients:
             end = first + len(rows)
             body = row_columns(self._ids[first:end], self._seqs[first:end]) if in_columns else None
             texts = any(self._with_text[first:end])
-            samplings = [sequences[row].sampling for row in order[first:end]]
-            processed = any(s.processed_logprobs for s in samplings)
-            kept = any(s.kept for s in samplings)
-            part = _Part(link, session, form, first, end, body, texts, processed, kept)
-            self._parts.append(part)
+            reports = any(reporting[first:end])
+            self._parts.append(_Part(link, session, form, first, end, body, texts, reports))
             first = end
 
     def take(self, columns: TokenColumns) -> None:
@@ -141,7 +136,7 @@ class Recipients:
         rows = self._rows
         tokens, logprobs = rows["token"].tobytes(), rows["logprob"].tobytes()
         positions = rows["pos"].tobytes()
-        for link, session, form, first, end, body, texts, processed, kept in self._parts:
+        for link, session, form, first, end, body, texts, candidates in self._parts:
             if body is None:
                 messages[link].add(session, form, self._entries(first, end))
                 continue
@@ -150,11 +145,9 @@ class Recipients:
             body.positions = positions[4 * first : 4 * end]
             if texts:
                 body.texts = self._texts[first:end]
-            if processed:
-                values = (c.processed for c in self._candidates[first:end])
-                body.processed = np.array([*values], dtype="<f8").tobytes()
-            if kept:
-                body.kept = [c.kept for c in self._candidates[first:end]]
+            if candidates:
+                found = self._candidates[first:end]
+                body.processed, body.kept = candidate_columns(found)
             messages[link].columns[session] = body
 
     def entries(self) -> dict[Stream, list[Token]]:

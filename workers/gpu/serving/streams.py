@@ -135,7 +135,7 @@ class Stream:
     @property
     def takes_rows(self) -> bool:
         """Whether the client accepts the rows of this stream in columns, after it has attached."""
-        return self.columns and (self.texts or not self.row_texts) and not self.row_candidates
+        return self.columns and (self.texts or not self.row_texts)
 
     @property
     def flags(self) -> int:
@@ -173,9 +173,13 @@ class Stream:
     @property
     def size(self) -> int:
         """The memory of its entries, in tokens: the ids of five candidates count as a token."""
+        return self.num_tokens + self.num_candidates // 5
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of candidates that its entries report by their ids."""
         ids = sum(len(c.kept) // 4 for c in self.row_candidates if isinstance(c.kept, bytes))
-        ids += sum(len(e.kept) for _, e in self.entries if isinstance(e.kept, list))
-        return self.num_tokens + ids // 5
+        return ids + sum(len(e.kept) for _, e in self.entries if isinstance(e.kept, list))
 
     def add(self, entry: Token) -> None:
         """Stores an entry that is sent."""
