@@ -80,7 +80,8 @@ class Models:
         self.events: SimpleQueue[LoadEvent] = SimpleQueue()
         self.default = "" if settings.model == AUTO else settings.model
         self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
-        threading.Thread(target=self._load_all, name="model-loader", daemon=True).start()
+        self._loader: threading.Thread | None = None
+        """The thread that loads models; None until the first model is wanted."""
 
     @property
     def patterns(self) -> list[str]:
@@ -116,6 +117,9 @@ class Models:
             )
         self._loading.add(name)
         self._wanted.put(name)
+        if self._loader is None:
+            self._loader = threading.Thread(target=self._load_all, name="model-loader", daemon=True)
+            self._loader.start()
 
     def loaded(self, event: Ready | Failed) -> None:
         """Handles the end of a load."""
