@@ -146,12 +146,23 @@ def controller_of(controller: str | None, heal_prompt: bool) -> str:
     return controller or ("structural" if heal_prompt else "")
 
 
-class Score(Struct, kw_only=True, omit_defaults=True):
-    """``SCORE``: the log-probability of each token of ``scored``, given all tokens before it."""
+class Queued(Struct, kw_only=True, omit_defaults=True):
+    """The fields of a GENERATE that SCORE and EMBED also have, with the same meaning."""
 
     stream_id: StreamId
-    scored: list[TokenId] | str
     model: str = ""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    timeout_s: Timeout | None = None
+    by: UserName = ""
+    group: GroupName = ""
+    trace: TraceParent = ""
+    request_id: RequestId = ""
+
+
+class Score(Queued, kw_only=True, omit_defaults=True):
+    """``SCORE``: the log-probability of each token of ``scored``, given all tokens before it."""
+
+    scored: list[TokenId] | str
     prompt: list[TokenId] | str | None = None
     buffers: list[Name] = []
     text: bool = False
@@ -159,12 +170,6 @@ class Score(Struct, kw_only=True, omit_defaults=True):
     top_logprobs: TopLogprobs = 0
     """How many of the most likely tokens to report at each position, in addition to the scored
     token."""
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    timeout_s: Timeout | None = None
-    by: UserName = ""
-    group: GroupName = ""
-    trace: TraceParent = ""
-    request_id: RequestId = ""
 
 
 class Cancel(Struct, kw_only=True, omit_defaults=True):
@@ -226,26 +231,18 @@ Pooling = Literal["last", "mean", "first"]
 states, or the first token's state."""
 
 
-class Embed(Struct, kw_only=True, omit_defaults=True):
+class Embed(Queued, kw_only=True, omit_defaults=True):
     """``EMBED``: one vector for each input, from the states after a model's last layer; answered by
     ``MSG {"embedded": …}``."""
 
-    stream_id: StreamId
     inputs: Annotated[
         list[Annotated[list[TokenId], Meta(min_length=1)]],
         Meta(min_length=1, max_length=MAX_INPUTS),
     ]
     """The token ids of each input."""
-    model: str = ""
     pooling: Pooling | None = None
     """Default: the pooling that the checkpoint names (``1_Pooling/config.json``); otherwise
     ``mean`` for an encoder, and ``last`` for a causal model."""
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    timeout_s: Timeout | None = None
-    by: UserName = ""
-    group: GroupName = ""
-    trace: TraceParent = ""
-    request_id: RequestId = ""
 
 
 class Embedded(Struct, kw_only=True, omit_defaults=True):

@@ -294,17 +294,7 @@ export interface Generate {
 export interface Score {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  readonly scored: readonly number[] | string;
   readonly model?: string | undefined;
-  readonly prompt?: readonly number[] | string | null | undefined;
-  readonly buffers?: readonly string[] | undefined;
-  /** Each TOKEN also has the text of its token. Default: false. */
-  readonly text?: boolean | undefined;
-  /**
-   * How many of the most likely tokens to report at each position, in addition to the scored token.
-   * At least 0, at most 256. Default: 0.
-   */
-  readonly top_logprobs?: number | undefined;
   /** At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /** More than 0, at most 86400. */
@@ -317,6 +307,16 @@ export interface Score {
   readonly trace?: string | undefined;
   /** At most 128 in length. */
   readonly request_id?: string | undefined;
+  readonly scored: readonly number[] | string;
+  readonly prompt?: readonly number[] | string | null | undefined;
+  readonly buffers?: readonly string[] | undefined;
+  /** Each TOKEN also has the text of its token. Default: false. */
+  readonly text?: boolean | undefined;
+  /**
+   * How many of the most likely tokens to report at each position, in addition to the scored token.
+   * At least 0, at most 256. Default: 0.
+   */
+  readonly top_logprobs?: number | undefined;
 }
 
 /** `CANCEL`: end a stream, with `reason` as the finish reason of its last TOKEN entry. */
@@ -383,14 +383,7 @@ export interface ModelTokenizerRequest {
 export interface Embed {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** The token ids of each input. At least 1, at most 256 in length. */
-  readonly inputs: readonly (readonly number[])[];
   readonly model?: string | undefined;
-  /**
-   * Default: the pooling that the checkpoint names (`1_Pooling/config.json`); otherwise `mean` for
-   * an encoder, and `last` for a causal model.
-   */
-  readonly pooling?: "first" | "last" | "mean" | null | undefined;
   /** At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
   /** More than 0, at most 86400. */
@@ -403,6 +396,13 @@ export interface Embed {
   readonly trace?: string | undefined;
   /** At most 128 in length. */
   readonly request_id?: string | undefined;
+  /** The token ids of each input. At least 1, at most 256 in length. */
+  readonly inputs: readonly (readonly number[])[];
+  /**
+   * Default: the pooling that the checkpoint names (`1_Pooling/config.json`); otherwise `mean` for
+   * an encoder, and `last` for a causal model.
+   */
+  readonly pooling?: "first" | "last" | "mean" | null | undefined;
 }
 
 /** `STATUS`: workers, sessions and queues; answered by `MSG {"status": …}`. */
@@ -559,18 +559,18 @@ export const GENERATE_FIELDS: readonly (keyof Generate)[] = [
 /** The fields of `Score`. */
 export const SCORE_FIELDS: readonly (keyof Score)[] = [
   "stream_id",
-  "scored",
   "model",
-  "prompt",
-  "buffers",
-  "text",
-  "top_logprobs",
   "priority",
   "timeout_s",
   "by",
   "group",
   "trace",
   "request_id",
+  "scored",
+  "prompt",
+  "buffers",
+  "text",
+  "top_logprobs",
 ];
 
 /** `WELCOME`: the answer to `HELLO`. */
