@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def test_a_cancelled_request_ends_with_one_error(loaded: LoadedModel) -> None:
     sent.add(2, [[6]])
     sent.embeddings.step()
     assert sent.answers() == [(2, 1)]
+
+
+def test_a_cancelled_request_does_not_keep_its_inputs(loaded: LoadedModel) -> None:
+    """A client may cancel its EMBEDs before their turn, as often as it likes."""
+    sent = Sent(loaded)
+    inputs = [[1], [2]]
+    before = sys.getrefcount(inputs)
+    sent.add(1, inputs)
+    assert sys.getrefcount(inputs) > before
+    sent.embeddings.cancel(1)
+    assert sys.getrefcount(inputs) == before
 
 
 @pytest.mark.parametrize(

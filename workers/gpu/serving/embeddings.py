@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,9 +43,8 @@ class Embeddings:
     def __init__(self, streams: LiveStreams, post: Callable[[Frames, int], None]) -> None:
         self._streams = streams
         self._post = post
-        self._jobs: dict[int, _Job] = {}
-        self._order: deque[_Job] = deque()
-        """The jobs in the order of their turns. Jobs that are not in ``_jobs`` were dropped."""
+        self._jobs: OrderedDict[int, _Job] = OrderedDict()
+        """The jobs by request, in the order of their turns."""
 
     @property
     def has_work(self) -> bool:
@@ -67,9 +66,8 @@ class Embeddings:
         check_poolable(loaded)
         for number, tokens in enumerate(message.inputs):
             _check(loaded, number, tokens)
-        job = _Job(stream, engine, message.inputs, message.pooling or pooling_of(loaded))
-        self._jobs[stream.request] = job
-        self._order.append(job)
+        pooling = message.pooling or pooling_of(loaded)
+        self._jobs[stream.request] = _Job(stream, engine, message.inputs, pooling)
 
     def pop(self, request: int) -> Stream | None:
         """Removes an EMBED without an answer; None if the request is not one."""
@@ -111,21 +109,15 @@ class Embeddings:
         first, and later its next turn after the other jobs."""
         batch: list[tuple[_Job, int]] = []
         width = 0
-        for _ in range(len(self._order)):
-            job = self._order.popleft()
-            if self._jobs.get(job.stream.request) is not job:
+        for job in self._jobs.values():
+            if batch and batch[0][0].engine is not job.engine:
                 continue
-            place = len(job.vectors)
-            same = not batch or batch[0][0].engine is job.engine
-            while same and place < len(job.inputs):
+            for place in range(len(job.vectors), len(job.inputs)):
                 width = max(width, len(job.inputs[place]))
                 if batch and width * (len(batch) + 1) > MAX_BATCH_TOKENS:
-                    self._order.append(job)
+                    self._jobs.move_to_end(batch[-1][0].stream.request)
                     return batch
                 batch.append((job, place))
-                place += 1
-            if place < len(job.inputs):
-                self._order.append(job)
         return batch
 
     def _answer(self, job: _Job) -> None:
