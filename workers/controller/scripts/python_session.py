@@ -116,8 +116,8 @@ class PythonSession:
 
     def resume(self, answer: str, limit_s: float | None, spent_s: float) -> Asked | None:
         """Answers the script's call, and runs the script to its next call. ``limit_s``: the new
-        limit of the script; None: the present limit still applies, and includes ``spent_s``, the CPU
-        time of the answer."""
+        limit of the script; None: the present limit still applies, and includes ``spent_s``, the
+        CPU time of the answer."""
         if limit_s is not None:
             self.guest.renew(limit_s)
         self._answers.put((answer, spent_s if limit_s is None else 0.0))
