@@ -139,7 +139,9 @@ def test_texts_are_embedded(api: ollama.Client) -> None:
 
 
 def test_a_result_belongs_to_the_first_open_call_of_its_function() -> None:
-    called = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
+    called: list[dict[str, Any]] = [
+        {"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")
+    ]
     results: list[dict[str, Any]] = [
         {"tool_name": "a"},
         {"tool_name": "a"},

@@ -116,11 +116,12 @@ class PythonContext(Context):
         )
         given = [_made(each) for each in args]
         named = {key: _made(each) for key, each in kwargs.items()}
+        value: Any = None
         try:
             if name == "gen":
-                value: Any = await self._generate(**named)
+                value = await self._generate(**named)
             elif name == "fixed":
-                value = await self.fixed(self._short(given[0]), *given[1:], **named)
+                await self.fixed(self._short(given[0]), *given[1:], **named)
             elif name in _AWAITED:
                 value = await getattr(self, name)(*given, **named)
             else:
