@@ -14,6 +14,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as worker_module
 from tokenbus.workers.gpu.engine.engine import EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.transformers.backend import compiled_model
 from torch import _dynamo as dynamo
 
 from ...worlds.steered_engine import one_thread
@@ -58,6 +59,25 @@ def test_greedy_tokens_are_those_of_the_model_itself(embedded: LoadedModel) -> N
         got = [o.token for o in outputs if o.request == number and o.token is not None]
         wanted = shapes.greedy(embedded.model, prompt, 10)
         assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+
+
+def test_stored_code_is_for_vectors_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch's own key for stored code is the same for all widths of vectors. A process that
+    compiled code for another width crashed, or computed nonsense."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    x = torch.randn(5, 192)
+    wanted = norm(x)
+    for capability in ("avx2", ""):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        dynamo.reset()
+        assert torch.allclose(compiled_model(norm)(x), wanted, atol=1e-5)
+    dynamo.reset()
 
 
 def test_everything_at_once_gives_the_same(embedded: LoadedModel, overlap: bool) -> None:

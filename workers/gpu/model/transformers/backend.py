@@ -61,8 +61,21 @@ class CompiledBackend(TransformersBackend):
 
     def __init__(self, tensors: StepTensors, model: Any) -> None:
         super().__init__(tensors, model)
-        self._model = torch.compile(model, dynamic=True)
+        self._model = compiled_model(model)
         self.why_no_graphs = "torch.compile runs the model"
+
+
+def compiled_model(model: Any) -> Any:
+    """A model or function through torch.compile.
+
+    torch stores the C++ code that it generates, also for later processes, and its key for stored
+    code lacks the width of the vectors. Code for vectors of 8 floats was then compiled for vectors
+    of 16, and wrote beyond its output. The option ``cpp.simdlen`` adds the width to the key.
+    """
+    # This import takes more than a second.
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return torch.compile(model, dynamic=True, options={"cpp.simdlen": pick_vec_isa().bit_width()})
 
 
 def keeps_logits(model: Any) -> bool:
