@@ -146,10 +146,12 @@ class HostileWorld:
         return outcomes[0]
 
     def problems(self) -> list[str]:
-        """What an attack has changed that must not change."""
+        """The harm that an attack has done to others."""
         found = []
-        if missing := self._others - self.lasting():
-            found.append(f"processes have ended: {missing}")
+        for pid in self._others - self.lasting():
+            log = (self.bus.folder / "controller.log").read_text().splitlines()
+            said = [line for line in log if f"process {pid} " in line]
+            found.append(f"process {pid} has ended: {said}")
         if self._open_files() > self._descriptors + MAX_DESCRIPTORS:
             found.append(f"the worker has {self._open_files()} open descriptors")
         if self._memory() > self._memory_bytes + MAX_GROWTH:

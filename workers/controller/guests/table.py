@@ -219,6 +219,7 @@ class ProcessTable:
 
     def _retire(self, process: GuestProcess, why: str) -> None:
         self._remove(process)
+        log.info("guest process %d is ended: %s", process.pid, why)
         process.kill(why)
 
     def _remove(self, process: GuestProcess) -> None:
