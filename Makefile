@@ -121,7 +121,7 @@ lint: install
 	@mkdir -p $(TYPECHECK)/tokenbus
 	@for p in $(PACKAGES); do ln -sfn ../../../$$p $(TYPECHECK)/tokenbus/$$p; done
 	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --strict $(PACKAGES:%=-p tokenbus.%)
-	MYPYPATH=$(TYPECHECK) $(PY) -m mypy --config-file= --ignore-missing-imports \
+	@MYPYPATH=$(TYPECHECK) $(PY) -m mypy --config-file= --ignore-missing-imports \
 		--namespace-packages --explicit-package-bases \
 		$(filter-out tests/agents/programs/%,$(wildcard tests/*.py tests/*/*.py tests/*/*/*.py \
 			tests/*/*/*/*.py tests/*/*/*/*/*.py benchmarks/*.py))
