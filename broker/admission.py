@@ -1,4 +1,4 @@
-"""Admission: what the broker reads of a client's request, and which requests it accepts."""
+"""Admission: reads the routing fields of a client's request, and accepts or refuses the request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .state import BrokerState
 from .unread import UNREAD_FACTOR
 
 MAX_TOKENIZERS = 4
-"""Tokenizers that one session may have requested at a time; a tokenizer has up to about 20 MB."""
+"""Maximum unanswered TOKENIZER requests of one session. A tokenizer has up to about 20 MB."""
 MAX_TOKENIZERS_OF_KEY = 16
-"""Tokenizers that all sessions of one key may have requested at a time. A worker copies each answer
+"""Maximum unanswered TOKENIZER requests of all sessions of one key. A worker copies each answer
 between two steps."""
 
 
@@ -53,7 +53,8 @@ class Admission:
         self.submit(session, frames)
 
     def submit(self, session: Session, frames: list[bytes]) -> None:
-        """Accepts a request and hands it to the dispatcher, or raises why it is refused."""
+        """Accepts a request and passes it to the dispatcher; raises an error if the request is
+        refused."""
         message_type, now = frames[0], self._state.now
         fields: RoutingFields = decode_as(RoutingFields, frames[1])
         if self._state.closing is not None:
@@ -101,12 +102,12 @@ class Admission:
                     self._dispatcher.abandon(request, error)
 
     def leave(self, error: TokenbusError) -> None:
-        """Refuses new requests of clients that cannot come back to this broker's successor."""
+        """Refuses new requests of clients that cannot continue their streams at this broker's
+        successor."""
         self._leaving = error
 
     def _check_unread(self, session: Session) -> None:
-        """Raises UnavailableError or SlowClientError if a client asks for more tokenizers than it
-        reads."""
+        """Raises UnavailableError or SlowClientError if a client has too many unread tokenizers."""
         waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
         if len(waiting) >= MAX_TOKENIZERS:
             raise UnavailableError(
@@ -129,7 +130,7 @@ class Admission:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
                 f"up to {unread} bytes of answers to this connection are unread; a tokenizer is "
-                f"sent if they are less than {most}; store the tokenizer of each model, or use a "
+                f"sent only below {most}; store the tokenizer of each model, or use a "
                 "new connection",
             )
 

@@ -1,5 +1,5 @@
-"""Adoption of live requests that workers report, from an earlier run of this broker or from other
-brokers.
+"""Adopts live requests that workers report. These requests were accepted by an earlier run of this
+broker, or by another broker.
 
 A session's id follows from its token, so the session of such a request is known before its client
 has connected again. Sans-IO, like the rest of the core.
@@ -39,7 +39,7 @@ MAX_CANCELLED = 262_144
 """Number of cancelled streams, of all sessions together, that are kept until a worker reports
 them."""
 MAX_ENDED = 250
-"""Requests without a client that one tick ends."""
+"""Maximum number of requests without a client that one tick ends."""
 
 
 class Adoption:
@@ -73,17 +73,18 @@ class Adoption:
         self._ended = False
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
-        """Adopted requests, until their clients have attached or the time for it is over."""
+        """Adopted requests whose clients have not attached yet."""
         self._cancelled: dict[int, set[int]] = {}
         """By session: streams that its client cancelled before a worker reported them."""
         self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
-        """Requests that came with a CLAIM: when each ends, and its id, in order."""
+        """Requests that were adopted after a CLAIM: the time at which each ends, in seconds, and
+        its id, earliest first."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
-        """By state worker: the requests whose variables it stores, from this run and earlier
-        ones."""
+        """By state worker: the requests of this and earlier runs whose variables the worker
+        stores."""
 
     def open(self) -> bool:
         """Whether workers may still report requests for adoption."""
@@ -178,16 +179,16 @@ class Adoption:
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
     def _has_ended(self, header: Header, stream_id: int) -> bool:
-        """Whether a worker has reported the end of a request before."""
+        """Whether a worker has already reported the end of a request."""
         session = self._sessions.by_id.get(header.address)
         return session is not None and session.ends.of(header.request, stream_id) is not None
 
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session of a request that is to be adopted; None if the request is not adopted.
 
-        Two workers may have the request if one was cut off before it moved to the other. The worker
-        to which it moved last is right, then the one with more entries; ``reached`` has these
-        numbers.
+        Two workers may have the request if one was cut off before it moved to the other. The copy
+        with more moves is valid; if both have the same number of moves, the copy with more entries.
+        ``reached`` is the number of moves and of entries of the reported copy.
         """
         if not (self.open() or header.address in self._claims):
             return None
@@ -204,8 +205,8 @@ class Adoption:
             # The request has continued at another broker.
             return None
         if session is not None:
-            # A session that began here has all of its streams. Streams that a cut-off worker still
-            # has were moved or delivered.
+            # A session that began at this broker knows all of its streams. Any other stream that a
+            # cut-off worker reports has been moved or delivered.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.ends.by_stream
             return session if begun_before and not known else None
@@ -244,7 +245,7 @@ class Adoption:
 
     def _journal(self, session: int) -> journal.Journal:
         made = journal.Journal(self._sessions.recent, session)
-        # The form that the client takes is unknown before its HELLO.
+        # The encoding that the client accepts is unknown before its HELLO.
         made.json = True
         return made
 
@@ -260,15 +261,16 @@ class Adoption:
         if not self.open() or not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        # They need the client's key, which says which modules are its own.
+        # The client's key, which was missing, determines the modules that these controllers may
+        # use.
         self._controllers.start_of(session)
         return session
 
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
         """The session of a client that comes from another broker, on the connection ``peer``.
 
-        The workers report its streams even if the session was here before: the streams may have
-        continued under another broker since."""
+        The workers report the session's streams even if this broker has the session: the streams
+        may have continued at another broker meanwhile."""
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
@@ -309,7 +311,8 @@ class Adoption:
 
     def on_registered(self, worker: Worker) -> None:
         """Handles the registration of a worker, which may have streams of sessions that are being
-        picked up. A client without a connection may have gone to the next broker."""
+        claimed. Sessions without a connection are not claimed, because their clients may have gone
+        to the next broker."""
         if worker.role == "gpu":
             fences = worker.fences.all_unasked()
             if fences:
@@ -345,8 +348,8 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Once every worker has answered, streams that were not reported are lost. While requests
-        are adopted, other workers may still register."""
+        """Refuses ATTACHes to streams that no worker has reported, when every worker has answered.
+        While requests are still adopted, more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):

@@ -23,9 +23,9 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S
 
 MAX_HELD = 262_144
-"""ATTACHes that are held, of all sessions together."""
+"""Maximum number of held ATTACHes of all sessions together."""
 MAX_ATTACHING = 64
-"""ATTACHes for one stream that its worker has not answered."""
+"""Maximum number of ATTACHes for one stream that its worker has not answered."""
 
 
 class Attaches:
@@ -121,11 +121,12 @@ class Attaches:
     # --- streams --------------------------------------------------------------------------------
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
-        """Handles the report of a stream of which a worker has ``sent`` these entries (a body of
-        TOKEN). A held ATTACH for it is answered at once, as the worker may be in a long step.
+        """Handles a worker's report of a stream. ``sent``: the entries that the worker has sent, as
+        a body of TOKEN. A held ATTACH for it is answered at once, as the worker may be in a long
+        step.
 
-        The ATTACH is passed on if the worker does not know the encoding that its client takes now;
-        ``flags`` are those that the worker knows.
+        The ATTACH is also forwarded to the worker if the worker uses another encoding than the
+        client now accepts. ``flags``: the header flags of the encoding that the worker uses.
         """
         held = self._take(request.session, request.stream_id)
         if held is None:
@@ -149,8 +150,8 @@ class Attaches:
         return self._held.get(session.id, {}).get(stream_id)
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
-        """Refuses held ATTACHes when no worker reports streams any more, except for those of
-        sessions that are ``waiting``."""
+        """Refuses held ATTACHes when no worker reports streams any more, except ATTACHes of the
+        sessions in ``waiting``."""
         for number in [number for number in self._held if number not in waiting]:
             self.refuse(number, sessions.get(number))
 

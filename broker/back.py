@@ -25,7 +25,7 @@ Handler = Callable[[Worker, list[bytes]], None]
 
 
 class Back:
-    """Handles what workers send."""
+    """Handles the messages of workers."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class Back:
         ends: Ends,
         handlers: Mapping[bytes, Handler],
     ) -> None:
-        """``handlers``: by type, of all messages but REGISTER, TOKEN, ERROR, MSG and SYSTEM."""
+        """``handlers``: the handler of each message type except REGISTER, TOKEN, ERROR, MSG and
+        SYSTEM."""
         self._state = state
         self._sessions = state.sessions
         self._requests = state.requests
@@ -142,8 +143,8 @@ class Back:
                 self._on_failure(worker, worker.peer, frames, error)
 
     def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
-        """Handles a message whose frames cannot be separated, or that is in another version's
-        form."""
+        """Handles a message whose frames cannot be separated, or that another version of the
+        protocol has encoded."""
         self._counters.bad_worker_messages += 1
         worker = self._by_peer.get(peer)
         if worker is None:

@@ -18,8 +18,8 @@ from .worker import RETRY_AFTER_S, Worker
 MAX_NAMED = 1_024
 """Maximum number of buffers that a request names."""
 MAX_NAMED_BYTES = MAX_BODY_BYTES
-"""Maximum number of bytes of the buffers that a request names, each counted as often as it is
-named: as many as a prompt in the request's body may have."""
+"""Maximum number of bytes of the buffers that a request names. A buffer counts each time it is
+named. A prompt in the body of a request has the same bound."""
 
 
 class Buffers:
@@ -94,8 +94,8 @@ class Buffers:
         raise UnavailableError(
             Code.CLIENT_LIMIT,
             f"with the buffer {name!r} the buffers of this key would have {own + added} bytes, and "
-            f"those of all keys {self._bytes + added} of {most}; a key may have as much as it "
-            "leaves free",
+            f"those of all keys {self._bytes + added} of {most}; one key may use at most half of "
+            f"the bytes that other keys leave free",
             retry_after_s=RETRY_AFTER_S,
         )
 

@@ -1,9 +1,7 @@
-"""Sessions that clients bring from another broker: GPU workers report the streams of these
-sessions.
-
-A client needs only an invented token to cause a CLAIM to each GPU worker. So each connection has at
-most one active claim, and all connections together have at most ``MAX_CLAIMS``. Further claims
-wait, and connections take turns.
+"""Claims the sessions of clients that come from another broker: GPU workers report the streams of
+these sessions. Any client can cause a CLAIM to each GPU worker with an invented token. So each
+connection has at most one active claim, and all connections together have at most ``MAX_CLAIMS``.
+Further claims wait, and connections take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from .worker import Worker
 MAX_CLAIMS = 512
 """Active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""A claim without an answer for this long, in seconds, makes room for another one."""
+"""Seconds after which an unanswered claim no longer delays other claims."""
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class _Claim:
     """The claim of one session."""
 
     peer: bytes
-    """The connection whose HELLO caused it."""
+    """The connection whose HELLO caused the claim."""
     asked: set[int] = field(default_factory=set)
     """The workers that have not answered."""
 
@@ -41,10 +39,11 @@ class Claims:
         self._pools = state.pools
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
-        """By connection, the next one first: sessions whose claim waits to begin, or to begin
-        again after the current one."""
+        """By connection, in the order of their turns: sessions whose claim waits to begin, or to
+        begin again after the current claim."""
         self._turns: dict[bytes, tuple[int, float]] = {}
-        """By connection, in order: its active claim and when that began."""
+        """By connection, oldest first: the session of its active claim, and the time at which the
+        claim began, in seconds."""
 
     def __contains__(self, session: int) -> bool:
         return session in self._by_session
@@ -129,8 +128,8 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session: its claim is dropped unless a worker has to answer or has
-        a fence that the claim is to end."""
+        """Handles the end of a session: its claim is dropped, unless a worker has not answered yet
+        or the claim must end a fence."""
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 QUIET_BYTES = 4096
 """A handshake and some heartbeats have fewer bytes, unless the peer adds properties of its own."""
 KEPT_PART = 8
-"""1/``KEPT_PART`` of the process's descriptors is reserved for uses other than connections."""
+"""One part in ``KEPT_PART`` of the process's file descriptors is reserved for uses other than
+connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -61,10 +62,13 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many connections."""
         self.counted: int | None = 0
-        """Bytes of its messages on the wire; None if they need not be counted any more, because the
-        connection received at most ``QUIET_BYTES`` besides them: its handshake was small."""
+        """Bytes of the connection's messages on the wire. None if they need not be counted any
+        more: apart from messages, the connection has received at most ``QUIET_BYTES``, so its
+        handshake was small."""
         self.spoke = False
-        """Set with each message; cleared by ``Unfinished``, which alone uses the fields below."""
+        """Whether a message has arrived since ``Unfinished`` last visited the connection. Each
+        message sets the flag, ``Unfinished`` clears it. Only ``Unfinished`` uses the fields
+        below."""
         self.since = 0.0
         """When ``Unfinished`` last found that a message had ended, or first visited the connection,
         in seconds."""
@@ -74,7 +78,8 @@ class Connection:
         """``Unfinished._grown`` when the unfinished message was first found, in bytes."""
 
     def is_newer_than(self, user: str) -> bool:
-        """Whether the connection was established after the one with the ``User-Id`` ``user``."""
+        """Whether the connection was established after the connection with the ``User-Id``
+        ``user``."""
         return bool(self.user) and number_of(self.user) > number_of(user)
 
 
@@ -109,7 +114,7 @@ class Connections:
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))
-        """Readable when ``look`` is to be called."""
+        """A descriptor that is readable when ``look`` must be called."""
 
     def __iter__(self) -> Iterator[Connection]:
         """The open connections."""
@@ -252,7 +257,7 @@ def shut(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def open_socket(connection: Connection) -> Iterator[sockets.socket]:
-    """The socket of a connection, under a descriptor of its own. Raises OSError if the connection
+    """The socket of a connection, under a duplicated descriptor. Raises OSError if the connection
     has closed and its descriptor belongs to another one."""
     if not connection.inode or _inode(connection.fd) != connection.inode:
         raise OSError("the connection is closed")

@@ -19,11 +19,11 @@ class Contender:
 
     peer: bytes
     frames: list[bytes]
-    """Its last REGISTER."""
+    """The last REGISTER of the process."""
     since: float
-    """When it first registered, in seconds."""
+    """The time at which the process first registered, in seconds."""
     at: float
-    """When it last registered, in seconds."""
+    """The time at which the process last registered, in seconds."""
     refused: bool = False
 
 

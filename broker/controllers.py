@@ -1,4 +1,4 @@
-"""Which controller worker runs the controller of a request: reserved, started, ended, lost."""
+"""Assigns the controllers of requests to controller workers: reservation, start, end and loss."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Controllers:
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
         self._left: dict[str, float] = {}
-        """For each pattern, when the last worker that served it was lost, in seconds; only losses
-        of the last ``move_wait_s``."""
+        """For each pattern, the time at which the last worker that served it was lost, in seconds.
+        Only losses of the last ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still
@@ -96,8 +96,8 @@ class Controllers:
         return serving
 
     def _serving(self, name: str) -> Pool:
-        """The workers that serve a controller. Raises UnavailableError if the last of them was lost
-        recently, RequestError if the controller is unknown for another reason."""
+        """The workers that serve a controller. Raises UnavailableError if the last such worker was
+        lost recently, otherwise RequestError if the controller is unknown."""
         pools = self._pools
         for pattern in (name, ANY_MODULE):
             serving = pools.steering(pattern)
@@ -143,7 +143,7 @@ class Controllers:
         """Sends the START of a request's controller to a controller worker.
 
         This is the reserved worker, unless it was lost or drains. If no worker has a place now, the
-        START waits; if none can have one, the GPU worker is notified.
+        START waits; if no worker can run the controller, the GPU worker is notified.
         """
         if self._is_held(request):
             self._waiting.add(request, body, now, HELD)
@@ -203,8 +203,8 @@ class Controllers:
         return name if served else ANY_MODULE
 
     def _may_come_back(self, request: Request) -> bool:
-        """Whether a worker that served the controller of a request under an earlier run of the
-        broker may still have to register.
+        """Whether a worker that served the request's controller in an earlier run of the broker may
+        not have registered yet.
 
         It registers within two heartbeats. The result is False if a registered worker serves the
         name, or if the name is a module id, which every worker for modules can run.
@@ -243,7 +243,7 @@ class Controllers:
     def fill(self, worker: Worker) -> None:
         """Starts waiting controllers on a worker that may have room.
 
-        The method only examines the STARTs that it starts.
+        Examines only the STARTs that it sends.
         """
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)

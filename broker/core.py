@@ -39,24 +39,25 @@ from .status import Statuses
 log = logging.getLogger(__name__)
 
 Message = tuple[bytes, list[bytes]]
-"""A connection (on a socket its routing id), and the frames of a message from it."""
+"""The routing id of a connection, and the frames of a message from this connection."""
 KeyedMessage = tuple[bytes, list[bytes], str]
 """Like ``Message``, with the public key of the connection's peer."""
 
 LATE_TICKS = 8
-"""An event is late if it comes this number of tick intervals after the last tick. Leases that seem
-to have expired by then are renewed first."""
+"""If an event occurs this number of tick intervals after the last tick, this process was stopped,
+and all leases are renewed before the event is handled."""
 BEHIND_S = 0.01
 """Seconds until the next tick if a tick has left work to do."""
 RETRY_S = 2.0
-"""Seconds until a client may try again to reach a broker that stops: another broker may have taken
-its place."""
+"""Seconds after which a client should retry if this broker stops: another broker may have taken its
+place."""
 PLACES_EVERY_S = 2.0
 """How often waiting clients get a notice of their place in the queue, in seconds."""
 
 
 class Broker:
-    """Routes between clients (front) and workers (back). Sans-IO: every event names its time.
+    """Routes between clients (front) and workers (back). Sans-IO: the time of each event is an
+    argument.
 
     ``boot`` is the number of this run, which makes its ids differ from those of earlier runs;
     ``now`` is any clock that does not go back, in seconds.
@@ -239,8 +240,8 @@ class Broker:
         return max(0.001, min(self.settings.tick_s, self._leases.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
-        """Prepares to leave: another broker is about to take this one's place and to adopt the
-        workers' requests. Requests that it cannot adopt are to end first."""
+        """Prepares to leave: another broker is about to replace this broker and to adopt the
+        workers' requests. Requests that cannot be adopted must end first."""
         self._guarded(self._admission.leave, self._stopping())
         return self._taken()
 
@@ -252,20 +253,20 @@ class Broker:
             return False
         workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # The worker leaves within a step, and the next broker would wait for it in vain.
+            # The worker leaves after its step, so the next broker would wait for it in vain.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after this time, as its heartbeats
-        report. Workers send DRAIN between steps if they got a signal."""
+        report. A worker that has received a signal sends DRAIN between two steps."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
     def left(self) -> list[Outgoing]:
-        """The broker leaves: requests that its successor cannot adopt end with an error, so that
-        clients send them again."""
+        """Leaves: requests that the next broker cannot adopt end with an error, so that clients
+        send them again."""
         for request in list(self.state.requests.values()):
             if request.worker is None or not _outlives(request):
                 self._guarded(self.dispatcher.abandon, request, self._stopping())
@@ -282,7 +283,7 @@ class Broker:
         return not self.state.requests
 
     def stop(self) -> list[Outgoing]:
-        """The broker stops: every live stream ends with an error."""
+        """Stops: every live stream ends with an error."""
         self._guarded(self._front.end_all, self._stopping())
         return self._taken()
 
@@ -302,7 +303,8 @@ class Broker:
         )
 
     def _guarded(self, part: Callable[..., None], *args: Any) -> None:
-        """Runs one part of an event; a defect in it is logged and does not stop the other parts."""
+        """Runs one part of an event. An unexpected exception is logged and does not stop the other
+        parts."""
         try:
             part(*args)
         except Exception as error:
@@ -331,6 +333,6 @@ def _client_handlers(
 
 
 def _outlives(request: Request) -> bool:
-    """Whether a running request can continue under another broker: its worker reports it, and its
-    client reconnects for it."""
+    """Whether a running request can continue at another broker. Its worker must report the request,
+    and its client must reconnect."""
     return request.type in STREAMS and request.session.recovers

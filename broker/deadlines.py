@@ -11,10 +11,9 @@ REBUILD_ABOVE = 64
 
 
 class Deadlines:
-    """The deadlines of live requests, earliest first.
-
-    An entry in the middle of a heap cannot be removed cheaply, so entries of ended requests stay
-    until they are the majority; then the heap is rebuilt.
+    """The deadlines of live requests, earliest first. An entry in the middle of a heap cannot be
+    removed cheaply, so entries of ended requests stay until they are the majority; then the heap is
+    rebuilt.
     """
 
     def __init__(self) -> None:

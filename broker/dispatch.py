@@ -34,7 +34,7 @@ CANCEL_GRACE_S = 10.0
 MAX_ENDED = 250
 """Maximum requests that one tick ends. The next tick follows soon and ends more of them."""
 MAX_STARTED = 100
-"""Maximum requests that one event starts at another worker after theirs was lost."""
+"""Maximum number of requests that one event moves to other workers after their worker was lost."""
 MAX_LOOKED_AT = 2_000
 """Maximum requests without a worker that one event examines."""
 MAX_NOTICES = 400
@@ -62,13 +62,14 @@ class Dispatcher:
         self._placement = placement
         self._queue_bounds = QueueBounds(state.settings, state.queues)
         self._unserved: dict[tuple[str, str], float] = {}
-        """By queue that no worker serves: when the broker first found that, in seconds."""
+        """By queue that no worker serves: the time at which the broker first noticed this, in
+        seconds."""
         self._early: set[tuple[str, str]] = set()
-        """Queues of requests that arrived before any worker that serves them."""
+        """Queues whose requests arrived before any worker of their model."""
         self.behind = False
         """Whether the last tick has left work for the next one."""
         self._places: Iterator[tuple[Request, int]] = iter(())
-        """Places in the queue of which clients have not been notified yet."""
+        """Changed places in the queues that have not been reported to clients yet."""
 
     # --- the life of a request ------------------------------------------------------------------
 
@@ -119,8 +120,8 @@ class Dispatcher:
     def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
         """Ends a request at its client's request; its last TOKEN entry has the reason.
 
-        That entry comes from the request's worker if it has one. The broker sends it if the worker
-        sends none in time, for example because its step hangs.
+        The worker of the request sends this entry. The broker sends it if the request has no
+        worker, or if the worker does not send it in time, for example because its step hangs.
         """
         if request.worker is None:
             self._ends.finish(request, reason)
@@ -263,11 +264,10 @@ class Dispatcher:
 
     def rebalance(self, *, quiet: bool = False) -> None:
         """Starts waiting requests after the workers, or the models that they serve, have changed.
+        ``quiet``: does not log streams that continue after a wait.
 
-        ``quiet``: streams that continue after they have waited for a worker are not logged.
-
-        Requests that no worker serves any more wait for a worker to register. Requests that name no
-        model are refused if it is not clear any more which model they mean.
+        Requests that no worker serves any more wait for a worker to register. Requests without a
+        model are refused if the default model has become ambiguous.
         """
         unclear = self._state.queues.get(("gpu", ""))
         if unclear is not None and not self._pools.default_model and self._pools.has_default:
@@ -383,7 +383,7 @@ class Dispatcher:
     def refill(self, worker: Worker) -> None:
         """Starts waiting requests on a worker while it has room.
 
-        Requests that have moved are first if any worker has room for them; then the highest
+        Moved requests go first if any worker has room for them, then requests by descending
         priority. Queues of models with the same priority take turns.
         """
         if self._state.waiting:
@@ -402,7 +402,7 @@ class Dispatcher:
             if queue:
                 served[key] = queue
             if request.deadline is not None and request.deadline <= self._state.now:
-                # The client does not need its tokens any more.
+                # The client does not need the tokens of this request any more.
                 self.cancel(request, self._state.now, "timeout")
                 continue
             self._queue_bounds.pace.note(self._state.now)
@@ -425,7 +425,7 @@ class Dispatcher:
         """Sends requests that have lost their worker to other workers as far as these have room, or
         only to ``worker``."""
         full: set[tuple[str, str, int]] = set()
-        """The kinds of requests for which no worker has room."""
+        """The types of requests for which no worker has room."""
         started = 0
         for request in self._state.waiting.first(MAX_LOOKED_AT):
             if worker is not None and not self._placement.has_room(worker):

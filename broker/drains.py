@@ -1,4 +1,4 @@
-"""Workers that leave: other workers take over their streams if they can."""
+"""Drains workers: other workers take over their streams if possible."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Drains:
         self._controllers = controllers
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
-        """By worker, and by session and stream_id: the session that waits for the worker to leave,
-        and how many requests the worker had."""
+        """For each worker, by session and stream_id: the session whose DRAIN request waits for the
+        worker to leave, and the number of requests that the worker had."""
 
     def ask(self, session: Session, frames: list[bytes]) -> None:
         """Begins the drain of a worker at a client's request; the answer comes when the worker has
@@ -78,8 +78,8 @@ class Drains:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Makes each draining worker hand its streams over if others can take all of them now, or
-        if a successor comes.
+        """Makes each draining worker hand its streams over if other workers have room for all of
+        them, or if a new process replaces the worker.
 
         Otherwise the worker finishes its streams, unless another worker registers meanwhile.
         """
@@ -106,7 +106,7 @@ class Drains:
         )
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the departure or loss of a worker: the clients that asked for its drain are
+        """Handles the departure or loss of a worker: the clients that requested its drain are
         answered."""
         self._draining.pop(worker.id, None)
         for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():

@@ -32,7 +32,8 @@ from .unread import LARGE_BYTES, UNREAD_FACTOR
 log = logging.getLogger(__name__)
 
 MAX_CLOSING_BYTES = 1024 * 1024
-"""A larger answer is not stored. If it is lost, an ERROR takes its place."""
+"""Maximum bytes of a stored answer. If a larger answer is lost, the client receives an ERROR
+instead."""
 MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
 """Maximum bytes of a stored answer if the broker stores no journals (``max_journal_bytes`` 0)."""
 MAX_EXPIRED = 250
@@ -218,22 +219,22 @@ class Ends:
     # --- messages that were dropped -------------------------------------------------------------
 
     def lost(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> None:
-        """Handles the loss of the message that ends a stream: ``closing`` is sent at a later
-        tick."""
+        """Handles a dropped message that ends a stream: a later tick sends ``closing`` instead."""
         session.ends.on_lost(self._closed(session, stream_id, closing))
 
     def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
-        """Handles the loss of a stream's last entries: an ERROR ends it, and is sent at once."""
+        """Handles dropped last entries of a stream: an ERROR ends the stream, and is sent at
+        once."""
         closing = (b"ERROR", encode_body(error_body(error, stream_id), session.encoding))
         end = self._closed(session, stream_id, closing)
         self._send(session, closing)
         self._was_sent(session, end)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
-        """The end of a stream, with a different final message."""
+        """A copy of a stream's end with another final message."""
         end = session.ends.by_stream.get(stream_id)
         if end is None:
-            # A request that was refused has no number.
+            # A refused request has no id.
             end = End(-1 - stream_id, stream_id, False, 0, closing, b"")
             self._add(session, end)
             self._count(session, end, sum(map(len, closing)))
@@ -278,7 +279,7 @@ class Ends:
     def _entries(self, session: Session, end: End) -> list[Token] | None:
         """The entries that were routed for a stream that has ended; None if they are not stored.
 
-        The journal is read once for all ends of the session that need it.
+        The journal is decoded once for all ends of the session.
         """
         if end.sent is None:
             self._read_journal(session)

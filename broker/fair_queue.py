@@ -23,7 +23,8 @@ class FairQueue:
 
     Within a priority, keys take turns, and within the turns of a key its sessions do. If a session
     sends a thousand requests at once, the first request of another session waits for one of them.
-    If one key has a thousand sessions, the same holds for another key.
+    Likewise, the requests of a key with a thousand sessions delay the first request of another key
+    by one turn.
 
     In the turns of a session that serves several users (``Request.by``), such as a gateway's, its
     users take turns likewise. The sessions of a group (``Request.group``) count as one.
@@ -69,7 +70,7 @@ class FairQueue:
         self._count(request, 1)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from any place in the queue, if the request is there."""
+        """Removes a request, if it is in the queue."""
         key = self._keys.pop(request.id, None)
         if key is None:
             return
@@ -90,7 +91,8 @@ class FairQueue:
             del self._levels[request.priority]
 
     def has(self, request: Request) -> tuple[bool, bool, bool]:
-        """Whether requests of the same key, of its session or group, and of its user wait here."""
+        """Whether other requests of the same key, of the same session or group, and of the same
+        user wait in this queue."""
         key = session = user = False
         for level in self._levels.values():
             sessions = level.get(request.session.key)
@@ -102,7 +104,7 @@ class FairQueue:
 
     def note_place(self, request: Request, place: int) -> bool:
         """Records the place of a request that is reported to its client; returns whether the place
-        differs from the last one. The result is False if the request does not wait here."""
+        differs from the last one. Returns False if the request is not in this queue."""
         if request.id not in self._keys or self._places.get(request.id) == place:
             return False
         self._places[request.id] = place
@@ -128,8 +130,8 @@ class FairQueue:
     def ahead(self, request: Request) -> int:
         """An upper bound of the number of requests that precede a new one.
 
-        These are all requests of higher priorities and, in each turn until the request's own, one
-        request of each key, session and user.
+        All requests of higher priorities precede it. In each turn up to its own, one request of
+        each key, session and user precedes it.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())

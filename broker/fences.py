@@ -1,4 +1,4 @@
-"""Fences hold back what a worker still sends of attempts that the broker has given up.
+"""Fences hold back a worker's messages about attempts that the broker has given up.
 
 An attempt is a request at a worker. The broker gives it up if another worker has a later copy of
 the request, if its client comes from another broker, or if nobody needs the request any more. The
@@ -10,7 +10,7 @@ and the entries of the stream are removed.
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
 CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds:
 
-- The worker is ordered to drop the attempt. All its messages about the request are void.
+- The worker is ordered to drop the attempt. All its messages about the request are ignored.
 - The worker is asked to report the attempt. The JOURNAL of the request also ends the fence.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 NO_SESSION = 0
-"""The session of a CLAIM that asks for no streams, and of its CLAIMED."""
+"""The session of a CLAIM that does not request streams, and of its CLAIMED."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,8 @@ class Fence:
     end: int | None = None
     """The number of the CLAIMED that ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """The number of the CLAIMED until which all messages about the request are void."""
+    """All messages about the request that arrive before the CLAIMED with this number are
+    ignored."""
 
 
 class Fences:
@@ -59,14 +60,14 @@ class Fences:
         """The time of each unanswered CLAIM, in seconds, and the fences that its answer ends."""
         self._by_request: dict[int, Fence] = {}
         self.by_session: dict[int, dict[int, list[Fence]]] = {}
-        """By session and stream. A client may use the number of a stream again."""
+        """By session and stream, because a client may reuse a ``stream_id``."""
 
     def __bool__(self) -> bool:
         return bool(self._by_request)
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
-        """Adds the fence of a request, or begins it anew. It ends after the next ``asked`` that
-        names it."""
+        """Adds or restarts the fence of a request. The next ``asked`` with this fence determines
+        its end."""
         fence = self._by_request.get(request)
         if fence is None:
             fence = self._by_request[request] = Fence(request, session, stream_id)
@@ -102,7 +103,7 @@ class Fences:
         _, fences = self._unanswered.popleft()
         self._answered += 1
         for fence in fences:
-            # Its JOURNAL may have ended the fence, and another CLAIM may follow it.
+            # The request's JOURNAL may have ended the fence, and another CLAIM may follow.
             if self._by_request.get(fence.request) is fence and fence.end == self._answered:
                 self._remove(fence)
 
@@ -113,12 +114,13 @@ class Fences:
             self._remove(fence)
 
     def is_void(self, request: int) -> bool:
-        """Whether the worker's messages about a request are void."""
+        """Whether the worker's messages about a request are ignored."""
         fence = self._by_request.get(request)
         return fence is not None and fence.void > self._answered
 
     def renew(self, now: float) -> None:
-        """Restarts the time limit of answers, which may have arrived but were not read."""
+        """Restarts the time limit of answers, because answers may have arrived that were not read
+        yet."""
         self._unanswered = deque((now, fences) for _, fences in self._unanswered)
 
     def waited_s(self, now: float) -> float:

@@ -32,7 +32,7 @@ Handler = Callable[[Session, list[bytes]], None]
 
 
 class Front:
-    """Handles what clients send."""
+    """Handles the messages of clients."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Front:
         most = self._state.settings.max_pending_bytes
         error = TokenbusError(
             Code.SLOW_CLIENT,
-            f"this client left more than {most} bytes unread, so its streams were ended; read "
+            f"more than {most} bytes for this client were unread, so its streams were ended; read "
             "faster, or open fewer streams",
         )
         closed = _closed_stream(dropped.frames)
@@ -189,7 +189,7 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
 
 
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
-    """The streams that end with a TOKEN message, except those that were cancelled.
+    """The streams that a TOKEN message ends, except cancelled streams.
 
     Bodies that cannot be decoded are skipped. The broker routes bodies without decoding them, so a
     malformed body can reach this function.
@@ -220,11 +220,11 @@ class _Closing(Struct):
 
     stream_id: StreamId | None = None
     attached: int | None = None
-    """In a MSG that answers an ATTACH: the stream."""
+    """The stream, if the MSG answers an ATTACH."""
 
 
 def _stream_id(body: bytes) -> int | None:
-    """The stream that a refused message names, if the message can be read that far."""
+    """The ``stream_id`` of a refused message, if this field can be decoded."""
     try:
         only: _StreamIdOnly = decode_as(_StreamIdOnly, body)
     except RequestError:

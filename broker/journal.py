@@ -1,7 +1,7 @@
 """The journal of a session: the TOKEN bodies that were routed for it, stored without decoding them.
 
-With its request and these bodies, a stream can continue at another worker. They are decoded only
-then.
+Another worker can continue a stream from its request and these bodies. They are decoded only for
+this purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 64 * 1024
 PART_BYTES = 4096
 """A part of a chunk that has reached this size gets no further bodies."""
 AGAIN_BYTES = 100
-"""Bytes that count for the position from which entries of a request were sent again."""
+"""Bytes that are counted for each position from which entries of a request were sent again."""
 LARGE_BYTES = 512
 """Larger bodies are not joined."""
 _MSGPACK = b"\x80"
@@ -78,20 +78,22 @@ class _Place:
 
     stream_id: int
     size: int
-    """Bytes of its own frames, which are stored as long."""
+    """Bytes of the request's frames, which are stored as long as the request is in the journal."""
     segment: Segment | None = None
-    """The segment that notes its begin; None once the journal has reached it, and after its end."""
+    """The segment that has the note of the request's start. None after the journal has handled the
+    note, and after the end of the request."""
     first: int = 0
-    """No body before this one has entries of it."""
+    """Number of the first body that may have entries of the request."""
     again: list[tuple[int, int]] | None = None
-    """Positions from which entries were sent again: the number of the body and of the entry."""
+    """Positions from which entries were sent again: pairs of the number of the body and the number
+    of the entry."""
 
 
 class Journal:
     """The bodies of one session, as long as a live request may have entries in them.
 
-    Routed messages go to ``recent``, which adds those that this journal needs to ``tail``. ``pack``
-    moves them into chunks, where a body takes only its own bytes.
+    Routed messages are first stored in ``recent``, which later adds the bodies that this journal
+    needs to ``tail``. ``pack`` moves them into chunks, which have no overhead per body.
     """
 
     __slots__ = (
@@ -110,17 +112,17 @@ class Journal:
         self._recent = recent
         self.session = session
         self.tail: list[bytes] = []
-        """Bodies that are not packed yet; empty except while ``recent`` distributes."""
+        """Bodies that are not packed yet. Empty except while ``recent`` distributes bodies."""
         self.json = False
-        """Whether bodies in JSON may be among them. A check of each body would cost more than this
-        flag."""
+        """Whether ``tail`` may contain bodies in JSON. A check of each body would cost more than
+        this flag."""
         self._chunks: deque[_Chunk] = deque()
         self._next = 0
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """By request, in the order of their places."""
         self._reached = 0
-        """The number of requests, from the first, that the journal has reached."""
+        """The number of requests whose start the journal has handled."""
         self.size = 0
         """Bytes that the journal stores, including the frames of its requests but not the bodies in
         ``recent``."""
@@ -143,7 +145,7 @@ class Journal:
         place.segment.live += 1
 
     def _reach(self, place: _Place, sent: bytes) -> None:
-        """Handles the begin of a request, which the journal has reached."""
+        """Handles the note of a request's start."""
         if place.segment is None:
             return
         place.segment.live -= 1

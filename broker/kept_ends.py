@@ -35,8 +35,8 @@ class End:
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
-    """Position of the end on the present connection; 0 if the end was not sent there and waits for
-    ATTACH."""
+    """Position of the end on the present connection. 0 if the end was not sent on this connection,
+    and waits for ATTACH."""
 
 
 class KeptEnds:
@@ -55,7 +55,7 @@ class KeptEnds:
         """By position: the ends that were sent on the present connection."""
 
     def add(self, end: End, now: float) -> None:
-        """Stores an end. Call ``drop`` before for an earlier end of the same stream."""
+        """Stores an end. If the stream has an earlier end, call ``drop`` first."""
         end.since = now
         self.by_stream[end.stream_id] = end
 

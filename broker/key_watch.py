@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 """How often the folder is checked, in seconds."""
 SETTLED_S = 2.0
-"""A folder that changed less than this before it was read is read again, as a further change may
-have the same time stamp."""
+"""If a folder changed less than this number of seconds before it was read, it is read again,
+because a later change may have the same time stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
 """The keys that may connect as clients and as workers, by name."""
@@ -49,7 +49,8 @@ class KeyWatch:
         return self.read()
 
     def _changed_at(self) -> tuple[list[int], bool]:
-        """When the folders were last changed, and whether that is long enough ago."""
+        """The time of the last change of the folders, and whether this change is at least
+        ``SETTLED_S`` old."""
         changed = []
         for folder in self._folder.folders():
             try:

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 _BACK = Side.BACK
 _BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
 LEASES_AT_ONCE = 1_000
-"""Workers whose leases one tick checks."""
+"""Maximum number of workers whose leases one tick checks."""
 BEATS_AT_ONCE = 1_000
-"""Workers to which one tick sends a heartbeat."""
+"""Maximum number of workers to which one tick sends a heartbeat."""
 
 
 class Leases:
@@ -61,12 +61,13 @@ class Leases:
         """Whether another round of heartbeats starts as soon as this one is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """When the longest silent worker sent its last message: ``_silent_since`` as of the last
-        complete walk over the workers, ``_walked`` so far in the current walk."""
+        """Time of the last message of the worker that has been silent for longest.
+        ``_silent_since`` is the result of the last complete walk over the workers, ``_walked`` the
+        result of the current walk so far."""
         self._asked: dict[bytes, float] = {}
-        """By connection without a worker: when the broker last asked the peer to register. The
-        broker asks at most once in ``heartbeat_s``, because each registration begins a new
-        lease."""
+        """By connection without a worker: the time at which the broker last requested a
+        registration. The broker asks at most once in ``heartbeat_s``, because each registration
+        begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
         """By name of a worker that was silent or whose connection closed: the number of its
         process, which may still run, and the time of the loss."""
@@ -156,7 +157,7 @@ class Leases:
 
     @property
     def behind(self) -> bool:
-        """Whether heartbeats are left for the next tick."""
+        """Whether the next tick must send further heartbeats."""
         return bool(self._unbeaten)
 
     @property
@@ -213,7 +214,7 @@ class Leases:
             self._out.to_worker(known, b"REGISTERED", registered(self._state, known))
             return
         if message.update:
-            # The worker's lease has ended without its knowledge. An update does not begin a lease:
+            # The worker has not noticed that its lease has ended. An update does not begin a lease:
             # the worker registers again and reports its requests.
             self.ask(peer, "this connection has no registered worker", now)
             return

@@ -1,10 +1,10 @@
-"""The life of a request: its states, the events that change them, and the tables that follow.
+"""The life of a request: its states, the events that change them, and the tables of each state.
 
 ``TRANSITIONS`` has every change that is allowed. Only ``transition`` changes the state of a
 request. ``transition`` also updates the tables of each state, so that no other code can leave a
 request in two tables, or in none:
 
-- not yet ended for its client: the streams of its session;
+- states in which the client waits: the streams of its session;
 - ``QUEUED``: its queue; ``MOVING``: the requests that have lost their worker;
 - ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
 - all but ``NEW`` and ``GONE``: the requests of the broker, their deadlines, the counts of
@@ -61,7 +61,7 @@ class Event(StrEnum):
     LOSE = "lose"
     """The worker is lost, or does not have the request any more."""
     RETURN = "return"
-    """The process that had the request has registered again."""
+    """The process that had the request registers again."""
     REPORT = "report"
     """The JOURNAL of that process has arrived."""
     CLOSE = "close"
@@ -121,7 +121,7 @@ TAKEN = frozenset((Event.START, Event.ADOPT, Event.RETURN))
 
 
 class NoTransitionError(Exception):
-    """A defect of the broker: ``TRANSITIONS`` does not have this change of a request."""
+    """A bug in the broker: ``TRANSITIONS`` does not contain this change of a request."""
 
     def __init__(self, request: Request, event: Event) -> None:
         super().__init__(f"request {request.id} is {request.state} and cannot {event}")

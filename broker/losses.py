@@ -27,7 +27,7 @@ def log_end(
     """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
 
     ``streams`` were open at the worker; ``live`` has the requests that have not ended. A stream
-    without a worker waits for one, for at most ``wait_s`` seconds.
+    without a worker waits for another worker, for at most ``wait_s`` seconds.
     """
     # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")
@@ -40,13 +40,13 @@ def log_end(
 
 
 def log_continued(number: int) -> None:
-    """Logs that streams without a worker have one again."""
+    """Logs that waiting streams continue at a worker."""
     if number:
         log.info("%s that waited for a worker continue%s", _streams(number), _s(number))
 
 
 def log_given_up(number: int, wait_s: float) -> None:
-    """Logs that streams end because no worker took them in time."""
+    """Logs that waiting streams end because no worker had room for them in time."""
     if number:
         log.warning(
             "%s that waited for a worker end%s with an error: no worker that can continue them "
@@ -76,5 +76,5 @@ def _streams(number: int) -> str:
 
 
 def _s(number: int) -> str:
-    """The ending of a verb whose subject is this number of things."""
+    """The ending of a verb whose subject is ``number`` objects."""
     return "s" if number == 1 else ""

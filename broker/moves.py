@@ -28,13 +28,13 @@ from .worker import RETRY_AFTER_S, Loss, Worker
 log = logging.getLogger(__name__)
 
 JOURNALS_AT_ONCE = 300
-"""Journals that one tick checks."""
+"""Maximum number of journals that one tick checks."""
 WALK_TICKS = 32
-"""Ticks in which all journals are checked."""
+"""Number of ticks in which all journals are checked."""
 
 
 class Moves:
-    """Takes requests from lost workers, and decides where each may continue."""
+    """Takes requests from lost workers, and determines the workers at which each may continue."""
 
     def __init__(self, state: BrokerState, quarantine: Quarantine) -> None:
         self._state = state
@@ -53,7 +53,7 @@ class Moves:
         entries that it needs to move.
 
         Its frames are stored if it has a journal. ``before``: the entries that were routed earlier,
-        as a body of TOKEN. ``back``: the worker is the one that it had, and still runs it.
+        as a body of TOKEN. ``back``: the request returns to its former worker, which still runs it.
         """
         interruption, request.interruption = request.interruption, None
         if not back:
@@ -71,7 +71,7 @@ class Moves:
         self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
-        """Prepares to take a request back from a worker that had no room for it."""
+        """Prepares a request that its worker has refused for another worker."""
         request.dispatched, request.frames = None, frames
         request.session.journal.end(request.id)
         self._quarantine.forget(request)
@@ -115,8 +115,8 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Gives up requests until all journals together are within their bound: each time, a
-        request in the largest journal of the key whose journals have the most bytes."""
+        """Gives up requests until all journals together are within their bound. Each request is
+        taken from the largest journal of the key whose journals have the most bytes."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         journals: dict[str | int, list[Journal]] = {}
@@ -166,8 +166,8 @@ class Moves:
     def take(
         self, worker: Worker, requests: Iterable[Request], loss: Loss
     ) -> list[tuple[Request, TokenbusError]]:
-        """Takes over the open requests of a worker that is lost; those that cannot move come back,
-        with the error that ends them."""
+        """Takes over the open requests of a worker that is lost; returns the requests that cannot
+        move, each with the error that ends it."""
         ended: list[tuple[Request, TokenbusError]] = []
         error = UnavailableError(
             Code.WORKER_LOST,
@@ -186,7 +186,9 @@ class Moves:
             try:
                 sent = session.journal.entries(request.id for request in of_it)
             except RequestError as malformed:
-                log.error("what worker %s sent cannot be continued: %s", worker.name, malformed)
+                log.error(
+                    "the entries of worker %s cannot be continued: %s", worker.name, malformed
+                )
                 ended += [(request, error) for request in of_it]
                 continue
             taken += [(request, sent[request.id]) for request in of_it]

@@ -1,5 +1,5 @@
-"""Messages for peers that do not read: each peer has a bounded queue, so that it does not delay the
-others.
+"""Queues messages for peers that do not read. Each peer has a bounded queue, so that one peer does
+not delay the others.
 
 A ROUTER socket drops a message silently when its peer's pipe is full. With ROUTER_MANDATORY the
 send fails instead, and the message waits here, up to a bound in bytes.
@@ -53,7 +53,7 @@ class Outbox:
         """By peer: the frames of each message, and their total size in bytes."""
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
-        """Number of messages that were sent after they had waited."""
+        """Number of messages that were queued before they were sent."""
 
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or queues it after those that wait for its peer."""

@@ -28,7 +28,8 @@ _FRONT = Side.FRONT
 MAX_JOINED = 32
 """Maximum bodies in one TOKEN message."""
 MAX_JOINED_BYTES = 2**10
-"""A larger body is sent alone, so that ZeroMQ's queue for a client stays small."""
+"""A TOKEN message does not get further bodies above this number of bytes, so that ZeroMQ's queue
+for a client stays small."""
 
 
 class Outgoing(Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""The choice of the worker of a request: the first one, and the next one after a loss."""
+"""Chooses the first worker of a request, and the next worker after a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 
 class Placement:
-    """Chooses workers for requests, without a change of any table."""
+    """Chooses workers for requests. Does not change any table."""
 
     def __init__(self, state: BrokerState, prefixes: Prefixes) -> None:
         self._state = state
@@ -85,11 +85,10 @@ class Placement:
 
     def beyond_capacity(self, request: Request) -> Worker | None:
         """The worker for a request if all workers are full, but the key of the request has no
-        request at a worker; None if the request must wait.
-
-        Long streams of other keys may have taken all places, and the key would wait until one of
-        them ends. For such requests, each worker accepts an eighth of its capacity in addition.
-        The workers are searched first, because a key may have thousands of sessions.
+        request at a worker; None if the request must wait. Otherwise a key would wait until one of
+        the other keys' long streams ends. For such requests, each worker accepts an eighth more
+        than its capacity. The workers are searched first, because a key may have thousands of
+        sessions.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):
@@ -102,13 +101,13 @@ class Placement:
             return None
         key = request.session.key
         sessions = self._state.sessions.of_key(key) if key else [request.session]
-        # No request has lost its worker, so each stream outside a queue is at a worker.
+        # No request has lost its worker, so each stream that is not queued has a worker.
         at_worker = any(len(session.streams) > session.queued for session in sessions)
         return None if at_worker else worker
 
     def with_prefix(self, request: Request, worker: Worker) -> Worker:
-        """The worker for a request for which ``worker`` is the least loaded: possibly another one
-        that has the beginning of its prompt."""
+        """The worker for a request: ``worker``, which is the least loaded worker, or another worker
+        that has the beginning of the prompt in its cache."""
         pool = self._pools.serving(request.role, request.model)
         return self._prefixes.choose(request, pool, self._model_of(request), worker)
 

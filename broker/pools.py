@@ -1,7 +1,7 @@
-"""Which workers serve a request, and which of them has the most room, found without a scan of all
+"""Finds the workers that serve a request, and the least loaded of them, without a scan of all
 workers.
 
-All requests for a model go to the same workers, its pool, which keeps them by their load in a heap.
+The workers of a model are its pool. A pool orders its workers by load in a heap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .worker import Worker, WorkerState
 EMBEDDED = "embedded"
 """The default model if several are served."""
 MAX_NAMES = 1_024
-"""Model names whose pools are cached: clients may ask for any name that matches a pattern."""
+"""Maximum number of model names whose pools are cached. Clients may request any name that matches a
+pattern."""
 
 DEFAULT, STEERS = "default", "steers"
 ROLES = {DEFAULT: "gpu", STEERS: "controller"}
@@ -46,7 +47,8 @@ class Pool:
         self._rank_of: dict[int, Rank] = {}
         """The rank of each worker that is in a level."""
         self._ranks: list[Rank] = []
-        """A heap of the ranks of all levels, and of some that have become empty."""
+        """A heap of the ranks of all levels. It may contain ranks of levels that have become
+        empty."""
         self._known: set[Rank] = set()
         """The ranks that are in the heap."""
 
@@ -153,7 +155,8 @@ class Pools:
         self._of: dict[int, list[Pool]] = {}
         """By worker: the pools that contain it."""
         self.default_model = ""
-        """The model of a request that names none; empty if the workers' defaults differ."""
+        """The model of a request that does not name a model; empty if the workers' defaults
+        differ."""
         self.has_default = False
         """Whether any worker has a default model."""
 

@@ -1,17 +1,17 @@
-"""Which workers have the beginning of a prompt in their KV cache, and whether to route a request
-there.
+"""Finds the workers that have the beginning of a prompt in their KV cache, and decides whether to
+route a request to one of them.
 
 Workers report their pages (``PAGES``). The pages of a request count as soon as it is sent, so that
 the next request with the same beginning follows it. Prompts of token ids are looked up by the same
-keys. Only a worker can tokenize text, so its bytes are the key, and the index has only the texts
-that were sent to each worker.
+keys. The broker cannot tokenize text. So the keys of a text are computed from its bytes, and the
+index has only the texts that were sent to each worker.
 
-The rule: the worker with the least cost is chosen. The cost is the number of prompt tokens that it
-would have to compute, plus ``REQUEST_TOKENS`` for each of its requests.
+The worker with the least cost is chosen. The cost is the number of prompt tokens that it would have
+to compute, plus ``REQUEST_TOKENS`` for each of its requests.
 
-The sum of missing tokens and load is that of NVIDIA Dynamo's KV router. Expected pages
-of routed requests, and bytes as the key of a text, come from llm-d's approximate prefix scorer. The
-index of reported blocks comes from its precise scorer.
+The cost is that of NVIDIA Dynamo's KV router. The expected pages of routed requests, and bytes as
+the key of a text, follow llm-d's approximate prefix scorer. The index of reported pages follows its
+precise scorer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from .request import Request
 from .worker import Worker
 
 REQUEST_TOKENS = 128
-"""Prompt tokens that weigh as much as one additional request at a worker."""
+"""Number of prompt tokens that have the same cost as one additional request at a worker."""
 MAX_PAGES = 128
-"""Pages of a prompt that are looked up: after 32,768 common tokens, the rest matters little."""
+"""Maximum number of pages of a prompt that are looked up. After 32,768 common tokens, further pages
+change the cost little."""
 MAX_CANDIDATES = 16
 """Maximum workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
@@ -48,7 +49,7 @@ class _PromptFields(msgspec.Struct):
 
 
 class Prefixes:
-    """The index of pages, and the choice by it."""
+    """The index of pages, and the choice of a worker from it."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -57,7 +58,7 @@ class Prefixes:
         self._reported: dict[int, set[bytes]] = {}
         self._expected: dict[int, OrderedDict[bytes, None]] = {}
         self._last: tuple[int, list[bytes]] = (0, [])
-        """The request that was looked up last, and the keys of the pages of its prompt."""
+        """The last request that was looked up, and the keys of the pages of its prompt."""
         self.size = 0
         """Entries of all workers."""
 

@@ -1,4 +1,4 @@
-"""Finds the request that kills its workers by trials, so that it does not end other streams."""
+"""Finds a request that kills its workers, by trials, so that it does not end other streams."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ TRIAL_S = 10.0
 class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
-    Two deaths may be chance: they make a request a suspect. A suspect that is the only one on trial
-    is guilty if its worker dies too. If there are several suspects, only some are tried at a
-    time. Each further death halves their number, until the guilty request is alone.
+    After two deaths, which may be a coincidence, the request is a suspect. If only one suspect is
+    on trial and its worker dies too, the suspect is guilty. If there are several suspects, only
+    some are tried at a time. Each further death halves their number, until the guilty request is
+    alone.
     """
 
     def __init__(self) -> None:
         self._tried: dict[int, tuple[Request, float]] = {}
-        """Suspects that run at a worker, and since when."""
+        """Suspects that run at a worker, with the start times of their trials, in seconds."""
         self._counted: dict[str, tuple[list[Request], float]] = {}
-        """By worker: the requests against which its loss was counted, and when."""
+        """By worker: the requests for which its loss was counted, and the time of the loss, in
+        seconds."""
         self._max_tried = 1
         """Maximum suspects on trial at a time."""
 
@@ -84,7 +86,7 @@ class Quarantine:
 
 
 def _has_new(request: Request) -> bool:
-    """Whether an entry was routed for a request since it went to its worker."""
+    """Whether an entry was routed for a request since it was sent to its worker."""
     try:
         entries = request.session.journal.entries([request.id])[request.id]
     except RequestError:

@@ -32,7 +32,7 @@ def room_for(priority: int, most: int) -> int:
 
 
 class QueueBounds:
-    """Refuses requests that the queues have no room for, or that would wait for too long."""
+    """Refuses requests for which the queues do not have room, or which would wait for too long."""
 
     def __init__(
         self, settings: BrokerSettings, queues: Mapping[tuple[str, str], FairQueue]
@@ -62,8 +62,8 @@ class QueueBounds:
         if session.key:
             use = session.use
             _check_share("key", use, request, (number, size), (most, max_bytes), now)
-            # A key may use half of the room that other keys leave. The same rule divides this half
-            # among the sessions of the key.
+            # A key may use half of the room that other keys leave free. Likewise, a session may use
+            # half of the room that the key's other sessions leave free.
             most = (most - number + use.queued) // 2
             max_bytes = (max_bytes - size + use.queued_bytes) // 2
             number, size = use.queued, use.queued_bytes
@@ -71,8 +71,8 @@ class QueueBounds:
         self._check_wait(request, now)
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. The
-        rule of ``check`` divides the queues among keys, their sessions, and the users of these."""
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. As
+        in ``check``, keys, their sessions and the sessions' users share the queues."""
         if request.queue in self._queues:
             return
         most, total = MAX_QUEUES, len(self._queues)
@@ -85,8 +85,8 @@ class QueueBounds:
                 raise UnavailableError(
                     Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
                     f"requests wait for {len(self._queues)} other models; at most {MAX_QUEUES} are "
-                    "allowed, and at most as many of one client as stay free; try again later, or "
-                    "use fewer models",
+                    "allowed, and a client may use half of those that others leave free; try "
+                    "again later, or use fewer models",
                     retry_after_s=request.session.pace.retry_after_s(request.arrived),
                 )
             most, total = (most - total + own) // 2, own
@@ -130,7 +130,7 @@ def _check_share(
     raise UnavailableError(
         Code.CLIENT_LIMIT,
         f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; it may "
-        f"have at most as much as stays free of {most[0]} requests and {most[1]} bytes; wait "
-        "until one of them ends",
+        f"use at most half of what others leave free, of {most[0]} requests and {most[1]} bytes; "
+        f"wait until one of them ends",
         retry_after_s=request.session.pace.retry_after_s(now),
     )

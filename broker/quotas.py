@@ -1,7 +1,7 @@
 """Quotas: the resources that each tenant (each key of a client) may use over all of its sessions.
 
-Usage is known only afterwards: the broker counts tokens when it routes them, and CPU time when a
-controller worker reports it. So running requests are finished, and a tenant above its quota is
+Usage is known only after the work: the broker counts tokens when it routes them, and CPU time when
+a controller worker reports it. So running requests are finished, and a tenant above its quota is
 refused until its usage has drained to the quota. As in a leaky bucket, usage drains at the rate of
 the quota.
 """
@@ -24,9 +24,10 @@ from .state import BrokerState
 from .worker import Worker
 
 TOKEN_BYTES = 4
-"""Bytes of a token in columns."""
+"""Bytes of a token's id in a TOKEN body in columns."""
 MAX_PROCESSES = 4_096
-"""Controller workers whose last report is stored: the latest reports."""
+"""Maximum number of controller workers whose last report is stored. The oldest reports are
+dropped."""
 
 
 class _Entry(Struct):
@@ -81,7 +82,8 @@ class Quotas:
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
         """By name and process of a controller worker: the CPU time of each tenant that it last
-        reported. It outlives a lease, as the worker's totals do."""
+        reported. It is kept after the lease, because the worker continues to count from the same
+        totals."""
 
     def check(self, session: Session, controller: bool, now: float) -> None:
         """Raises UnavailableError if the tenant of a session may not begin another request.

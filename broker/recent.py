@@ -1,15 +1,15 @@
 """Recently routed messages of all sessions, in the order of their arrival, in one buffer.
 
 A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
-µs. To add each of eight bodies to its session's journal takes ten times that, because the memory is
-touched for the first time.
+µs. Adding each of eight bodies to its session's journal takes ten times as long, because these
+writes touch new memory.
 
 Most streams end before their bodies have to be distributed, and bodies that no live stream needs
 are dropped unread. The rest is distributed to the journals, oldest first: some of it at each tick,
 and more when the buffer is full.
 
-Events of a journal are noted in the same order. The note of a request that begins stands between
-the messages, and takes effect in its session's journal when these are distributed.
+Events of journals are stored as notes between the messages. For example, the note of a request's
+start takes effect when the buffer is distributed up to this note.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 2 * 1024 * 1024
 """The unit in which memory is reused."""
 SEGMENTS = 32
-"""Number of segments at most. Two of them are not full at any time: the end of each may stay empty,
-and one is the next to be used."""
+"""Maximum number of segments. At any time about two segments' worth of memory is unused: the unused
+ends of all segments, and the next segment."""
 MESSAGES = 4096
-"""Messages of a segment at most, because a move waits until the whole buffer is distributed."""
+"""Maximum number of messages in a segment, because a move waits until the whole buffer is
+distributed."""
 NOTE_BYTES = 100
-"""Bytes that a note counts for, in addition to the bytes that it holds."""
+"""Bytes that are counted for a note, in addition to the bytes that it refers to."""
 BODIES_AT_ONCE = 500
-"""Bodies that are distributed at a tick, approximately. A body takes 1 to 2 µs if the message has
+"""Approximate number of bodies that one tick distributes. A body takes 1 to 2 µs if the message has
 many sessions, and twice that if the previous message has a different layout."""
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which Python has no constant."""
 
 _NONE = mmap.mmap(-1, 1)
-"""A placeholder for memory that was not needed yet."""
+"""A placeholder for memory that is not allocated yet."""
 
 Note = Callable[[], None]
 """An action on a journal between two messages."""
 
 
 class Segment:
-    """A part of the memory, and the notes between its messages."""
+    """A part of the memory with messages, and the notes between these messages."""
 
     __slots__ = ("ends", "live", "noted", "notes", "number", "read", "start")
 
@@ -67,11 +68,12 @@ class Segment:
         self.start = number * SEGMENT_BYTES
         """Where the first message that is not distributed begins."""
         self.notes: deque[tuple[int, int, Note]] = deque()
-        """Notes: the message that follows, the bytes that the note holds, and its action."""
+        """For each note: the number of the next message, the bytes that the note refers to, and its
+        action."""
         self.noted = 0
         """Bytes of all notes."""
         self.live = 0
-        """Requests that are noted here and have not ended."""
+        """Number of notes of requests in this segment that have not ended."""
 
     @property
     def size(self) -> int:
@@ -109,8 +111,8 @@ class Recent:
         self.beyond: set[Journal] = set()
         """Journals that exceed this size."""
         self._largest = self._grown = 0
-        """Upper bounds of the size of all journals, and of those that have grown since the last
-        walk over all."""
+        """Upper bounds of the size of the largest journal: as of the last complete walk, and
+        including journals that have grown since."""
         self.pending: list[bytes] = []
         """Packed TOKENs of the current event; ``settle`` is called at its end."""
         self._memory = _NONE
@@ -141,7 +143,7 @@ class Recent:
 
     @property
     def limit(self) -> int:
-        """Bytes that may be in this buffer."""
+        """Maximum bytes in this buffer."""
         left = min(self._max_journal - self._largest, self._max_total - self.total)
         return min(self._max_here, left)
 
@@ -202,7 +204,7 @@ class Recent:
 
     def note(self, size: int, do: Note) -> Segment:
         """Adds an action on a journal after all messages so far; returns the segment that has the
-        note. ``size``: bytes that the note holds."""
+        note. ``size``: bytes that the note refers to."""
         self.settle()
         segment = self._segments[-1]
         size += NOTE_BYTES
@@ -245,7 +247,7 @@ class Recent:
 
     def tick(self) -> None:
         """Distributes some of the oldest bodies; only few if a segment was filled since the last
-        tick, because some of them may not be needed any more later."""
+        tick, because later some of them may not be needed any more."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
@@ -268,8 +270,8 @@ class Recent:
         self._set_room()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes about the first ``most`` bodies of a segment, and returns their number. To
-        parse the layout of a message counts as one more."""
+        """Distributes about the first ``most`` bodies of a segment, and returns their number.
+        Parsing the layout of a message counts as one more body."""
         memory, ends, notes = self._memory, segment.ends, segment.notes
         done = 0
         while done < most:
@@ -316,8 +318,8 @@ class Recent:
         self.deliver_each(decode_manifest(head).sessions, bodies)
 
     def deliver_each(self, sessions: Sequence[int], bodies: Sequence[bytes]) -> None:
-        """Adds the bodies of a message, each to the journal of its session. An empty body stands
-        for none."""
+        """Adds the bodies of a message, each to the journal of its session. An empty body is
+        skipped."""
         for session, body in zip(sessions, bodies, strict=False):
             if body:
                 self.deliver(session, (body,))
@@ -374,7 +376,8 @@ def _head_size(memory: mmap.mmap, start: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
-    """The bodies of a packed TOKEN of ``size`` bytes: their sessions, begins and ends."""
+    """The bodies of a packed TOKEN of ``size`` bytes: for each, its session and its start and end
+    offsets."""
     count = int.from_bytes(head[2:4], "little")
     kind, *sizes = struct.unpack_from(f"<{count - 1}I", head, 4)
     sessions = decode_manifest(head[4 * count + kind :]).sessions

@@ -1,5 +1,5 @@
-"""How long a broker waits for workers to register: for those of an earlier run, and for the last
-worker of a model or a controller after its loss.
+"""Determines how long a broker waits for workers to register: for workers of an earlier run, and
+for the last worker of a model or a controller after its loss.
 
 A worker notices a restart within a heartbeat or two, and registers again. It takes longer if it is
 busy, or was lost at the same time. If the broker's own process was stopped, all its workers have
@@ -18,7 +18,7 @@ MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
 
 
 class Recovery:
-    """The time after the start of a broker, at ``started``, in seconds.
+    """The state of the broker's recovery. ``started``: the start of the broker, in seconds.
 
     A broker reads nothing at its start that shows whether it is the first run. Clients that bring a
     session's token, and workers that have registered before, show an earlier run. Each live worker
@@ -50,8 +50,8 @@ class Recovery:
         """Whether a request that is refused with ``error`` waits instead, because workers that
         served it may still register.
 
-        That is for ``recover_s`` after an earlier run, and for ``expiry_s`` after the loss of a
-        last worker. If nothing shows an earlier run yet, it is for ``expiry_s`` and only while no
+        After an earlier run, it waits for ``recover_s``, and after the loss of a last worker for
+        ``expiry_s``. If nothing shows an earlier run, it waits for ``expiry_s``, and only while no
         worker is registered.
         """
         if now < self._back_until:
@@ -61,5 +61,5 @@ class Recovery:
         return error.code == Code.NO_WORKER and now < self._settled_at
 
     def settles(self, now: float) -> bool:
-        """Whether even workers that were connected all the time may still have to register."""
+        """Whether even a worker whose connection was never lost may not have registered yet."""
         return self._follows and now < self._settled_at

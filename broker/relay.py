@@ -1,4 +1,4 @@
-"""Messages from one worker to another; the broker reads only their header."""
+"""Forwards messages from one worker to another. The broker reads only their headers."""
 
 from __future__ import annotations
 

@@ -38,11 +38,12 @@ ROLES = {
     b"TAGS": "controller",
     b"DELETE": "controller",
 }
-"""Requests that a worker answers, and the role of that worker."""
+"""The types of requests that workers answer, with the role of the worker."""
 STREAMS = frozenset((b"GENERATE", b"SCORE"))
-"""Requests that are answered by TOKENs: they continue where they stopped."""
+"""The types of requests that are answered by TOKENs. After a loss, such a request continues after
+its last entry."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"EMBED", b"UPLOAD", b"TAG", b"TAGS"))
-"""Requests that are sent again from their beginning, because they can safely be repeated."""
+"""The types of requests that are repeated after a loss, because a repetition is safe."""
 
 
 class RoutingFields(Struct, kw_only=True, gc=False):
@@ -72,7 +73,7 @@ class RoutingFields(Struct, kw_only=True, gc=False):
 
 @dataclass(slots=True)
 class Interruption:
-    """How a request lost its worker, while it waits for another."""
+    """The loss of a request's worker, while the request waits for another worker."""
 
     left: str
     """The worker that had the request."""
@@ -81,9 +82,9 @@ class Interruption:
     0."""
     why: str
     at: float
-    """When that worker last sent a message."""
+    """The time of the worker's last message, in seconds."""
     since: float
-    """When the worker was lost."""
+    """The time at which the worker was lost, in seconds."""
     sent: bytes
     """The entries that were routed for the request, as a body of TOKEN in msgpack; may be empty."""
 
@@ -96,14 +97,15 @@ class Steering:
     worker: Worker | None = None
     """The worker that runs the controller, or has a place reserved for it."""
     awaited: bool = False
-    """Whether the request was accepted while no worker served its controller, because one might
-    still register."""
+    """Whether the request was accepted while no worker served its controller, because such a worker
+    could still register."""
     started: bool = False
     """Whether START was sent to the worker that runs the controller."""
     served_as: str = ""
     """The pattern of the worker that served the controller; ``""`` before the controller begins."""
     adopted_at: float | None = None
-    """When the request was adopted, if an earlier run of the broker accepted it."""
+    """The time at which the request was adopted, in seconds. None if this run of the broker
+    accepted the request."""
 
 
 class Attachment(Enum):
@@ -144,7 +146,7 @@ class Request:
     interruption: Interruption | None = None
     """The loss of the request's worker; None unless the request waits for another worker."""
     began_with: ModelInfo | None = None
-    """The model with which a moved request began, if it was loaded there."""
+    """The model with which a moved request began, if its first worker had reported this model."""
     entries: int = 0
     """Number of entries that were routed before the request was sent to its present worker."""
     moves: int = 0
@@ -161,7 +163,7 @@ class Request:
 
     @property
     def stream_id(self) -> int:
-        """The number that the client gave the request."""
+        """The client's ``stream_id`` of the request."""
         return self.fields.stream_id
 
     @property
@@ -203,8 +205,8 @@ class Request:
 
     @property
     def open(self) -> bool:
-        """Whether the client still waits for it; a closed request only waits for the worker's
-        end."""
+        """Whether the client still waits for the request. A closed request only waits for its
+        worker to report the end."""
         return self.state in OPEN
 
     @property
@@ -231,5 +233,5 @@ class Request:
 
     @property
     def bytes(self) -> int:
-        """The size of its frames."""
+        """The size of the request's frames, in bytes."""
         return sum(map(len, self.frames))

@@ -1,4 +1,4 @@
-"""Streams that continue at their own worker, which was cut off from the broker for a while.
+"""Returns streams to their own worker, after the worker was cut off from the broker for a while.
 
 The worker's lease has ended, and its streams wait for another worker. When the same process
 registers again, the streams that still wait return to it. The worker reports its progress with a
@@ -30,8 +30,9 @@ class Returns:
         self._dispatcher = dispatcher
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
-        """Assigns waiting streams to their former worker, which registers again; returns them, as
-        the worker sends their journals. Called before any waiting request is started there."""
+        """Assigns waiting streams to their former worker, which registers again. Returns the
+        streams, whose journals the worker then sends. Called before any waiting request is started
+        at the worker."""
         if self._state.is_hung(worker):
             return []
         returned = []
@@ -49,17 +50,22 @@ class Returns:
                 self._dispatcher.take_back(request, worker)
                 returned.append(request.id)
         if returned:
-            log.info("%d streams go on at worker %s, which is back", len(returned), worker.name)
+            log.info(
+                "%d streams continue at worker %s, which has registered again",
+                len(returned),
+                worker.name,
+            )
         return returned
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
-        """Handles the entries that a worker has sent of a request, on any connection: the client
-        receives the new ones. Has no effect on a request whose JOURNAL has arrived before.
+        """Handles the JOURNAL of a request, which has all entries that the worker has sent. The
+        client receives the new entries. Has no effect on a request whose JOURNAL has arrived
+        before.
 
         Raises UnreadableError if they do not continue the entries that were routed.
         """
         if request.state is RequestState.ENDED and (body.gone or body.ended):
-            # The client has left meanwhile, and the worker has nothing to cancel.
+            # The client has left meanwhile, and the worker has already ended the request.
             self._dispatcher.forget(request)
         if request.state is not RequestState.RETURNING:
             return

@@ -44,18 +44,18 @@ from .zap import Zap
 log = logging.getLogger(__name__)
 
 BURST = 256
-"""Messages that are taken from one socket before the other one is served."""
+"""Maximum number of messages that are taken from one socket before the other socket is served."""
 PASS = 64
-"""Messages that are received and routed before the answers are sent. Answers that are sent in one
-batch keep ZeroMQ's thread awake, so that few of them have to wake it."""
+"""Maximum number of messages that are received and routed before the answers are sent. A batch of
+answers wakes ZeroMQ's thread only once."""
 MUST_FACTOR = 2
-"""Errors and answers for a client that does not read are queued up to this many times
-``max_pending_bytes``; then they are dropped too."""
+"""Errors and answers for a client that does not read are dropped above this number times
+``max_pending_bytes``."""
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
 SIGNALLED_S = 0.25
-"""Seconds after its own signal at which a leaving broker assumes that its workers have received
-theirs. If all programs are restarted at the same time, these workers are about to drain."""
+"""Seconds after a leaving broker's own signal at which its workers have received their signals too,
+if all programs are restarted at the same time. These workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
 """Seconds between two checks of deadlines, in addition to the ticks."""
 RETRY_S = (0.001, 0.05)
@@ -88,8 +88,8 @@ class BrokerServer:
         """Binds both sockets; raises BindError if that fails or is not allowed.
 
         With ``keys`` only peers whose keys that folder allows may connect, and everything is
-        encrypted; raises KeyFault if the folder cannot be read. ZeroMQ has one authenticator in a
-        context, so the broker has a context of its own.
+        encrypted; raises KeyFault if the folder cannot be read. ZeroMQ allows one authenticator for
+        each context, so the broker has a separate context.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
@@ -161,8 +161,8 @@ class BrokerServer:
         self.core.state.recent.reserve()
 
     async def run(self) -> None:
-        """Serves until ``stop`` or ``leave``. Then it waits for requests that have to end first,
-        ends with an error those that would be lost, and closes."""
+        """Serves until ``stop`` or ``leave``. Then waits for requests that must end first, ends
+        requests that would be lost with an error, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -219,8 +219,8 @@ class BrokerServer:
             self._stopping.set()
 
     def leave(self) -> None:
-        """Makes ``run`` end without ending any stream that a worker runs: the next broker at these
-        addresses adopts the streams that workers report.
+        """Makes ``run`` end, but no stream that a worker runs: the next broker at these addresses
+        adopts the streams that workers report.
 
         It ends at once, or within ``drain_s`` if requests run that cannot be adopted. After
         ``stop_for_good`` it is the same as ``stop``.
@@ -229,7 +229,7 @@ class BrokerServer:
         self.stop()
 
     def stop_for_good(self) -> None:
-        """Records that no other broker takes the place of this one when it ends."""
+        """Records that no other broker will replace this broker."""
         self._for_good = True
 
     def run_forever(self) -> None:
@@ -249,7 +249,7 @@ class BrokerServer:
     async def _finish(
         self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
     ) -> None:
-        """Waits, up to ``drain_s``, for the streams that have to end first."""
+        """Waits, up to ``drain_s``, for the streams that must end first."""
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
@@ -262,8 +262,8 @@ class BrokerServer:
     def _drain(self) -> None:
         """Takes and routes the messages that have arrived.
 
-        ZeroMQ's descriptor is edge-triggered, and a send can consume its socket's edge. So this
-        repeats until neither socket has had a message since the last send to it.
+        ZeroMQ's descriptor is edge-triggered, and a send can consume its socket's edge. So the loop
+        repeats until neither socket has received a message since the last send.
         """
         self._drain_due = False
         if self._stopped:
@@ -329,7 +329,8 @@ class BrokerServer:
         failed: deque[tuple[Sent, Outgoing]] = deque()
         self._send(messages, failed)
         while failed:
-            # After all others: messages that the core sends now must not overtake earlier ones.
+            # Failures are handled last, because messages that the core sends now must not overtake
+            # earlier messages.
             sent, message = failed.popleft()
             if sent is Sent.GONE:
                 more = self._on_gone(message.side, message.peer, message.frames)
@@ -389,7 +390,7 @@ class BrokerServer:
         self._drain_soon()
 
     def _guard(self) -> None:
-        """Checks for clients' messages that never end."""
+        """Checks for unfinished messages of clients."""
         if self._stopped or self._loop is None:
             return
         try:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """Waiting requests and buffers of all sessions of one key. Each session without a key has its
-    own ``KeyUse``."""
+    """The number of waiting requests, and the bytes of buffers, of all sessions of one key. Each
+    session without a key has its own ``KeyUse``."""
 
     queued: int = 0
     queued_bytes: int = 0
@@ -36,12 +36,12 @@ class KeyUse:
 class Session:
     """A client, over its present connection.
 
-    The first fields are those that each TOKEN needs. With many sessions, none is in the processor's
-    cache, and adjacent fields are loaded with one access to memory.
+    The first fields are those that each TOKEN needs. With many sessions, a session is rarely in the
+    processor's cache. Adjacent fields are then loaded with one access to memory.
     """
 
     peer: bytes | None
-    """The routing id of its connection; None while it has no connection."""
+    """The routing id of the session's connection; None without a connection."""
     alive: bool = True
     """Whether the session is in the table."""
     bodies: bool = False
@@ -55,31 +55,34 @@ class Session:
     encoding: Encoding
     last_seen: float
     recovering: bool = False
-    """Whether the session is of an earlier run of the broker, so that workers may report its
+    """Whether the session began in an earlier run of the broker, so that workers may report its
     streams."""
     greeted: bool = False
     """Whether the session began with HELLO; only such a session can be taken over."""
     carries_users: bool = False
     """Whether its client is a gateway, whose users are not the operator."""
     recovers: bool = False
-    """Whether its client can come back to another broker, which adopts its streams."""
+    """Whether its client can continue the session's streams at another broker, which adopts
+    them."""
     pings: bool = False
-    """Whether the client sends PINGs, so that its silence means that it is gone."""
+    """Whether the client sends PINGs. If so, a silent client counts as lost."""
     columns: bool = False
     """Whether the client takes TOKEN in columns."""
     texts: bool = False
     """Whether the client takes columns with texts."""
     client: str = ""
     detached_at: float | None = None
-    """When the session lost its connection; None while it has one."""
+    """The time at which the session lost its connection, in seconds; None while the session has a
+    connection."""
     probed: float | None = None
     """The value of ``last_seen`` when the connection of the silent client was last checked."""
     cut: bool = False
     """Whether the broker detached the connection because the client was silent. The client may
     still run."""
     displaced: bool = False
-    """Whether another broker has claimed streams of it while its client was connected here.
-    RELEASED sets it. The client's next HELLO clears it, and this broker claims them back."""
+    """Whether another broker has claimed streams of the session while its client was connected to
+    this broker. RELEASED sets the flag. The client's next HELLO clears it, and this broker claims
+    the streams back."""
     streams: dict[int, Request] = field(default_factory=dict)
     """Its live streams, by their stream_id."""
     buffers: dict[str, bytes] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Session:
     """Number of the session's requests that wait for a worker."""
     queued_bytes: int = 0
     lists_until: float = 0.0
-    """As in ``KeyUse``, for a session that carries users."""
+    """As in ``KeyUse``, for a session that serves several users."""
     use: KeyUse = field(default_factory=KeyUse)
     """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
     pace: Pace = field(default_factory=Pace)
@@ -145,8 +148,8 @@ class Session:
 class SessionTable:
     """The sessions, by id, by connection and by token.
 
-    Each session is in ``by_id``, in ``by_token`` if its token is known, and in ``by_peer`` exactly
-    while it has a connection: only this class changes ``session.peer``.
+    Each session is in ``by_id``, in ``by_token`` if its token is known, and in ``by_peer`` only
+    while it has a connection. Only this class changes ``session.peer``.
     """
 
     def __init__(self, recent: Recent) -> None:
@@ -186,7 +189,7 @@ class SessionTable:
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
-        """Gives a session of an earlier run to its client, which has reconnected."""
+        """Assigns a session of an earlier run to its client, which has reconnected."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)

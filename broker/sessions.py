@@ -30,7 +30,7 @@ from .state import BrokerState
 from .sweep import Sweep
 
 SESSIONS_AT_ONCE = 500
-"""Minimum number of sessions that one tick checks; it checks more if there are very many."""
+"""Minimum number of sessions that one tick checks. With very many sessions, a tick checks more."""
 MAX_ENDED = 250
 """Maximum streams that end with their sessions between two ticks."""
 
@@ -56,18 +56,18 @@ class Sessions:
         self._ends = ends
         self._visited = Sweep(state.sessions.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
-        """Streams and stored ends of ended sessions, which will end too."""
+        """Streams and stored ends of ended sessions, which later ticks end too."""
         self._room = MAX_ENDED
         """Streams of ended sessions that may still end before the next tick."""
 
     def open(
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
     ) -> Session:
-        """Opens a session on the connection ``peer``, with the token that its client has ``chosen``
-        if that is free.
+        """Opens a session on the connection ``peer``. ``chosen``: the token that the client
+        requests, which is used if no session has it.
 
-        Raises ``client_limit`` if its key has its share of sessions, and ``queue_full`` if the
-        table is full.
+        Raises ``client_limit`` if its key has used its share of the sessions, and ``queue_full`` if
+        the table is full.
         """
         self._check_room(key)
         token = chosen if chosen and self._is_free(chosen, key) else new_session_token()
@@ -267,8 +267,8 @@ class Sessions:
             self._make_room(
                 self._table.of_key(key),
                 Code.CLIENT_LIMIT,
-                f"this key has {own} sessions, all with live streams; it may have at most as many "
-                f"as stay free of {most}",
+                f"this key has {own} sessions, all with live streams; one key may have at most "
+                f"half of the sessions that other keys leave free, of {most}",
             )
         elif len(self._table) >= most:
             keys = self._table.keys()

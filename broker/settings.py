@@ -13,53 +13,54 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
 
     heartbeat_s: float = 1.0
     expiry_s: float = 5.0
-    """A worker from which no message came for this long is lost, and its streams move."""
+    """A worker is lost after this time without a message, and its streams move."""
     hung_step_s: float = 60.0
     """A worker whose current step has run for longer than this is also lost."""
     move_wait_s: float = 120.0
-    """How long accepted requests wait if no worker serves them any more."""
+    """Maximum time that an accepted request waits while no worker serves its model."""
     ping_s: float = 2.0
     session_expiry_s: float = 10.0
-    """A client with the capability ``ping`` is lost if no message came from it for this long."""
+    """A client with the capability ``ping`` is lost after this time without a message."""
     session_grace_s: float = 5.0
-    """How long a session without a connection waits to be taken over before its streams end."""
+    """Time after which a session without a connection ends, unless its client takes it over."""
     session_cut_s: float = 30.0
     """Time that a silent client's session waits if the broker has not seen the connection close. A
     network link may be cut."""
     recover_s: float = 30.0
-    """How long after its start a broker adopts streams of an earlier run that workers report."""
+    """Time after its start during which a broker adopts the streams of an earlier run that workers
+    report."""
     session_idle_s: float = 3600.0
-    """A session without streams and messages ends after this long."""
+    """Time without streams and messages after which a session ends."""
     max_priority: int = 0
     """The highest priority of a request if the broker has no keys."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
-    """Requests that wait for a worker, of all models together."""
+    """Maximum number of requests that wait for a worker, of all models together."""
     max_queued_bytes: int = 1024 * 1024 * 1024
-    """Bytes of all waiting requests together, with their attachments and buffers."""
+    """Maximum bytes of all waiting requests together, with their attachments and buffers."""
     max_streams: int = 4_096
     """Maximum number of live streams of one session."""
     max_buffer_bytes: int = 64 * 1024 * 1024
-    """Bytes of all buffers of one session."""
+    """Maximum bytes of all buffers of one session."""
     max_total_buffer_bytes: int = 1024 * 1024 * 1024
-    """Bytes of all buffers of all sessions."""
+    """Maximum bytes of all buffers of all sessions."""
     max_buffers: int = 4_096
     """Maximum number of buffers of one session."""
     max_journal_bytes: int = 128 * 1024 * 1024
-    """Bytes of the journal of a session, from which its live streams can move. With 0 the broker
-    has no journals, and streams cannot move."""
+    """Maximum bytes of the journal of a session, from which its live streams can move. With 0 the
+    broker has no journals, and streams cannot move."""
     max_total_journal_bytes: int = 1024 * 1024 * 1024
-    """Bytes of the journals of all sessions."""
+    """Maximum bytes of the journals of all sessions."""
     max_pending_bytes: int = 4 * 1024 * 1024
-    """Bytes of messages that wait for a client that does not read. Above this bound its streams
-    end."""
+    """Maximum bytes of messages that wait for a client that does not read. Above this bound its
+    streams end."""
     route_by_prefix: bool = True
     """Whether the choice of a worker considers which workers have the beginning of the prompt in
     their cache. If False, each request goes to the least loaded worker."""
     drain_s: float = 30.0
-    """How long streams may continue after the signal to stop."""
+    """Time for which streams may continue after the signal to stop."""
     tick_s: float = 0.25
-    """How often leases and deadlines are checked."""
+    """Time between two checks of leases and deadlines."""
 
     @classmethod
     def of(cls, settings: Settings) -> BrokerSettings:

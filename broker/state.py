@@ -34,9 +34,9 @@ class Counters:
     workers_lost: int = 0
     bad_worker_messages: int = 0
     internal_errors: int = 0
-    """Exceptions that are defects of the broker; each is in its log."""
+    """Number of unexpected exceptions in the broker. The log has each of them."""
     requests_moved: int = 0
-    """Requests that have left a worker before their end."""
+    """Number of requests that have left a worker before their end."""
     requests_quarantined: int = 0
     errors: Tally = field(default_factory=lambda: Tally("errors", "code"))
     """The ERRORs of the broker itself, by code."""

@@ -21,13 +21,14 @@ from .session import Session
 from .state import BrokerState
 
 LISTED_S = 50e-6
-"""Seconds for which a listed stream counts. Listing a stream takes the broker about 1 to 2 µs."""
+"""Seconds for which each listed stream counts towards ``MAX_LISTED_S``. Listing a stream takes the
+broker about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
 """A client may not list streams while its earlier lists count for longer than this."""
 
 
 class Statuses:
-    """Answers STATUS, with what the client may see."""
+    """Answers STATUS with the part of the state that the client may see."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state

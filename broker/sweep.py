@@ -20,8 +20,8 @@ class Sweep(Generic[T]):
     """
 
     def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
-        """``ticks``: the maximum number of parts of a walk; the parts of a very large table are
-        larger for that."""
+        """``ticks``: the maximum number of parts of a walk. The parts of a very large table are
+        therefore larger."""
         self._table = table
         self._ticks = ticks
         self._at_once = at_once

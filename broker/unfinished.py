@@ -2,8 +2,8 @@
 
 libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
 does not bound the frames of one message. The function ``pipe_t::write`` counts a message at its
-last frame, and stores 64 bytes even for an empty frame until then. Options and events of libzmq do
-not concern such messages.
+last frame, and stores 64 bytes even for an empty frame until then. libzmq has neither options nor
+events for such messages.
 
 The guard asks the kernel how many bytes a TCP connection has received since its last complete
 message. With CURVE a frame has at least 35 bytes on the wire, so these bytes bound the memory.
@@ -34,14 +34,16 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.05
 """Seconds between two checks, each of one part of the connections."""
 CONNECTIONS_AT_ONCE = 128
-"""Connections in a part, unless there are more than ``TICKS`` times this number."""
+"""Number of connections that one check visits, unless there are more than ``TICKS`` times as many
+connections."""
 TICKS = 32
 """Maximum number of parts in a walk over all connections."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
-"""Bytes of one message on the wire. A smaller message above the protocol's limits is refused."""
+"""Maximum bytes of one message on the wire. Messages between the protocol's limit and this bound
+are refused with an ERROR."""
 MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
-"""Bytes of all unfinished messages of a key. Connections that have not sent a complete message yet,
-and those without keys, count as one key."""
+"""Maximum bytes of all unfinished messages of a key. Connections that have not sent a complete
+message yet, and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
 """Maximum growth of the process during one message of a peer without a key. It also applies while
 the bytes of a connection outside its messages count as unfinished."""
@@ -51,7 +53,7 @@ counts as idle: the bytes are ZeroMQ's heartbeats."""
 
 
 class Unfinished:
-    """Closes a TCP connection whose message takes more than its bounds.
+    """Closes a TCP connection whose unfinished message exceeds its bounds.
 
     ``has_keys``: whether peers need a key. ``readable`` returns whether a complete message waits.
     """
@@ -66,8 +68,8 @@ class Unfinished:
         self._open: dict[Connection, int] = {}
         """Bytes of the unfinished message, minus what an idle connection receives."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """Connections above a bound, with the round and the number of messages taken when they were
-        accused; None if the connection was shut."""
+        """Connections above a bound. The value is the round, and the number of messages that had
+        been taken, when the excess was found. None if the connection was shut."""
         self._rounds = 0
         """Number of rounds in which all connections had their turn while messages were
         unfinished."""
@@ -139,8 +141,8 @@ class Unfinished:
         return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
-        """Shuts a connection once all messages that had arrived when it was accused have been
-        taken: its message may have been complete by then."""
+        """Shuts a connection above a bound when all messages that had arrived at that time have
+        been taken. Before, the excess may belong to complete messages."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
         if accused is None or not self._has_passed(connection, *accused):

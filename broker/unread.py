@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 PIPE_MESSAGES = 256
-"""Messages in a client's ZeroMQ pipe. The number is small, as only messages that wait outside the
-pipe are bounded in bytes."""
+"""Maximum number of messages in a client's ZeroMQ pipe. The number is small, because only messages
+outside the pipe are bounded in bytes."""
 LARGE_BYTES = 64 * 1024
-"""Smaller answers do not count: a full pipe of them has 16 MiB."""
+"""Minimum bytes of an answer that is counted. A full pipe of smaller answers has 16 MiB."""
 UNREAD_FACTOR = 16
-"""A client may have this many times ``max_pending_bytes`` of large answers unread when another one
-is sent to it."""
+"""Another large answer is sent to a client only if its unread large answers have less than this
+number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
-"""Connections that are counted. Above it, the connection whose first large answer is oldest is
-dropped."""
+"""Maximum number of connections that are counted. Above it, the connection with the oldest first
+answer is not counted any more."""
 
 
 class UnreadAnswers:
     """An upper bound of the bytes of large answers that each connection has not read.
 
     The bound belongs to a connection and not to a session, which can end while the pipe stays.
-    Tokens do not count, neither their bytes nor as messages after a large answer.
+    TOKEN messages do not count, neither in bytes nor as messages.
     """
 
     def __init__(self) -> None:

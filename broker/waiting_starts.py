@@ -17,12 +17,12 @@ HELD = ""
 
 @dataclass(slots=True)
 class WaitingStart:
-    """A START that no controller worker can take at the moment."""
+    """A START for which no controller worker has a free place."""
 
     request: Request
     body: bytes
     since: float
-    """When it arrived, in seconds."""
+    """The time at which the START arrived, in seconds."""
     pattern: str
     """Its queue: the name or the pattern that a controller worker has to serve, or ``HELD``."""
 
@@ -41,7 +41,7 @@ class WaitingStarts:
         return len(self._by_request)
 
     def __iter__(self) -> Iterator[WaitingStart]:
-        """The STARTs as they are now."""
+        """A copy of the waiting STARTs."""
         return iter(list(self._by_request.values()))
 
     def add(self, request: Request, body: bytes, since: float, pattern: str) -> None:

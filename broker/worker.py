@@ -1,4 +1,4 @@
-"""A worker with a lease, and how the broker loses it."""
+"""A worker with a lease, and the reasons for its loss."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Worker:
     last_seen: float
     state: WorkerState = WorkerState.READY
     handed_over: bool = False
-    """Whether HANDOVER was sent to the worker: its streams move to others."""
+    """Whether HANDOVER was sent to the worker, so that its streams move to other workers."""
     succeeded: bool = False
-    """Whether the worker drains and another process takes its place as soon as it has left. Its
-    DRAIN sets it."""
+    """Whether another process replaces the draining worker as soon as it has left. DRAIN sets the
+    flag."""
     step_age_s: float | None = None
     stepped_at: float = float("-inf")
-    """When the last step that a heartbeat reported began, or the time of that heartbeat if no step
-    was running."""
+    """Start time of the step in the last heartbeat, or the time of that heartbeat if no step was
+    running."""
     missing_layers: list[str] = field(default_factory=list)
     """``Register.missing_layers``."""
     elsewhere: int = 0
@@ -74,7 +74,7 @@ class Worker:
     """At a controller worker: the requests whose controllers the worker runs or has reserved a
     place for."""
     fences: Fences = field(default_factory=Fences)
-    """The fences of its attempts that the broker has given up."""
+    """The fences of the worker's attempts that the broker has given up."""
     process: int = 0
     """Number of the worker's process, unique among processes."""
     registration: int = 0
@@ -85,7 +85,7 @@ class Worker:
         self.requests[request.id] = request
 
     def take_beyond(self, request: Request) -> None:
-        """Counts a request as above the capacity. The worker must take the request next."""
+        """Counts a request as above the capacity. Call this before the worker takes the request."""
         self.beyond &= self.requests.keys()
         self.beyond.add(request.id)
 

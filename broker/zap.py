@@ -25,7 +25,8 @@ the key."""
 
 
 class Zap:
-    """Answers ZeroMQ's questions of one context. ``answer`` is called when ``fd`` is readable."""
+    """Answers the authentication requests of one ZeroMQ context. ``answer`` is called when ``fd``
+    is readable."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring | None = None
@@ -39,7 +40,7 @@ class Zap:
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def answer(self) -> None:
-        """Answers all questions that have arrived."""
+        """Answers all requests that have arrived."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
