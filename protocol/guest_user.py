@@ -30,8 +30,8 @@ class GuestUser(NamedTuple):
             ) from None
         if found.pw_uid in (0, os.getuid()):
             raise ValueError(
-                f"guest_user: {name} is the user of the workers or root; right would be a user "
-                "that owns no files and no other processes"
+                f"guest_user: {name} is the user of the workers or root; expected a user that owns "
+                "no files and no other processes"
             )
         if missing := [each for each, bit in _NEEDED.items() if not _capabilities() >> bit & 1]:
             raise ValueError(

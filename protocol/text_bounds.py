@@ -31,7 +31,7 @@ class TokenSize(NamedTuple):
     max_bytes: int
     """Bytes of its longest token, in UTF-8."""
     shortens: bool = True
-    """Whether a token may represent more text than its own characters."""
+    """Whether a token may represent a longer text than its entry in the vocabulary."""
 
 
 def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:

@@ -387,8 +387,8 @@ class StepResult(Struct, array_like=True):
     """In the first result: whether the controller computes masks along drafts."""
     along: list[int] = []
     """``sample``, in answer to a draft: the masks after the first draft token, after the first two,
-    and so on, up to the first place where the controller would not only sample. The numbers are
-    rows, or attachments if the mask is an attachment."""
+    and so on. They end before the first position where the controller would do more than sample.
+    The numbers are rows, or attachments if the mask is an attachment."""
     bias_row: int | None = None
     """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
     token id (u32) and a float32 by ascending ids. If the number is 0, a float32 for each token
@@ -559,8 +559,8 @@ class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_MODULE``: a controller worker needs the bytes of a module.
 
     Without an address, the message goes to all other workers that run modules; each worker that has
-    the bytes answers without them. Then the message goes to one of these workers by its address,
-    and this worker answers with the bytes.
+    the module reports this, without the bytes. Then the message is sent again, to the address of
+    one of these workers, which answers with the bytes.
     """
 
     module: str

@@ -12,7 +12,7 @@ from .dealer import Dealer, Peer
 
 
 class Carrier(Protocol):
-    """A connection on a thread of its own, over a socket (``Dealer``) or in memory
+    """A connection with its own thread, over a socket (``Dealer``) or in memory
     (``MemoryCarrier``)."""
 
     @property

@@ -1,4 +1,4 @@
-"""A DEALER socket on a thread of its own, which carries one side of the protocol.
+"""A DEALER socket with its own thread, which carries one side of the protocol.
 
 One side of the protocol (a ``Peer``: a worker's lease, a client's session) does not depend on
 sockets, and the connection does not depend on messages. The connection (``Dealer``) owns the
@@ -533,7 +533,8 @@ class Dealer:
         if messages:
             self._received = True
             peer.receive(messages, now)
-        # Read before ``outgoing``: messages that were queued before the close are sent.
+        # The flag is read before ``outgoing`` is called, so that messages that were queued before
+        # the close are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             send(socket, pack(frames) if self._packed else frames)

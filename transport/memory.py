@@ -110,7 +110,7 @@ class Link:
 
 
 class MemoryCarrier:
-    """Connects ``peer`` to the broker at ``address``, on a thread of its own, as ``Dealer`` does.
+    """Connects ``peer`` to the broker at ``address``, with its own thread, as ``Dealer`` does.
 
     Raises AddressError.
     """

@@ -1,4 +1,4 @@
-"""A worker's connection to the bus, with threads of its own, so that heartbeats are sent while a
+"""A worker's connection to the bus. It has its own threads, so that heartbeats are sent while a
 forward runs.
 
 The worker's own thread receives messages with ``take`` and sends with ``post``; neither waits for

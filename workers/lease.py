@@ -62,8 +62,8 @@ class Lease:
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
-        """Handles a message from the broker. Returns whether the message is for the lease only, and
-        the answers to send.
+        """Handles a message from the broker. Returns whether the message concerns only the lease,
+        and the answers to send.
 
         The message must have at least three frames. A ``REGISTERED`` that answers the last REGISTER
         is for the worker too. Raises RefusedError.

@@ -59,7 +59,7 @@ class Worker(Protocol):
 
     def lease_ended(self, link: int) -> None:
         """Called when the lease at a broker has ended: messages that have arrived for its requests
-        are void."""
+        must be ignored."""
 
     def link_ended(self, reason: str) -> None:
         """Called when the thread of a link has ended. ``reason`` is empty if the link was

@@ -77,7 +77,7 @@ class PartReader:
         the text is dropped."""
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that ``text`` completes."""
+        """Adds ``text`` to the answer; returns the parts that are complete."""
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Checks and marks the users' messages that a tunnel sends with the gateway's rights.
+"""Checks and marks the messages of users, which a tunnel sends with the gateway's rights.
 
 The gateway's connection may have more rights than its users: on the broker's machine, or with the
 key of that machine, a client is the operator. Messages for the operator are therefore refused.

@@ -1,4 +1,4 @@
-"""Vectors of texts for the doors: ``/v1/embeddings``, ``/v1/rerank`` and ``/score``."""
+"""Computes the vectors of texts for ``/v1/embeddings``, ``/v1/rerank`` and ``/score``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Waits for the first entries of a stream before the HTTP answer begins, so that a refusal sets the
-status."""
+"""Waits for the first entries of a stream before the HTTP answer begins, so that a refusal
+determines the HTTP status."""
 
 from __future__ import annotations
 

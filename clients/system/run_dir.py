@@ -20,7 +20,8 @@ SOCKET_PATH_BYTES = 107
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
 """The time and the level at the beginning of a log line."""
 LONGEST_NAME = "supervisor.sock.4194304"
-"""The longest name of a socket in the folder: supervisord appends its process id at first."""
+"""The longest name of a socket in the folder: supervisord first creates its socket with the process
+id at the end."""
 
 
 class _JsonLine(msgspec.Struct):
@@ -75,8 +76,8 @@ class RunDir:
         """Creates the folder and its ``log/`` with access for this user only.
 
         Raises SystemFault if the path contains ``%`` or is too long for a socket in the folder.
-        Also raises SystemFault if the folder belongs to another user or if others have access, who
-        could then control the system.
+        Also raises SystemFault if the folder belongs to another user, or if other users have access
+        to it: they could control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))

@@ -226,7 +226,7 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # Just forked processes do not have the environment of their program yet.
+            # A process that was just forked does not have the environment of its program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 

@@ -1,4 +1,5 @@
-"""The state of a text in a part, with the longest prefix of a stop that the text ends with.
+"""Builds the states of texts that must end with a stop. A state consists of the state of the part,
+and the length of the longest prefix of the stop with which the text ends.
 
 The prefix is found with the automaton of D. Knuth, J. Morris and V. Pratt, Fast pattern matching in
 strings, SIAM Journal on Computing 6, 1977. Bytes are compared, not characters: in UTF-8, the bytes
@@ -31,7 +32,7 @@ class Stopped:
         self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
 
     def row(self, state: int) -> dict[int, int]:
-        """The next pair for each label that has one; empty after the stop."""
+        """The next state by label, without labels that cannot follow; empty after the stop."""
         if state == _STOPPED:
             return {}
         size = len(self.stop)

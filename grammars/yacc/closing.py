@@ -16,7 +16,7 @@ from .grammar import Grammar
 from .lr1 import Items, State
 
 MAX_REST_TOKENS = 1024
-"""Maximum terminals of a ``Rest``. An item that needs more terminals does not get one."""
+"""Maximum terminals of a ``Rest``. An item that needs more terminals does not get a ``Rest``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Explains the conflicts of a grammar, each with a shortest example of input that leads to it.
 
 The search follows C. Isradisaikul and A. Myers ("Finding counterexamples from parsing conflicts",
-PLDI 2015): it finds a path over items that also records whether the terminal of the conflict can
-really follow.
+PLDI 2015): it finds a shortest path over items, and each step records whether the terminal of the
+conflict can follow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A grammar as it is written: its rules and declarations, each with its place.
 
 The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
-directives are extensions: ``%reserved`` lists words that the lexer recognises but rules do not
-contain, so that a name cannot be such a word; ``%lexer declared`` replaces AICI's lexer rules
+directives are extensions: ``%reserved`` lists words that the lexer recognises although no rule
+contains them, so that these words cannot be names; ``%lexer declared`` replaces AICI's lexer rules
 (``LexerRules``).
 """
 

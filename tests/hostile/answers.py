@@ -187,7 +187,7 @@ ATTACKS = (
     Attack(
         "json-garbage",
         "returns bytes that are not JSON",
-        fails("right would be"),
+        fails("expected"),
         puppet,
         "mid = \x00nonsense",
     ),

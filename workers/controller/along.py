@@ -68,7 +68,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    places, up to the first token after which the controller would not just sample."""
+    decisions. They end before the first token after which the controller would do more than
+    sample."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -94,8 +95,8 @@ def allow_all(mask: memoryview) -> None:
 def _answers(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> Generator[Answer]:
-    """The answers of a copy's mid_process after each token, while it just samples. A bias is valid
-    until the next answer."""
+    """Yields the answer of the copy's mid_process after each token, as long as each answer is to
+    sample. A bias is valid until the next answer."""
     log = Log(1)
     copy = controller.fork(replace(host, variables=_NoVariables(), log=log, distributions=()))
     with closing(copy):
@@ -124,11 +125,11 @@ class _NoVariables:
     effects."""
 
     def get(self, name: str) -> NoReturn:
-        """Refuses."""
+        """Raises an error: a copy must not use variables."""
         raise ControllerError(Code.CONTROLLER_FAILED, f"it reads {name!r} along a draft")
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> NoReturn:
-        """Refuses."""
+        """Raises an error: a copy must not use variables."""
         raise ControllerError(Code.CONTROLLER_FAILED, f"it writes {name!r} along a draft")
 
     append = set

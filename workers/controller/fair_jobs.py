@@ -48,16 +48,16 @@ class Taken(NamedTuple):
     run: Job
     turn: Turn
     expected_s: float
-    """The CPU time with which the job is counted until it has ended."""
+    """The CPU time that is counted for the job until the job has ended."""
 
 
 class FairJobs:
     """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
-    The next job is from the tenant that has used the least CPU time. A tenant whose jobs had all
-    ended begins at the present virtual time, so that it has not saved up CPU time. A tenant may use
-    all slots but one, so that another tenant's job starts immediately. Jobs without a tenant ("")
-    have no such bound: clients without keys are one tenant.
+    The next job is from the tenant that has used the least CPU time. A tenant that returns after
+    all of its jobs had ended begins at the present virtual time, so that idle time does not give it
+    an advantage. A tenant may use all slots but one, so that another tenant's job starts
+    immediately. Jobs without a tenant ("") have no such bound: clients without keys are one tenant.
     """
 
     def __init__(self, slots: int) -> None:

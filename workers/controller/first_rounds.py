@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 SLICE_S = 0.005
 """Maximum time that the replay of a request runs before other work may run, in seconds."""
 PAUSE_S = 0.0005
-"""Pause after such a slice, in seconds, if rounds are queued: they need Python's lock."""
+"""Pause after each slice of a replay, in seconds, if rounds are queued, because these rounds need
+Python's lock."""
 
 
 class FirstRounds:
@@ -48,8 +49,8 @@ class FirstRounds:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> None:
-        """Begins a request, whose results go to ``pending``; ``error``: why it has no
-        vocabulary."""
+        """Begins a request, whose results go to ``pending``. ``error``: the reason why the request
+        has no vocabulary."""
         steps = self._steps(group, start, tenant, vocabulary, error)
         self._starts.submit([partial(self._run, pending, group, steps)], tenant=tenant)
 

@@ -1,7 +1,7 @@
 """The total memory of all guests of a worker, and its share for each tenant.
 
-A tenant may use at most as much memory as then remains free. A single tenant gets at most half of
-the total, each of two tenants a third, and so on: some memory always stays free for a later tenant.
+A tenant may use at most as much memory as remains free. A single tenant gets at most half of the
+total, each of two tenants a third, and so on: some memory always stays free for a later tenant.
 Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches"
 (1998).
 """

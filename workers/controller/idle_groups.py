@@ -39,7 +39,7 @@ class IdleQueue:
         """A heap with the next turn of each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """By tenant: the time until which its rounds so far would last at the average rate (the
+        """By tenant: the time at which its rounds so far would end at the average rate (the
         algorithm's theoretical arrival time). Times in the past have no effect."""
 
     def add(self, group: SequenceGroup, now: float) -> None:

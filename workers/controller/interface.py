@@ -128,8 +128,8 @@ class TakesDrafts(Controller, Protocol):
         """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
         would after these tokens; returns the number of masks written.
 
-        Writing stops at a place where mid_process would not just sample, and before a token that
-        cannot follow. The controller's own state does not change.
+        Writing stops at a place where mid_process would do more than sample, and before a token
+        that cannot follow. The controller's own state does not change.
 
         Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
         plus one more token. One post_process receives all these tokens, instead of one round for
@@ -139,7 +139,8 @@ class TakesDrafts(Controller, Protocol):
 
 @runtime_checkable
 class RunsAhead(Controller, Protocol):
-    """A controller of which a copy may run along drafts (``along.py``), if it agrees."""
+    """A controller of which a copy may run along drafts (``along.py``), if ``takes_drafts`` is
+    true."""
 
     @property
     def takes_drafts(self) -> bool:
@@ -154,7 +155,7 @@ class Batch(Protocol):
         each turn whether its round has ended.
 
         If a round has ended, its token was accepted and the next mask is written. Otherwise the
-        sequence is unchanged, and its round has to run by itself.
+        sequence is unchanged, and its round must run separately.
         """
 
 
@@ -163,8 +164,8 @@ class Batched(Controller, Protocol):
     """A controller whose usual round, one token and then a mask, runs in a batch with others."""
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The object that can run the round after this token, and the number of its sequence there;
-        None if the round may be a different one. Called between rounds."""
+        """The batch that can run the round after this token, and the number of the sequence in the
+        batch. None if the round may not be a usual one. Called between rounds."""
 
     def batched(self, token: int) -> None:
         """Called when the round after this token has been run in a batch."""
@@ -181,7 +182,8 @@ class DecidesAhead(Controller, Protocol):
         to the guest."""
 
     def ends(self) -> None:
-        """Called before the last post_process, which other calls do not follow."""
+        """Called before the last post_process, after which the controller receives no further
+        calls."""
 
 
 class Program(Protocol):

@@ -30,7 +30,7 @@ class Limits:
     """Maximum bytes of the log of one round; a sequence may have 16 times this number. Further
     bytes are counted and dropped."""
     compile_s: float = 1.5
-    """Maximum CPU time of compiling a grammar, in a process of its own."""
+    """Maximum CPU time of compiling a grammar in a separate process."""
     compile_bytes: int = 1024**3
     """Maximum memory of the process that compiles a grammar."""
     text_bytes: int = 1024 * 1024
@@ -57,6 +57,6 @@ class Limits:
         """Maximum bytes of a text that is tokenized at once in a call of ``call_s`` seconds of CPU.
 
         A tokenizer cannot be interrupted, so a text that would take longer than the call is
-        refused. The bound is a count: it is the same on every machine.
+        refused. The bound is a number of bytes, so it is the same on every machine.
         """
         return min(self.text_bytes, max(MIN_TEXT_BYTES, int(TEXT_BYTES_PER_S * call_s)))

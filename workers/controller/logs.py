@@ -21,7 +21,8 @@ class Log:
         self._data += data[: self.room(len(data))]
 
     def room(self, size: int) -> int:
-        """The number of the next ``size`` bytes that fit; the others are counted as dropped."""
+        """Counts ``size`` further bytes; returns how many of them fit. The others are counted as
+        dropped."""
         kept = min(size, max(0, min(self._limit, self._left) - len(self._data)))
         self._dropped += size - kept
         return kept

@@ -102,7 +102,7 @@ class Pool:
         self._wake.release()
 
     def close(self) -> None:
-        """Ends the threads, each after its current jobs. No job may be submitted after it."""
+        """Ends each thread after its current jobs. No job may be submitted afterwards."""
         self._closed = True
         self._wake.release(max(1, self._threads))
 
@@ -111,7 +111,7 @@ class Pool:
         """Wraps a wait for another process in a job, on its thread: other jobs use its slot.
 
         The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
-        wait already, or if the tenant's waiting jobs exceed the number that remains for others.
+        wait already, or if the tenant would have more waiting jobs than remain for other tenants.
         """
         taken = _this_thread.job
         assert taken is not None, "the thread of a pool waits without a job"
@@ -225,7 +225,7 @@ class Pool:
 
 
 class _Resumption:
-    """A queued job whose only work is to pass its slot to a thread whose wait is over."""
+    """A queued job that only passes its slot to a thread whose wait is over."""
 
     def __init__(self) -> None:
         self._passed = threading.Lock()

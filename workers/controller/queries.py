@@ -15,10 +15,10 @@ def checked_query(query: object, size: int) -> Query:
     """A query whose numbers are valid for a vocabulary of ``size`` tokens; raises ControllerError
     with the first invalid value."""
     if not isinstance(query, Query):
-        raise _wrong(f"its query is {query!r}; right would be Query(top, tokens)")
+        raise _wrong(f"its query is {query!r}; expected Query(top, tokens)")
     top = _whole("top of its query", query.top, 0, MAX_QUERY_TOP)
     if not isinstance(query.tokens, Iterable):
-        raise _wrong(f"the tokens of its query are {query.tokens!r}; right would be a list of ids")
+        raise _wrong(f"the tokens of its query are {query.tokens!r}; expected a list of ids")
     tokens = list(dict.fromkeys(query.tokens))
     if len(tokens) > MAX_QUERY_TOKENS:
         raise _wrong(f"its query has {len(tokens)} tokens; at most {MAX_QUERY_TOKENS} are allowed")
@@ -28,14 +28,12 @@ def checked_query(query: object, size: int) -> Query:
 def checked_override(override: object) -> Override:
     """An override whose numbers are valid; raises ControllerError with the first invalid value."""
     if not isinstance(override, Override):
-        raise _wrong(
-            f"its override is {override!r}; right would be Override(temperature, top_p, seed)"
-        )
+        raise _wrong(f"its override is {override!r}; expected Override(temperature, top_p, seed)")
     temperature, top_p, seed = override.temperature, override.top_p, override.seed
     if temperature is not None and not 0 <= _number("temperature", temperature) < float("inf"):
-        raise _wrong(f"the temperature of its override is {temperature}; right would be 0 or more")
+        raise _wrong(f"the temperature of its override is {temperature}; expected 0 or more")
     if top_p is not None and not 0 < _number("top_p", top_p) <= 1:
-        raise _wrong(f"the top_p of its override is {top_p}; right would be above 0, at most 1")
+        raise _wrong(f"the top_p of its override is {top_p}; expected a number above 0, at most 1")
     return Override(
         None if temperature is None else float(temperature),
         None if top_p is None else float(top_p),
@@ -47,7 +45,7 @@ def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise _wrong(f"the {name} of its override is {value!r}; right would be a number") from None
+        raise _wrong(f"the {name} of its override is {value!r}; expected a number") from None
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:
@@ -56,7 +54,7 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
     except TypeError:
         number = least - 1
     if not least <= number <= most:
-        raise _wrong(f"{name} is {value!r}; right would be a whole number, {least} to {most}")
+        raise _wrong(f"{name} is {value!r}; expected a whole number, {least} to {most}")
     return number
 
 

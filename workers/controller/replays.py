@@ -1,14 +1,14 @@
 """Replays the controllers of a request from the recorded inputs of their sequences.
 
 All rounds run with their earlier inputs: the prompt, the sampled tokens, and the answers to
-operations on variables, which the state worker stores. If its decisions depend only on these
-inputs, a controller is then in its earlier state.
+operations on variables, which the state worker stores. If the decisions of a controller depend only
+on these inputs, the replay restores its earlier state.
 
 Only results that may not have been applied are kept: the results since the sequence's last sampled
 token or its last applied fork, whichever is later.
 
-A fork's sequences run before their parent continues. So sequences that had ended have ended again
-when the parent forks the next time.
+A fork's sequences run before their parent continues. So when the parent forks again, its earlier
+children have ended as they had before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Past:
     """Results since the resume point of the sequence, with their position among all results."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
-    """Writes of the results between its last sampled token and its last applied fork."""
+    """The writes to variables in the results between its last sampled token and its last applied
+    fork."""
     failure: str = ""
     """The reason why the sequence cannot be replayed; empty while it can."""
 
@@ -196,7 +197,7 @@ class GroupReplay:
             if applied:
                 past.forked()
             for child in result.children:
-                # If a sequence has ended, its forks that were not applied never existed.
+                # If a sequence has ended, its forks that were not applied do not exist.
                 new = Replay(child, [], ended=past.replay.ended and not applied)
                 if child not in self._pasts:
                     self._pasts[child] = _Past(self._replays.get(child, new), made[child])

@@ -3,9 +3,9 @@
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
 call for all sequences of a grammar, and little more for each result.
 
-A round is not usual if its mask is not cached, its token is refused, or text is forced. It is then
-run by itself, on the same thread: an instance takes one call at a time, so that several threads
-would only wait for each other.
+A round is not usual if its mask is not cached, its token is refused, or text is forced. Such a
+round runs separately, on the same thread. An instance takes one call at a time, so that several
+threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 SLOW_S = 0.0005
-"""If a round of a sequence took longer than this, its next round gets a thread of its own."""
+"""If a round of a sequence took longer than this, its next round gets a separate thread."""
 
 
 class Begun(NamedTuple):
@@ -52,13 +52,14 @@ class _Turn(NamedTuple):
     """The number of the sequence in the batch."""
     token: int
     alone: Job
-    """Runs the round by itself."""
+    """Runs the round outside of the batch."""
 
 
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
     """The jobs of the rounds of a STEP by tenant, and how many threads should begin with them.
 
-    ``pending`` receives the results. A batch belongs to no tenant if it has several.
+    ``pending`` receives the results. A batch with sequences of several tenants does not belong to a
+    tenant.
     """
     batches: dict[Batch, list[_Turn]] = {}
     alone: dict[str, list[Job]] = {}

@@ -61,7 +61,7 @@ class ControlledSequence:
     length: int = 0
     """Number of tokens after the prompt."""
     slow: bool = False
-    """Whether the last round took so long that the next one gets a thread of its own."""
+    """Whether the last round took so long that the next round gets a separate thread."""
     seen_changes: int = 0
     """Number of changes by other sequences of the request when the last pre_process began."""
     wakes: int = 0
@@ -124,7 +124,7 @@ class Rounds:
         distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
         """The round after tokens were sampled. ``distributions``: those of the tokens, if the
-        controller queried them. If the round just samples, its result has the masks along
+        controller queried them. If the decision is only to sample, the result has the masks along
         ``draft``."""
         sequence.variables.repeated = sequence.woken = False
         sequence.wakes = 0
@@ -160,8 +160,8 @@ class Rounds:
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before pre_process, or before a call that includes it: the sequence is woken by
-        later changes only."""
+        """Called before pre_process, or before a call that includes pre_process. Only later changes
+        wake the sequence."""
         controller = sequence.controller
         if not (isinstance(controller, DecidesAhead) and controller.has_decided):
             sequence.seen_changes = self._changes(sequence)
@@ -344,7 +344,8 @@ class Rounds:
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
-    """Ends a sequence after the end-of-sequence token, if its controller would just sample."""
+    """Ends a sequence after the end-of-sequence token, if the controller's decision is only to
+    sample."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
     if alone and first.action in ("sample", "stop"):
@@ -370,7 +371,8 @@ def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | No
 def _look_along(
     sequence: ControlledSequence, results: list[StepResult], draft: Sequence[int]
 ) -> None:
-    """Adds the masks and biases along a draft to the result of a round that just samples."""
+    """Adds the masks and biases along a draft to the result of a round whose decision is only to
+    sample."""
     first, controller = results[0], sequence.controller
     if len(results) > 1 or first.action != "sample" or first.has_options:
         return

@@ -83,7 +83,7 @@ class ThreadRuntime:
         return self._given.get(name)
 
     def missing_layers(self) -> list[str]:
-        """That guests are not in processes of their own."""
+        """The one missing layer: separate processes."""
         return [] if self._given else ["processes of their own (guest_processes is 0)"]
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:

@@ -1,4 +1,5 @@
-"""The controllers of one request: a sequence, its forks, and which of them wait.
+"""The controllers of one request: of its first sequence and of all forks, with the state of each
+sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
@@ -33,11 +34,12 @@ from .rounds import ControlledSequence, Rounds, Stage
 from .variable_calls import SequenceVariables
 
 Round = Callable[[], list[StepResult]]
-"""A round that is ready to run: the results of its sequence, and of forks that it made."""
+"""A round that is ready to run. It returns the results of its sequence, and of the forks that it
+creates."""
 
 MAX_WAKES = 200
-"""Bound on the wake-ups that the sequences of a request cause without sampling, for each sequence.
-At a barrier, each sequence is woken once by each other sequence."""
+"""Maximum number of wake-ups, for each sequence, that the sequences of a request cause without
+sampling. At a barrier, each sequence wakes each other sequence once."""
 MAX_ALONG = 16
 """Maximum number of decisions along a draft."""
 SHARED_MEMORY = 16
@@ -161,7 +163,7 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
-                # The GPU worker that gets the results has not suspended sequences.
+                # In the GPU worker that gets the results, no sequence is suspended yet.
                 sequence.woken = False
                 if self._closed:
                     sequence.stage = Stage.WAITING
@@ -297,8 +299,8 @@ class SequenceGroup:
             return [(bytes(one.mask), one.take_bias()) for one in places]
 
     def end(self) -> None:
-        """Ends the request. Does not wait for a lock: ``close`` has to follow, on another
-        thread."""
+        """Ends the request. Does not wait for a lock. The caller must then call ``close`` on
+        another thread."""
         self._closed = True
 
     def close(self) -> None:
@@ -482,8 +484,8 @@ class SequenceGroup:
             sequence.along = []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
-        """Allocates buffers for the decisions along a draft: rows if its mask is a row and many are
-        free, else buffers."""
+        """Allocates memory for the decisions along a draft: rows of the shared file if the mask is
+        such a row and many rows are free, otherwise buffers."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

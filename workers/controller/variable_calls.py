@@ -44,8 +44,7 @@ class VariableCalls:
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
         """The answer to an operation, which is sent over ``link``. ``ended``: whether its request
-        has ended. In that case, ``cancel`` was called for earlier operations, and this operation is
-        not sent.
+        has ended. If so, the operation is not sent.
 
         Raises ControllerError if no answer arrives or the operation is refused, UnavailableError if
         too many operations wait already.
@@ -159,16 +158,16 @@ class SequenceVariables:
         """Whether the current round repeated an operation, whose answer was recorded."""
 
     def get(self, name: str) -> Stored | None:
-        """As ``host.Variables`` says."""
+        """See ``host.Variables``."""
         answer = self._do("get", name)
         return Stored(answer.version, answer.value or b"") if answer.version else None
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """See ``host.Variables``."""
         return self._write("set", name, value, when_version_is)
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """As ``host.Variables`` says."""
+        """See ``host.Variables``."""
         return self._write("append", name, value, when_version_is)
 
     def mark(self) -> VariablesMark:

@@ -173,7 +173,7 @@ class ControllerWorker:
         self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
         self._groups: dict[tuple[int, int], SequenceGroup] = {}
-        """By link and request: two brokers may have the same request for a while."""
+        """The groups by link and request. Two brokers may have the same request for a while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
         """Results in progress, under ``_pending_lock``. Complete results are removed
@@ -494,7 +494,7 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            # A result that is being sent now is still sent, before any result of a new start.
+            # A result whose sending has begun is sent before any result of a new start.
             group.end()
             self._variable_calls.cancel(request, link)
             if group.events is not None:

@@ -5,8 +5,8 @@ process is killed during an operation, the sender has no answer and repeats the 
 operation is applied exactly once, whether it is in the log or not.
 
 A change of a table is synced before its answer is sent; variables are synced within ``SYNC_S``.
-After a sync has failed, no operation is done until a new log with the whole state is on the disk:
-the kernel may have dropped any part of the old log.
+After a failed sync, operations are refused until a new log with the whole state is on the disk,
+because the kernel may have dropped any part of the old log.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class DurableVariables:
             with self._lock:
                 self._abandon(error)
             return SYNC_S
-        # A pause as long as this call leaves operations half of the time.
+        # A pause of the same duration as this call leaves half of the time to operations.
         return time.monotonic() - now
 
     def close(self) -> None:
@@ -396,7 +396,7 @@ class DurableVariables:
         self._note("rewrite", error)
 
     def _note(self, what: str, error: OSError) -> None:
-        """Counts a failure, and logs it if it is the first, second, fourth, eighth and so on."""
+        """Counts a failure, and logs the first, second, fourth, eighth failure and so on."""
         self.failures += 1
         if self.failures & (self.failures - 1) == 0:
             log.error("cannot %s the log %s: %s", what, self._path, error.strerror)

@@ -200,7 +200,8 @@ class Reader:
         if len(frame) < _FRAME.size:
             return None
         length, crc = _FRAME.unpack(frame)
-        # Length 0 leaves no byte for the kind: a file system may leave zeros at the end of a file.
+        # A length of 0 is not valid, because a record has a byte for its kind. A file system may
+        # leave zeros at the end of a file.
         if not 0 < length <= self.file_size - self.size - _FRAME.size:
             return None
         content = self._file.read(length)

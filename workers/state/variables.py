@@ -124,8 +124,7 @@ class VariableStorage:
         return held.bytes if held is not None else 0
 
     def answered(self, op: Variable) -> bool:
-        """Whether the operation was already applied. It is then only answered again, with the same
-        answer."""
+        """Whether the operation was already applied, so that it only gets the same answer again."""
         held = self._held.get(op.request)
         return held is not None and (op.lineage, op.count) in held.answers
 

@@ -1,7 +1,7 @@
 """The state worker: applies operations on variables and tables of modules, and sends the answers.
 
-The bus thread applies operations, those of one burst together, and sends their answers immediately;
-the worker's own thread syncs and compacts the log.
+The bus thread applies the operations of a burst together and sends their answers immediately. The
+worker's own thread syncs and compacts the log.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class StateWorker:
         which its operations came, or all links for a request that was restored from the log. A
         request that has moved to another broker is also reported as ended by its first broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, each with the time since when, in seconds of
-        the monotonic clock. The earliest time is first. An operation of such a request may still
-        come over another link."""
+        """Requests that no broker is known to have, each with the time at which this began, in
+        seconds of the monotonic clock. The earliest time is first. An operation of such a request
+        may still come over another link."""
         self._ops = 0
         self._stop_reason = ""
 

@@ -32,7 +32,7 @@ class RunRequest(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    """0 and -1 keep all tokens."""
+    """0 and -1 do not restrict the tokens."""
     max_tokens: MaxTokens | None = None
     """Default: up to the context length."""
     seed: Seed | None = None

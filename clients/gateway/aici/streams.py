@@ -101,7 +101,8 @@ class Run:
     async def begin(
         cls, request: Request, gateway: Gateway, prompt: str | list[int], options: GenerateOptions
     ) -> Run:
-        """Sends the request and waits for its first entries, so that a refusal sets the status.
+        """Sends the request and waits for its first entries, so that a refusal determines the HTTP
+        status.
 
         Raises TokenbusError if the request is refused, and ClientDisconnect if the client has
         disconnected. An error of a controller is reported as an error of its sequence.
@@ -138,7 +139,8 @@ class Run:
         self._sequences.add(entry)
         self.usage.add(entry)
         if entry.parent is not None:
-            # Clients join the texts of an index, so a fork must begin with its parent's text.
+            # Clients concatenate the texts of an index, so the first text of a fork must be its
+            # parent's text.
             text = self._sequences.by_seq[entry.seq].text
         else:
             new = "" if entry.text is UNSET else entry.text
@@ -178,7 +180,7 @@ def finish_reason(ended: Token | GeneratedSequence) -> str | None:
 
 
 def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
-    """The options for a controller and its argument, which is text unchanged, or any other value as
+    """The options for a controller and its argument. A text is passed unchanged, any other value as
     JSON."""
     if controller is None or controller == NO_CONTROLLER:
         return {}

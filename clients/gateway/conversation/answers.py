@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     """A change of an answer: a new part, or more text of a part."""
 
     place: int
-    """The place of the part in the answer."""
+    """The index of the part in the answer."""
     part: AnswerPart
     """The part, which may have received more text since this change."""
     text: str

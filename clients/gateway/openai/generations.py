@@ -144,8 +144,8 @@ async def begun(
 ) -> Response:
     """Waits for the first event, then returns an answer with all ``events``.
 
-    An error before the first event is raised, so that it sets the status. A later error is sent as
-    the last event.
+    An error before the first event is raised, so that it determines the HTTP status. A later error
+    is sent as the last event.
     """
     first = await unless_disconnected(request.receive, anext(events))
     return EventStream(_until_error(first, events), headers)

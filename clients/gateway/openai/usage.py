@@ -46,8 +46,8 @@ class Counter:
             self.completion += (entry.token is not None) - entry.backtrack
 
     def add_ids(self, count: int) -> None:
-        """Counts token ids in the answer. They are not composed, so they cost less than
-        alternatives."""
+        """Counts token ids in the answer. They cost less than alternatives, because they have no
+        text."""
         self.alternatives += count // 8
 
     def usage(self) -> Usage:

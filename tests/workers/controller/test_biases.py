@@ -88,9 +88,9 @@ def test_a_round_without_a_bias_sends_none(bias: Any) -> None:
         ([0.0] * 5 + [NAN] + [0.0] * (SIZE - 6), "its bias of token 5 is nan"),
         (np.zeros((2, 3)), "its bias has 2 x 3 values"),
         (1.5, "its bias has no values"),
-        ({"a": 1.0}, "'str' object cannot be interpreted as an integer; right would be"),
-        ({5: "high"}, "could not convert string to float: 'high'; right would be {token id"),
-        ("high", "text is not a list of numbers; right would be"),
+        ({"a": 1.0}, "'str' object cannot be interpreted as an integer; expected"),
+        ({5: "high"}, "could not convert string to float: 'high'; expected {token id"),
+        ("high", "text is not a list of numbers; expected"),
     ],
 )
 def test_a_wrong_bias_ends_the_sequence_with_an_error_that_names_it(bias: Any, error: str) -> None:

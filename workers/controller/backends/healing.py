@@ -20,8 +20,8 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum first tokens that are tried although their rest is not a single token. Each of them needs
-masks of its own; further tokens are not allowed."""
+"""Maximum number of first tokens that are tried although their rest is not a single token. Each of
+them needs its own masks. Any further such token is forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 

@@ -22,8 +22,8 @@ class ProcessBatch:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Runs one round for each turn; returns for each turn whether its round was usual
-        (``interface.Batch``). Rounds that were not usual have been run too, and their controllers
-        have the answers."""
+        (``interface.Batch``). The other rounds have run too, and their controllers have the
+        answers."""
         row = len(masks[0])
         # Each item may answer with a bias of 32 bits for each bit of its mask, and with a log.
         answer = 32 * row + ITEM_BYTES

@@ -26,12 +26,13 @@ KEPT_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a message of the guest process. A batch has few enough items for it."""
+"""Maximum bytes of a message of the guest process. The number of items in a batch is bounded
+accordingly."""
 MAX_REASON = 4096
 """Maximum bytes of the error of a process, which its worker logs once."""
 CLOSED_MS = 1000
-"""Time after which a waiting thread of the worker checks whether the channel is closed. A process
-that was taken over may have consumed the notice of ``close``."""
+"""Time after which a waiting thread of the worker checks whether the channel is closed. A
+compromised process may have consumed the notice of ``close``."""
 QUICK_MS = 1
 """Time that the worker waits for an answer before it frees the slot of its thread."""
 
@@ -39,7 +40,7 @@ _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")
 """Size of a part, and whether further parts follow."""
 _CURRENT_AT = 64
-"""Place of the number of the item that the process is running."""
+"""Offset of the number of the item that the process is running."""
 
 
 class ChannelFiles(NamedTuple):
@@ -165,8 +166,8 @@ class Channel:
         self._largest = 0
 
     def close(self) -> None:
-        """Ends the channel: ChannelClosed is raised in a thread that waits, or waits later. Any
-        thread may call this method."""
+        """Ends the channel. Every thread that waits now or later gets ChannelClosed. Any thread may
+        call this method."""
         self._closed = True
         self._notify(self._mine)
 

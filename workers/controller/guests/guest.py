@@ -274,7 +274,8 @@ _USUAL = Outcome(
 
 
 def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
-    """The outcome of a call of a controller, which ``call`` makes and adds its answers to."""
+    """The outcome of the calls of a controller. ``call`` makes the calls, and adds their answers to
+    the outcome."""
     _this_thread.handle = handle
     outcome = Outcome()
     try:
@@ -288,7 +289,7 @@ def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
 def _run(
     seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
 ) -> None:
-    """Makes the calls of an item, up to an answer that does more than continue. ``rooms``: memory
+    """Makes the calls of an item, up to the first answer other than to continue. ``rooms``: memory
     for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:

@@ -21,7 +21,8 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 """CPU time, which counts towards the tenant's share of the threads."""
 MAX_ITEMS = 65_536
 MAX_TOKENS = 524_288
-"""Maximum tokens of an answer. Guests may append fewer, which their runtime checks."""
+"""Maximum tokens of an answer. The runtime has a lower limit for the tokens that a guest
+appends."""
 MAX_ERROR = 16_384
 """Maximum characters of an error. The rest is cut off."""
 Tokens = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
@@ -76,8 +77,8 @@ class Prompt(OfController):
 
 
 class Item(Struct, array_like=True):
-    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, up to an
-    answer that does more than continue."""
+    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, up to the
+    first answer other than to continue."""
 
     handle: int
     tokens: list[int] | None = None
@@ -171,8 +172,7 @@ class MidAnswer(Struct, array_like=True):
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
     """The result of the calls of one controller. The answer of a call that was not made is None.
-
-    ``fault`` is the error of the call after the last answer.
+    ``fault`` is the error of the call that followed the last answer.
     """
 
     post: int | None = None

@@ -40,15 +40,16 @@ MAX_QUESTIONS = 10_000
 """Maximum questions of a guest in one call. Its time limit allows fewer, but does not count the
 worker's time."""
 GRACE_S = 1.0
-"""CPU time beyond the limits of a call after which its process is killed, in seconds. A guest is
-stopped earlier, at its limit; only code that its runtime cannot stop runs for so long."""
+"""CPU time beyond the limits of a call after which its process is killed, in seconds. The runtime
+stops a guest at its limit. Only code that the runtime cannot stop runs longer."""
 EXCESS_S = 0.25
 """CPU time beyond the duration of its requests after which a process is killed, in seconds. A guest
-has no threads, so only its runtime uses such time, a few milliseconds at its start."""
+has no threads, so only the runtime uses such time: a few milliseconds at its start."""
 WATCHED_S = 0.05
-"""Duration of a call from which the watchdog reads the CPU time of its process, in seconds."""
+"""Minimum duration of a call, in seconds, before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
-"""CPU time between two checks of a process from which its threads are counted, in seconds."""
+"""Minimum CPU time of a process between two checks, in seconds, for which its threads are
+counted."""
 MAX_THREADS = MAX_CHANNELS + 100
 """Maximum threads of a process. Each channel has one, and the runtime has some."""
 MAX_WALL_S = 60.0
@@ -154,7 +155,8 @@ class GuestProcess:
         """The reason why the process has ended; empty while the process runs."""
         self._killed = False
         self.compromised = False
-        """Whether the process did work that no guest can do. Its controllers are suspects."""
+        """Whether the process did work that a guest cannot do. All of its controllers are then
+        suspects."""
         self.last_used_s = time.monotonic()
         self._served_s = 0.0
         """Duration of all requests that have ended, in seconds."""
@@ -225,7 +227,7 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order. A process that was taken over could otherwise begin without end.
+            # Items run in order. A compromised process could otherwise restart items forever.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
@@ -233,7 +235,7 @@ class GuestProcess:
 
     def watch_excess(self, now_s: float) -> None:
         """Kills the process if it uses CPU time beyond the duration of its requests, or has too
-        many threads: code that no request runs then runs there."""
+        many threads. In both cases it runs code that does not belong to a request."""
         before = self._seen
         if now_s - before.at_s < WATCHED_S:
             return
@@ -329,7 +331,8 @@ class GuestProcess:
             with self._lock:
                 channel = self._free_channel()
             if channel is None:
-                # The requests that have the channels may need the slot of this thread to end.
+                # The requests that use the channels may need this thread's slot before they can
+                # end.
                 with waiting(), self._lock:
                     while (channel := self._free_channel()) is None:
                         self._changed.wait(1.0)
@@ -340,7 +343,7 @@ class GuestProcess:
             raise GuestDied(self.dead) from None
 
     def _free_channel(self) -> Channel | None:
-        """A channel that no request has; None if there is none now. Raises GuestDied and
+        """A channel that no request uses; None if all are in use. Raises GuestDied and
         ChannelClosed. Called under the lock."""
         if self.dead:
             raise GuestDied(self.dead)
@@ -349,10 +352,10 @@ class GuestProcess:
         return self._new_channel() if len(self._channels) < MAX_CHANNELS else None
 
     def _new_channel(self) -> Channel | None:
-        """A channel that the process is to receive; None if the process has not received the
-        channels before, or if its tenant has no memory left for more than one channel. Raises
-        ControllerError if there is no memory for one. Called under the lock, which the watchdog
-        needs, so this method never waits for the process."""
+        """A new channel, to be sent to the process. None if the process has not received the
+        earlier channels yet, or if its tenant has memory for one channel only. Raises
+        ControllerError if the tenant has no memory for a channel. Called under the lock, which the
+        watchdog needs too. So this method does not wait for the process."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)
@@ -431,7 +434,8 @@ class GuestProcess:
         self._free_channels()
 
     def _free_channels(self) -> None:
-        # ``_ended`` closes channels and uses the pidfd: the lock keeps it from closed descriptors.
+        # ``_ended`` closes channels and uses the pidfd. The lock ensures that it does not use
+        # closed descriptors.
         with self._lock:
             for channel in self._free:
                 self._channels.remove(channel)

@@ -106,14 +106,14 @@ class RemoteController:
         self.takes_drafts = outcome.takes_drafts
 
     def pre_process(self) -> Answer:
-        """The answer of pre_process, which may have been computed with an earlier call."""
+        """The answer of pre_process, which may have been computed together with an earlier call."""
         if not self._ahead:
             self._advance(Item(0))
         return self._next("pre_process")
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """The answer and the mask of mid_process, which may have been computed with an earlier
-        call."""
+        """The answer and the mask of mid_process, which may have been computed together with an
+        earlier call."""
         if not self._ahead:
             group = list(fork_group)
             self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
@@ -179,8 +179,8 @@ class RemoteController:
     # --- interface.Batched ----------------------------------------------------------------------
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The batch of the process and the number of the guest there; None if the round after
-        ``token`` may not be usual."""
+        """The batch of the process, and the number of the guest in the batch. None if the round
+        after ``token`` cannot run in a batch."""
         process = self._process
         alone = self._slow or self._asks or self._waits or self._fault is not None or self._losses
         if process is None or process.dead or alone:
@@ -334,8 +334,8 @@ class RemoteController:
     # --- replay ---------------------------------------------------------------------------------
 
     def _home(self, first: bool) -> GuestProcess:
-        """The process of the guest. If that process has ended, a new process in which all calls
-        were repeated."""
+        """The process of the guest. If it has ended, a new process in which all recorded calls were
+        repeated."""
         process = self._process
         if process is not None and not process.dead:
             return process
@@ -382,7 +382,7 @@ class RemoteController:
                             raise item.fault.error()
         finally:
             self._variables = self._host.variables
-        # The guest still has the limits of the replay.
+        # The guest still has the limits that applied during the replay.
         self._limits = replayed_limits(self._host.limits)
 
     def _requests(

@@ -51,7 +51,7 @@ def isolate(*, same_users: bool) -> list[str]:
     """Moves this process and its later forks to an empty network and an empty file system. Called
     by its only thread. Returns the layers that are missing.
 
-    ``same_users``: whether this process has to keep its users. Otherwise a new user namespace may
+    ``same_users``: whether this process must keep its user ids. Otherwise a new user namespace may
     give it the rights that it needs.
     """
     spaces = {

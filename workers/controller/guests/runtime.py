@@ -37,7 +37,8 @@ class ProcessRuntime:
         return RemoteProgram(Place(self.table, tenant, module, load))
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that the processes lack. Waits until a process has tried them."""
+        """The layers of isolation that the processes lack. Waits until a process has tried to set
+        up all layers."""
         return self.table.missing_layers()
 
     def tick(self) -> None:

@@ -19,5 +19,5 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def trusted(self) -> bool:
-        """Whether the processes run only code of the operator, and so keep their rights."""
+        """Whether the processes run only code of the operator. Such processes keep their rights."""
         return bool(self.controllers)

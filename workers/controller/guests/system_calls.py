@@ -56,8 +56,8 @@ ALLOWED = {
 does not have the call. The most frequent calls come first."""
 
 MMAP = (9, 222)
-"""Only mappings that RLIMIT_DATA counts, or that have a file. Anonymous shared memory and memory
-that grows downwards would not count towards any limit."""
+"""Allowed only for mappings that RLIMIT_DATA counts, or that have a file. Anonymous shared memory
+and memory that grows downwards would not count towards any limit."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN = 0x01, 0x20, 0x100
 CLONE = (56, 220)
 """May start threads, but not processes; the bits of its first argument distinguish these."""

@@ -26,10 +26,11 @@ KEEP_S = 1.0
 """Minimum time, in seconds, between the last call of a process with controllers and its end to make
 room."""
 MAX_LAUNCHES = 3
-"""Number of zygotes that are started for one process, if each ends before it has forked."""
+"""Maximum number of zygotes that are started for one process, if each ends before it has forked the
+process."""
 MAX_DEATHS = 3
-"""Sequences of a module that ended with their processes within ``DEATHS_S``, after which the module
-is refused to their tenant."""
+"""Number of a module's sequences that may end with their processes within ``DEATHS_S``. After that,
+the module is refused to their tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -88,8 +89,8 @@ class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
     At most ``max_processes`` processes run. If another process is needed, a process without
-    controllers ends, or else the least recently used process. Its controllers are repeated in a new
-    process at their next calls.
+    controllers ends, or else the least recently used process. The controllers of the ended process
+    are replayed in a new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:

@@ -41,7 +41,7 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 MAX_MEMORY = 1 << 60
-"""A memory limit from which a cgroup has no limit, in bytes."""
+"""If the memory limit of a cgroup is at least this number of bytes, it has no limit."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
@@ -189,8 +189,8 @@ class Zygote:
 
     def _run_sandboxed(self, control: socket.socket, process: guest.GuestProcess) -> None:
         """Runs code of clients."""
-        # A process that was taken over could fill the log of the worker, or write lines in the name
-        # of the worker.
+        # A compromised process could fill the log of the worker, or write lines in the name of the
+        # worker.
         os.dup2(self._nothing, 1)
         os.dup2(self._nothing, 2)
         _close_files(control)

@@ -1,4 +1,4 @@
-"""Reads the arguments of requests and of an author's calls."""
+"""Reads the arguments of requests, and arguments that an author's code passes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def special_token(host: Host, name: str) -> int | None:
     if found is None:
         known = ", ".join(token.role for token in SpecialToken)
         raise ControllerError(
-            Code.CONTROLLER_FAILED, f"special_token({name!r}); right would be one of {known}"
+            Code.CONTROLLER_FAILED, f"special_token({name!r}); expected one of {known}"
         )
     return host.vocabulary.special_token(found)

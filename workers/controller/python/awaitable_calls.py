@@ -78,6 +78,6 @@ def check_awaited(unawaited: list[AwaitableCall[Any]]) -> None:
     unawaited.clear()
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"{first.text} was not awaited, so it has no effect; right would be "
+        f"{first.text} was not awaited, so it has no effect; expected "
         f"await {first.text}, at {first.where}",
     )

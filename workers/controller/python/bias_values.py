@@ -14,7 +14,7 @@ from ..biases import Bias
 BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
 """A value for some tokens, or for each token of the vocabulary; None adds nothing."""
 
-_RIGHT = "right would be {token id: value}, or a value for each token of the vocabulary"
+_RIGHT = "expected {token id: value}, or a value for each token of the vocabulary"
 
 
 def bias_of(

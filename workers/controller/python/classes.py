@@ -167,7 +167,7 @@ class PythonProgram:
                 raise RequestError(
                     Code.UNKNOWN_CONTROLLER,
                     f"{self.name} has a method {name}, which is never called, but does not have "
-                    f"{alike[0]}; right would be {alike[0]}, or a name that is less similar to it",
+                    f"{alike[0]}; expected {alike[0]}, or a name that is less similar to it",
                 )
         for call, count in CALLS.items():
             if call not in own:
@@ -180,7 +180,7 @@ class PythonProgram:
                 names = ", ".join(right.parameters)
                 raise RequestError(
                     Code.UNKNOWN_CONTROLLER,
-                    f"{self.name}.{call}{signature} cannot be called: {error}; right would be "
+                    f"{self.name}.{call}{signature} cannot be called: {error}; expected "
                     f"{call}({names})",
                 ) from None
 
@@ -252,7 +252,7 @@ class ClassController:
         if copied is original or type(copied) is not type(original):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"clone returned {'itself' if copied is original else repr(copied)}; right would "
-                f"be another object of {type(original).__name__}",
+                f"clone returned {'itself' if copied is original else repr(copied)}; "
+                f"expected another object of {type(original).__name__}",
             )
         return copied

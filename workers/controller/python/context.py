@@ -60,14 +60,14 @@ class Context:
             if after is not None and after > length:
                 raise _wrong(
                     f"fixed(following=label): the label is at {after} tokens, but the sequence was "
-                    f"cut back to {length}; right would be a label within it"
+                    f"cut back to {length}; expected a label within it"
                 )
             data = text.encode() if isinstance(text, str) else text
             tokens = self._host.vocabulary.tokenize(data)
             return Append(question, tokens, self._transcript, after)
 
         if not isinstance(text, str | bytes):
-            raise _wrong(f"fixed(text) with {text!r}; right would be text or bytes")
+            raise _wrong(f"fixed(text) with {text!r}; expected text or bytes")
         await self._ask(make, "fixed", text=text, following=following)
 
     @awaitable_call
@@ -112,9 +112,9 @@ class Context:
             schema = json.dumps(json_schema)
         stops = (stop_at,) if isinstance(stop_at, str) else tuple(stop_at or ())
         if any(not isinstance(stop, str) or not stop for stop in stops):
-            raise _wrong(f"gen(stop_at={stop_at!r}); right would be text that is not empty")
+            raise _wrong(f"gen(stop_at={stop_at!r}); expected text that is not empty")
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise _wrong(f"gen(max_tokens={max_tokens!r}); right would be a number, at least 1")
+            raise _wrong(f"gen(max_tokens={max_tokens!r}); expected a number, at least 1")
         options = None if choice is None else _options(choice)
         given: dict[str, object] = {
             "regex": regex,
@@ -151,7 +151,7 @@ class Context:
         """Forks into ``count`` sequences, each of which continues this script from here; returns
         the index of this one, 0 to count - 1. Index 0 is the original sequence."""
         if not isinstance(count, int) or count < 1:
-            raise _wrong(f"fork({count!r}); right would be a number, at least 1")
+            raise _wrong(f"fork({count!r}); expected a number, at least 1")
         index = await self._ask(
             lambda question: Fork(question, count, self._host.seq), "fork", count=count
         )
@@ -267,13 +267,13 @@ class Context:
             case {"allow": TokenSet() as tokens}:
                 if not tokens or tokens.size != self._host.vocabulary.size:
                     size = self._host.vocabulary.size
-                    raise _wrong(f"gen(allow={tokens!r}); right would be some of {size} tokens")
+                    raise _wrong(f"gen(allow={tokens!r}); expected some of {size} tokens")
                 return Allowed(tokens)
             case {}:
                 if not kinds:
                     return None
                 raise _wrong(
-                    f"gen({', '.join(f'{k}={v!r}' for k, v in kinds.items())}); right would be text"
+                    f"gen({', '.join(f'{k}={v!r}' for k, v in kinds.items())}); expected text"
                 )
         try:
             return Grammar(self._host.vocabulary, grammar)
@@ -336,17 +336,17 @@ def _read(transcript: Transcript, question: Question, live: Callable[[], object]
 
 def _position(what: str, label: object) -> int:
     if not isinstance(label, Label):
-        raise _wrong(f"{what} with {label!r}; right would be a label from ctx.label()")
+        raise _wrong(f"{what} with {label!r}; expected a label from ctx.label()")
     return label.position
 
 
 def _options(choice: object) -> tuple[str, ...]:
     right = "a list of at least one text"
     if isinstance(choice, str | bytes) or not isinstance(choice, Iterable):
-        raise _wrong(f"gen(choice={choice!r}); right would be {right}, as in [{str(choice)!r}]")
+        raise _wrong(f"gen(choice={choice!r}); expected {right}, as in [{str(choice)!r}]")
     options = tuple(choice)
     if not options or not all(isinstance(option, str) for option in options):
-        raise _wrong(f"gen(choice={list(options)!r}); right would be {right}")
+        raise _wrong(f"gen(choice={list(options)!r}); expected {right}")
     return options
 
 

@@ -118,11 +118,11 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
         hint = ""
         if callable(returned) and getattr(returned, "__module__", None) == __name__:
             hint = f", which must be called: {getattr(returned, '__name__', 'stop')}()"
-        raise _wrong(f"{call} returned {_short(returned)}{hint}; right would be {RIGHT[call]}")
+        raise _wrong(f"{call} returned {_short(returned)}{hint}; expected {RIGHT[call]}")
     name = returned.name
     if name not in _NAMES[call]:
         raise _wrong(
-            f"{call} returned {name}(…), which is not allowed there; right would be {RIGHT[call]}"
+            f"{call} returned {name}(…), which is not allowed there; expected {RIGHT[call]}"
         )
     if returned.action is Action.FORK:
         return Answer(Action.FORK, count=_number(f"{call}: fork(n)", returned.count, 1))
@@ -152,7 +152,7 @@ def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:
             mask = TokenSet(size, mask)
         except (TypeError, ValueError) as error:
             raise _wrong(
-                f"mid_process: sample(mask) with {_short(mask)}: {error}; right would be a "
+                f"mid_process: sample(mask) with {_short(mask)}: {error}; expected a "
                 "TokenSet, a set of token ids, or None for every token"
             ) from None
     if mask.size != size:
@@ -162,7 +162,7 @@ def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:
         )
     if not mask:
         raise _wrong(
-            "mid_process: sample(mask) with a mask that allows no token; right would be at least "
+            "mid_process: sample(mask) with a mask that allows no token; expected at least "
             "one, or stop()"
         )
     return mask
@@ -173,7 +173,7 @@ def _tokens(what: str, tokens: object, host: Host) -> Sequence[int]:
         text = tokens.encode() if isinstance(tokens, str) else tokens
         return host.vocabulary.tokenize(text)
     if not isinstance(tokens, Iterable):
-        raise _wrong(f"{what} with {_short(tokens)}; right would be text or a list of token ids")
+        raise _wrong(f"{what} with {_short(tokens)}; expected text or a list of token ids")
     size = host.vocabulary.size
     return [_number(f"{what}, a token", token, 0, size - 1) for token in tokens]
 
@@ -185,7 +185,7 @@ def _number(what: str, value: object, least: int, most: int | None = None) -> in
         number = least - 1
     if number < least or (most is not None and number > most):
         right = f"at least {least}" if most is None else f"{least} to {most}"
-        raise _wrong(f"{what} is {_short(value)}; right would be a number, {right}")
+        raise _wrong(f"{what} is {_short(value)}; expected a number, {right}")
     return number
 
 

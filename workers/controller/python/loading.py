@@ -23,7 +23,7 @@ def load_program(spec: str) -> tuple[str, Program]:
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise _wrong(
-            f"{spec!r} does not name a controller; right would be module:Name, as in upper:Upper"
+            f"{spec!r} does not name a controller; expected module:Name, as in upper:Upper"
         )
     found: object = _import(spec, module_name)
     for part in attribute.split("."):
@@ -33,9 +33,7 @@ def load_program(spec: str) -> tuple[str, Program]:
             raise _wrong(f"{spec}: module {module_name} has no {attribute}") from None
     name = getattr(found, "tokenbus_name", spec)
     if not isinstance(name, str) or not name:
-        raise _wrong(
-            f"{spec}: its tokenbus_name is {name!r}; right would be a string that is not empty"
-        )
+        raise _wrong(f"{spec}: its tokenbus_name is {name!r}; expected a string that is not empty")
     return name, _program(spec, name, found)
 
 
@@ -51,7 +49,7 @@ def _program(spec: str, name: str, found: object) -> Program:
         return found  # type: ignore[return-value]
     hint = "; a script is an async def" if inspect.isfunction(found) else ""
     raise _wrong(
-        f"{spec} is {found!r}, which is not a controller{hint}; right would be a subclass of "
+        f"{spec} is {found!r}, which is not a controller{hint}; expected a subclass of "
         "Controller, a coroutine function, or an object with start(host)"
     )
 

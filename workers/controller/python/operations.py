@@ -30,7 +30,7 @@ class Operation:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """The answer of the controller's mid_process; None: pre_process has to be called first."""
+        """The answer of the controller's mid_process. None: pre_process must be called first."""
         return None
 
     def post_process(self, tokens: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ class ScriptProgram:
         if not inspect.iscoroutinefunction(function):
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
-                f"{self.name} is {function!r}, which is not a coroutine function; right would be "
+                f"{self.name} is {function!r}, which is not a coroutine function; expected "
                 "async def main(ctx)",
             )
         signature = inspect.signature(function)
@@ -47,7 +47,7 @@ class ScriptProgram:
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,
                 f"{self.name} is {written}{signature}, which cannot be called with one argument, "
-                f"the context: {error}; right would be {written}(ctx)",
+                f"the context: {error}; expected {written}(ctx)",
             ) from None
         self._function: Script = function
 
@@ -111,7 +111,7 @@ class ScriptController:
             return CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
-        """A controller that replays the script up to the operation that this one waits for.
+        """A controller that replays the script up to the operation for which this controller waits.
 
         Raises ControllerError if the script asks different questions than the first time.
         """
@@ -173,11 +173,10 @@ class ScriptController:
 
 
 class _Detour:
-    """Gets from mid_process to pre_process without sampling, by appending a token and dropping it.
-
-    After a fork a script continues in mid_process. To suspend or fork again it first has to reach
-    pre_process, but a splice without a change is not a valid answer. The client does not see the
-    two changes.
+    """Moves from mid_process to pre_process without sampling, by appending a token and dropping it.
+    After a fork, a script continues in mid_process. Before it can suspend or fork again,
+    pre_process must be called, but a splice without a change is not a valid answer. The client does
+    not see the two changes.
     """
 
     def __init__(self) -> None:

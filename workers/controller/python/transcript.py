@@ -25,7 +25,8 @@ class Question(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A question, its answer or error, and the changes of the tokens before the answer."""
+    """A question, its answer or error, and the changes of the tokens between the previous answer
+    and this one."""
 
     question: Question
     answer: object
@@ -47,7 +48,7 @@ class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
     A copy starts at the beginning and replays the answers up to ``until``, the question that the
-    original waits for; from there on, questions are answered live.
+    original waits for; later questions get new answers.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class Transcript:
         return entry
 
     def catch_up(self, original: Transcript) -> None:
-        """Takes over the tokens that were added since the original's last question."""
+        """Copies the tokens that the original has added since its last question."""
         self.tokens = list(original.tokens)
         self._kept = original._kept
 

@@ -32,7 +32,7 @@ FindConstraint = Callable[[str], ConstraintProgram | None]
 
 
 class ScriptProgram:
-    """Makes the controllers of a script, whose guests ``guests`` makes."""
+    """Makes the controllers of a script. ``guests`` makes their guests."""
 
     def __init__(self, guests: Program, constraints: FindConstraint) -> None:
         """``constraints`` finds a built-in constraint by its name."""
@@ -57,7 +57,8 @@ class ScriptController:
         self._held: Answer | None = None
         """An answer of the guest's pre_process that is returned by the next pre_process."""
         self._detour = 0
-        """1: a token was appended to get to pre_process without sampling; 2: it was dropped."""
+        """The state of moving to pre_process without sampling. 1: a token was appended; 2: the
+        token was dropped."""
 
     # --- interface.Controller -------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class ScriptController:
 
     @property
     def has_decided(self) -> bool:
-        """Whether the next call is one of the guest, whose answer is present."""
+        """Whether the next call goes to the guest and its answer is already known."""
         ahead = self._generation is None and not self._detour and self._held is None
         return ahead and isinstance(self._guest, DecidesAhead) and self._guest.has_decided
 
@@ -146,7 +147,8 @@ class ScriptController:
     # --- interface.Batched ----------------------------------------------------------------------
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The batch of the constraint or of the guest; None if the round runs by itself."""
+        """The batch of the constraint or of the guest; None if the round does not run in a
+        batch."""
         if self._detour or self._held is not None:
             return None
         if self._generation is not None:

@@ -59,7 +59,7 @@ class Generation:
         self._text = bytearray()
         """The text, which is only collected if there are stop texts."""
         self._repair: Answer | None = None
-        """The splice that drops what follows the end of the text."""
+        """The splice that drops the bytes after the end of the text."""
         self.tokens: list[int] = []
         self.ended = False
 
@@ -108,7 +108,8 @@ class Generation:
             self.ended = answer.action is Action.STOP
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The batch in which the round after a token runs; None if it runs by itself."""
+        """The batch in which the round after a token runs; None if the round does not run in a
+        batch."""
         alone = self._stops or self._bias is not None or self._repair is not None or self.ended
         constraint = self._constraint
         if alone or not isinstance(constraint, Batched):

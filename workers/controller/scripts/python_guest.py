@@ -92,8 +92,8 @@ class PythonContext(Context):
     async def step(self, session: PythonSession, asked: Asked) -> Asked | None:
         """Answers a call of the script, and runs the script to its next call.
 
-        All that the script does in one call of its controller counts towards one limit. A replay
-        has a limit for each answer.
+        The whole work of the script in one call of its controller counts towards one limit. A
+        replay has a limit for each answer.
         """
         number, replaying, began_s = (
             self.calls.number,
@@ -163,7 +163,7 @@ class PythonContext(Context):
     def _short(self, text: Any) -> Any:
         """A text to tokenize; raises ControllerError if it is too long for a round."""
         if not isinstance(text, str | bytes):
-            raise _wrong(f"tokens of {text!r}; right would be text or bytes")
+            raise _wrong(f"tokens of {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)
         limits = self._host.limits
         most = limits.max_text(limits.round_s)
@@ -249,18 +249,18 @@ class _Delegated(Operation):
 
 
 def _generate(options: dict[str, Any]) -> Generate:
-    """The arguments of ``gen``; raises ControllerError for a wrong one."""
+    """The arguments of ``gen``; raises ControllerError for an invalid argument."""
     stops, most = options.pop("stop_at", None), options.pop("max_tokens", None)
     end = options.pop("substring_end", None)
     stops = [stops] if isinstance(stops, str) else list(stops or ())
     if any(not isinstance(stop, str) or not stop for stop in stops):
-        raise _wrong(f"gen(stop_at={stops!r}); right would be text that is not empty")
+        raise _wrong(f"gen(stop_at={stops!r}); expected text that is not empty")
     if most is not None and (not isinstance(most, int) or most < 1):
-        raise _wrong(f"gen(max_tokens={most!r}); right would be a number, at least 1")
+        raise _wrong(f"gen(max_tokens={most!r}); expected a number, at least 1")
     unknown = [name for name in options if name not in KINDS]
     if unknown or len(options) > 1:
         right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
-        raise _wrong(f"gen({', '.join(options)}); right would be {right}")
+        raise _wrong(f"gen({', '.join(options)}); expected {right}")
     for kind, value in options.items():
         if kind == "substring":
             value = {"text": value}

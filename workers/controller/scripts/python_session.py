@@ -1,4 +1,4 @@
-"""A script in MicroPython, which runs on a thread of its own and waits for its answers there.
+"""A script in MicroPython. It has its own thread, on which it waits for its answers.
 
 The interpreter is a command: its only export runs the whole script, and the script calls the host.
 So the script keeps its stack while it waits. Host calls are passed to the thread that drives the
@@ -28,7 +28,7 @@ from ..wasm.wasi import MODULE, OK, WASI
 RESULT_BYTES = 256 * 1024
 """Maximum bytes of an answer to the script."""
 ASK_BYTES = 4096
-"""Work of a call of the script, as a number of copied bytes (``Guest.charge``)."""
+"""The cost of a call of the script, as a number of copied bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
 # The collector of garbage does not see references in WebAssembly's locals. So context.upy runs it,
 # where no function of the script is being executed.

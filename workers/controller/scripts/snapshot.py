@@ -25,8 +25,8 @@ def with_memory(
 ) -> bytes:
     """The module with this memory and these values of its mutable globals, by their numbers.
 
-    It has no start function, and no exports ``without``. Its code must not use passive segments;
-    compiling the module would fail.
+    It does not have a start function, nor the exports in ``without``. Its code must not use passive
+    segments; compiling the module would fail.
     """
     binary = read(wasm)
     made = [wasm[:8]]

@@ -94,8 +94,8 @@ class Vocabularies:
             ready(vocabulary, failure if vocabulary is None else "")
 
     def retry(self) -> None:
-        """Repeats requests for tokenizers that have not arrived, at the GPU worker of the latest
-        waiting request, and fails requests that waited too long. Called periodically."""
+        """Requests missing tokenizers again, from the GPU worker of the latest waiting request.
+        Requests that have waited too long fail. Called periodically."""
         if not self._waiting:
             return
         now = self._clock()

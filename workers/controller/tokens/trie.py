@@ -37,12 +37,13 @@ def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
     bytes; their length is 0. Every other token occurs once.
 
     Several tokens may have the same bytes, such as SentencePiece's ``A`` and ``<0x41>``. As in
-    AICI, the highest id has the node that a search finds and that has the longer tokens as
-    children, because a tokenizer produces this id. The other tokens follow that node's subtree as
-    leaves with the same parent and byte, in the order of their ids. So a walk over all nodes visits
-    each token, and a mask is exact.
+    AICI, a search finds the node of the highest id, because a tokenizer produces this id. Longer
+    tokens are children of this node. The other tokens follow that node's subtree as leaves with the
+    same parent and byte, in the order of their ids. So a walk over all nodes visits each token, and
+    a mask is exact.
 
-    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError for more tokens than 24 bits count.
+    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the number of tokens does not fit in
+    24 bits.
     """
     kept = [token if len(token) <= LONGEST else b"" for token in tokens]
     data = b"".join(kept)

@@ -69,10 +69,10 @@ OPTIONAL: dict[str, FunctionType] = {
 """Optional exports. ``_start`` or ``_initialize`` is called, ``aici_panic`` never."""
 
 MAX_MUTABLE_GLOBALS = 128
-"""A module may have this many mutable globals, because each fork copies them one by one."""
+"""Maximum number of mutable globals of a module. Each fork copies them one by one."""
 MAX_EXPORTS = 1000
 MAX_IMPORTS = 256
-"""A module may have this many imports; it may import one function several times."""
+"""Maximum number of imports of a module. A module may import one function several times."""
 
 _TAGS = 13
 """The number of the section of exceptions."""

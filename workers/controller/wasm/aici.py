@@ -134,7 +134,7 @@ class AiciController:
         self._alone = mid_process_argument([state.host.seq])
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         if self._state.tokens is not None:
             self._state.tokens.extend(prompt)
         call = self._guest.function("aici_init_prompt")
@@ -143,7 +143,7 @@ class AiciController:
         self._count()
 
     def pre_process(self) -> Answer:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         limit = self._state.host.limits.pre_s
         answer = pre_process_answer(self._call(self._pre, limit, "pre_process", b"{}"))
         if answer is SUSPEND:
@@ -151,7 +151,7 @@ class AiciController:
         return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         state = self._state
         argument = self._alone if len(fork_group) == 1 else mid_process_argument(fork_group)
         state.mask, state.masked = mask, False
@@ -163,7 +163,7 @@ class AiciController:
         return mid_process_answer(result, state.masked, state.host.vocabulary.size)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         had = self._state.tokens
         if had is not None:
             del had[len(had) - backtrack :]
@@ -173,7 +173,7 @@ class AiciController:
         return post_process_answer(self._call(self._post, limit, "post_process", argument))
 
     def fork(self, host: Host) -> Controller:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         if self._why_no_fork is not None:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, f"this module cannot fork: {self._why_no_fork}"
@@ -186,7 +186,7 @@ class AiciController:
         return AiciController(guest, state, self._handle, self._why_no_fork)
 
     def close(self) -> None:
-        """As ``interface.Controller`` says."""
+        """See ``interface.Controller``."""
         self._guest.close()
 
     def _count(self) -> None:

@@ -136,8 +136,8 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
     if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"mid_process returned {shown(result)}, which is not exactly one action; right would "
-            f"be {_MID_IS}",
+            f"mid_process returned {shown(result)}, which is not exactly one action; "
+            f"expected {_MID_IS}",
         )
     splice = said.splice
     if isinstance(splice, _Splice):
@@ -184,7 +184,7 @@ def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str
     except (msgspec.MsgspecError, UnicodeError) as error:
         wrong = str(error)
     raise ControllerError(
-        Code.CONTROLLER_FAILED, f"{what} {shown(data)}: {wrong}; right would be {right}"
+        Code.CONTROLLER_FAILED, f"{what} {shown(data)}: {wrong}; expected {right}"
     )
 
 

@@ -61,8 +61,7 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"the storage command {shown(data)} is not exactly one command; right would be "
-        f"{_COMMAND_IS}",
+        f"the storage command {shown(data)} is not exactly one command; expected {_COMMAND_IS}",
     )
 
 
@@ -88,7 +87,7 @@ def _value(text: str, most: int) -> bytes:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
             f"the variable's value {shown(text.encode('utf-8', 'replace'))} is not hexadecimal: "
-            f"{error}; right would be two digits for each byte",
+            f"{error}; expected two digits for each byte",
         ) from None
     if len(value) > most:
         raise ControllerError(

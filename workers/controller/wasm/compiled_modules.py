@@ -1,8 +1,8 @@
 """Compiled modules: in memory while they are used, on disk for the next process.
 
-Loading a compiled form that another user has changed would run their machine code. So each file has
-an HMAC under a key in the folder that only this user can read. The HMAC covers the module's id and
-the compilation target; a file with a wrong HMAC counts as missing.
+If another user could change a compiled form, loading it would run that user's machine code. So each
+file has an HMAC under a key in the folder that only this user can read. The HMAC covers the
+module's id and the compilation target; a file with a wrong HMAC counts as missing.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime, for calls so short that letting other threads run costs more."""
+"""The library of wasmtime, for calls that are so short that releasing the interpreter lock would
+cost more."""
 _to_raw = _held.wasmtime_func_to_raw
 _to_raw.restype = ctypes.c_size_t
 _size = _held.wasmtime_table_size
@@ -28,8 +29,8 @@ _get.restype = ctypes.c_bool
 
 
 def copy_tables(source: Guest, target: Guest) -> None:
-    """Gives ``target``, a fresh instance of the same module, the elements of the tables of
-    ``source``. Raises ControllerError if the tables have grown too large."""
+    """Copies the elements of the tables of ``source`` to ``target``, a new instance of the same
+    module. Raises ControllerError if the tables have grown too large."""
     tables = [(source.table(name), target.table(name)) for name in source.template.tables]
     sizes = [_size(source.context, ctypes.byref(of)) for of, _ in tables]
     if sum(sizes) > MAX_TABLE_ELEMENTS:

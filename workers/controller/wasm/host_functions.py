@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime, for calls so short that releasing the interpreter lock would cost more.
-Functions have no argtypes: all arguments already have the right type."""
+"""The library of wasmtime, for calls that are so short that releasing the interpreter lock would
+cost more. Functions have no argtypes: all arguments already have the right type."""
 _trap_new = _held.wasmtime_trap_new
 _trap_new.restype = ctypes.c_size_t
 _define = _held.wasmtime_linker_define_func_unchecked

@@ -1,4 +1,4 @@
-"""One guest: an instance in a store of its own, called, read, written and cloned at low cost.
+"""One guest: an instance with its own store, which is called, read, written and cloned at low cost.
 
 Most of the cost comes from crossing from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us instead of the 13 us of ``Func.__call__``, as types
@@ -127,7 +127,7 @@ class Spares:
             old.free()
 
     def take(self, template: Template, size: int) -> Guest | None:
-        """A guest of a template with a memory of ``size`` bytes; None if such a guest is not
+        """A stored guest of a template with a memory of ``size`` bytes; None if no such guest is
         stored."""
         with self._lock:
             for at in range(len(self._kept) - 1, -1, -1):
@@ -311,7 +311,7 @@ class Guest:
         return self._limit_s
 
     def renew(self, limit_s: float) -> None:
-        """Begins a new limit, also while a call waits in a host function."""
+        """Sets a new limit, even while a call waits in a host function."""
         self._limit_s = limit_s
         self._ticked_at = None
         if self._fuel_per_s:

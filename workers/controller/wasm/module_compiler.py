@@ -1,8 +1,8 @@
-"""Examines and compiles a module in a process of its own, with bounded time and memory.
+"""Examines and compiles a module in a separate process, with bounded time and memory.
 
 A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
-the worker does not compile uploads in its own process. It does not parse them there either, because
-parsing takes a second for some modules of 4 MB.
+the worker does not compile uploads in its own process. The worker does not parse uploads in its own
+process either, because parsing some modules of 4 MB takes a second.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
 stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
@@ -168,7 +168,8 @@ def _check(given: bytes, limits: Limits) -> int:
 
 
 def _shortened(said: str) -> str:
-    """Wasmtime's message on one line, innermost cause last, without its list of causes."""
+    """Wasmtime's message and its innermost cause on one line, without the list of the other
+    causes."""
     lines = [line.strip() for line in said.splitlines()]
     parts = [line for line in lines if line and line != "Caused by:"]
     return ": ".join(re.sub(r"^\d+: ", "", part) for part in parts)[:400]

@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 400
 """Maximum characters of the list of names in an error."""
 COMPARED = 200
 COMPARED_CHARACTERS = 40
-"""Number of tags that are compared with a wrong name, and their maximum length, because the
+"""Maximum number, and maximum length, of the tags that are compared with an unknown name. The
 comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
@@ -96,7 +96,7 @@ class Table(Struct, omit_defaults=True):
         raise RequestError(Code.UNKNOWN_CONTROLLER, _why_unknown(self, name, path), path=path)
 
     def stored(self, module: str, tags: list[str] | None = None) -> StoredModule:
-        """A module in the form for clients, with all its tags or with these."""
+        """A module in the form for clients, with the given tags or, by default, all of its tags."""
         entry = self.modules[module]
         if tags is None:
             tags = [tag for tag, named in self.tags.items() if named == module]

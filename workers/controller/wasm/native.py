@@ -354,7 +354,7 @@ def _token_bytes(
     state: NativeState, tokens: int, count: int, into: int, most: int, lengths_at: int
 ) -> int:
     """Writes the bytes of tokens, one after another, and the length of each; returns the size of
-    all. A number outside the vocabulary has no bytes."""
+    all. An id outside the vocabulary has no bytes."""
     guest, vocabulary = state.guest, state.host.vocabulary
     guest.charge(TOKENIZED_WORK * count)
     numbers = array.array("I", guest.read(tokens, 4 * count))
@@ -453,7 +453,8 @@ def _query(state: NativeState, top: int, tokens: int, count: int) -> None:
 
 
 def _override(state: NativeState, which: int, value: int) -> None:
-    """``which`` parameter gets ``value``: the bits of a float32, or a seed."""
+    """Sets the parameter with the number ``which`` to ``value``: the bits of a float32, or a
+    seed."""
     before = state.override or Override()
     if which == 2:
         override = Override(before.temperature, before.top_p, value)

@@ -98,8 +98,8 @@ class ModuleStore:
         self._limits = limits
         self._others = others
         self._silent = False
-        """Whether a stream has waited ``PATIENCE_S`` for the state worker, which has not answered
-        since."""
+        """Whether a stream has waited ``PATIENCE_S`` for the state worker, and the state worker has
+        not answered since."""
         self._make_folders()
         self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
@@ -283,8 +283,7 @@ class ModuleStore:
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
         """The state worker's table, given the local copy. Returns the copy itself if it is current.
 
-        A table that only this machine has is sent to the state worker, which may have lost the
-        table or may never have had it.
+        If the state worker does not have a table, this machine sends its copy.
         """
         if self._others is None:
             return copy
@@ -333,7 +332,7 @@ class ModuleStore:
                 for tag in tags:
                     if now[tag] not in (named[tag], table.tags.get(tag)):
                         raise _conflict(tag, now[tag])
-                # The copy without a version is written first: if that fails, nothing changes.
+                # The copy is first written without a version. If this fails, nothing has changed.
                 self._copies.save(structs.replace(table, version=0))
                 if self._replace(table):
                     self._finish(table, had)
@@ -399,7 +398,7 @@ def _conflict(tag: str, module: str | None) -> RequestError:
     return RequestError(
         Code.CONFLICT,
         f"the tag {tag!r} was {meanwhile} while this change was made, so nothing was changed; "
-        "look at the tags, and assign the tag again if that is still right",
+        "look at the tags, and assign the tag again if you still want to",
         path="$.tags",
     )
 

@@ -1,4 +1,5 @@
-"""The copies of tenants' tables on a machine, as files; without a state worker, the only tables.
+"""Stores this machine's copies of tenants' tables as files. Without a state worker, these are the
+only tables.
 
 The copies show which modules of the machine are still used, and serve requests when the state
 worker does not answer.

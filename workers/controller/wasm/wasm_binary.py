@@ -43,7 +43,7 @@ class Import(NamedTuple):
     name: str
     kind: int
     type: int = 0
-    """The number of a function's type."""
+    """For a function: the number of its type."""
 
 
 class Export(NamedTuple):

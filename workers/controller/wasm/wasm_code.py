@@ -44,7 +44,7 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
 
 
 def changes_tables(binary: Binary) -> bool:
-    """Whether the code changes tables. For modules that can be copied."""
+    """Whether the code changes tables. Only valid for modules that can be copied."""
     return any(True for _ in _changes_of(binary))
 
 

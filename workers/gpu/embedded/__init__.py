@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 NAME = "embedded"
-"""The name under which the worker serves it."""
+"""The name under which workers serve the embedded model."""
 
 
 def path() -> Path:

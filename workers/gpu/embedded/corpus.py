@@ -173,7 +173,8 @@ _MODULES = [
 
 
 def library_documents() -> Iterator[list[str]]:
-    """Each module of the standard library, then its documented functions, in a fixed order."""
+    """Yields each module of the standard library, followed by its documented functions, in a fixed
+    order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -190,7 +191,8 @@ def library_documents() -> Iterator[list[str]]:
 
 
 def _functions(tree: ast.Module, text: str) -> Iterator[str]:
-    """The functions with a docstring, each on its own, without the indentation of its class."""
+    """The functions with a docstring, each as a separate text without the indentation of its
+    class."""
     lines = text.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
@@ -207,7 +209,7 @@ def _functions(tree: ast.Module, text: str) -> Iterator[str]:
 
 
 def made_documents(seed: int, count: int) -> Iterator[str]:
-    """``count`` records made from a seed: what people try first on a small model."""
+    """``count`` records made from a seed, of the kinds that people first try on a small model."""
     chance = random.Random(seed)
     makers = [_json, _json, _json, _json_list, _dates, _numbers, _sum, _csv, _function, _mail]
     for _ in range(count):

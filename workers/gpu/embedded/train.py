@@ -1,8 +1,9 @@
 """Trains the embedded model: ``python -m tokenbus.workers.gpu.embedded.train --out DIR``.
 
 First the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
-parameters), on the text of ``corpus.py``. Every source of chance has a fixed seed: the same steps
-on the same interpreter's library follow the same path, up to rounding that depends on the machine.
+parameters), on the text of ``corpus.py``. All random numbers have fixed seeds. The same training on
+the same version of the library has the same result, except for rounding that depends on the
+machine.
 """
 
 from __future__ import annotations

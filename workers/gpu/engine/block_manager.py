@@ -4,8 +4,8 @@ A block stores the keys and values of ``block_size`` consecutive tokens. Each bl
 sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
 registered under its content, so that a later request with the same prefix reuses it. Blocks whose
 count is 0 stay registered until they are needed, the least recently used first. The idea of paging
-is vLLM's (Kwon et al. 2023); the keys of the prefix cache are exact (the block's tokens and the
-content before them), not hashes, so that two contents are never confused.
+is vLLM's (Kwon et al. 2023); the keys of the prefix cache are not hashes but the block's tokens and
+the id of the content before them, so that two contents are never confused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A batch of decodes as arrays, which are rebuilt only when a sequence joins, leaves or forks.
 
-Most steps compute one more token of each sequence of the previous step. Such a step needs no
-scheduling and no packing of single sequences: each position grows by one, and each sequence whose
-last block is full gets another block.
+Most steps compute one more token of each sequence of the previous step. Such a step does not
+schedule or pack single sequences: each position increases by one, and each sequence whose last
+block is full gets another block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An encoder in the place of an engine: it gives vectors of texts, and does not generate."""
+"""A model that computes vectors of texts and does not generate text, with the interface of an
+engine."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # If the sequence itself has been spliced, a fork of it still has the chunk's tokens.
+        # Even if the sequence itself has been spliced, its forks still have the chunk's tokens.
         sequence = next(iter(sampled), chunk.sequence)
         if live.find(sequence.request, sequence.seq) is not sequence:
             return

@@ -9,7 +9,8 @@ from ....protocol.pages import PAGE_TOKENS, first_key, next_key
 
 
 class PageLog:
-    """The pages in one model's KV cache. A page is present while its last block is registered."""
+    """The pages in one model's KV cache. A page is in the cache while its last block is
+    registered."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)

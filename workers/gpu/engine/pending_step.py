@@ -91,7 +91,8 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """``[rows, vocab]``, float32; does not wait. For work that is queued after the forward."""
+        """``[rows, vocab]``, float32. Does not wait, and is only for work that is queued after the
+        forward."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)

@@ -14,7 +14,7 @@ from .waiting import MAX_OVERTAKEN
 
 
 class Lack(NamedTuple):
-    """The room that is missing before a waiting sequence can be admitted."""
+    """The slots and blocks that are missing before a waiting sequence can be admitted."""
 
     slots: int
     blocks: int

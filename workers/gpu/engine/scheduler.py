@@ -31,9 +31,10 @@ sequences are not admitted. A deferred sequence has no slot but keeps its row of
 4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
 to be admitted and deferred, and the device would run out of memory."""
 RECOMPUTED = 8
-"""A sequence that is preempted for another client has to be computed again. At most 1 /
-``RECOMPUTED`` of all computed tokens may be such repeated tokens. Otherwise consecutive short
-requests could make the engine compute a long text again for each request."""
+"""Bound on the repeated work for other clients. A sequence that is preempted for another client
+must be computed again; at most 1 / ``RECOMPUTED`` of all computed tokens may be such repeated
+tokens. Otherwise consecutive short requests could make the engine compute a long text again for
+each request."""
 MAX_DISPLACED = 8
 """Maximum number of waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED``
 of the number of slots, at least one. Each session is a client. Without this bound, many sessions of
@@ -273,8 +274,8 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences of the largest clients for the refused sequence, unless earlier
-        victims still compute too many tokens again."""
+        """Preempts sequences of the largest clients for the refused sequence, unless too many
+        tokens of earlier victims must still be computed again."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
             victim.displaced = True
@@ -319,8 +320,8 @@ class Scheduler:
         return Chunk(sequence, start, end)
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
-        """Adds a running sequence's next chunk, and preempts others if blocks run out. Returns
-        False if the sequence itself was preempted."""
+        """Adds the next chunk of a running sequence, and preempts other sequences if blocks run
+        out. Returns False if the sequence itself was preempted."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
         alone = chunk.end - chunk.start == 1 and sequence.drawn < 0 and chunk.completes
         if sequence.draft and alone and self._spare(len(sequence.draft), room):

@@ -175,14 +175,15 @@ class _Order:
             del self._queues[client]
 
     def take_heads(self, client: int) -> list[int]:
-        """Removes a client's heads before its share changes, and returns their priorities."""
+        """Removes the first sequences of a client's queues from ``_heads`` before its share
+        changes; returns their priorities."""
         priorities = list(self._queues.get(client, ()))
         for priority in priorities:
             self._take_head(client, priority)
         return priorities
 
     def put_heads(self, client: int, priorities: list[int]) -> None:
-        """Adds a client's heads of these priorities again."""
+        """Adds the first sequences of a client's queues of these priorities to ``_heads`` again."""
         for priority in priorities:
             self._put_head(client, priority)
 

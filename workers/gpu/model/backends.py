@@ -1,4 +1,4 @@
-"""The choice of a model's forward: the fastest backend whose logits are the model's own."""
+"""Chooses a model's forward: the fastest backend whose logits equal those of the model itself."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def choose_backend(
 def _of_torch(
     loaded: LoadedModel, tensors: StepTensors, layout: Layout, compiled: bool
 ) -> ForwardBackend:
-    """The forward by operations of torch or kernels of Triton."""
+    """The forward that is computed by operations of torch or by kernels of Triton."""
     model = loaded.model
     if loaded.ranks is not None:
         if compiled:

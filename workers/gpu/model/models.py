@@ -98,7 +98,7 @@ class Models:
         return [model_info(engine) for engine in list(self._engines.values())]
 
     def get(self, name: str) -> Engine | None:
-        """The engine of a loaded model, which becomes the most recently used one; None if not
+        """The engine of a model, which becomes the most recently used one; None if the model is not
         loaded."""
         if name in self._engines:
             self._engines.move_to_end(name)

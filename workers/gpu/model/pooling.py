@@ -25,8 +25,8 @@ _NAMES: dict[str, Pooling] = {
 
 
 def pooling_of(loaded: LoadedModel) -> Pooling:
-    """The pooling that the checkpoint names. Otherwise the mean for an encoder, and the last state
-    for a causal model, whose earlier states have not seen the whole text."""
+    """The pooling that the checkpoint names. By default, the mean for an encoder, and the last
+    state for a causal model, because its earlier states do not depend on the whole text."""
     with suppress(OSError, ValueError):
         modes = json.loads((Path(loaded.model.name_or_path) / CONFIG).read_text())
         for name, pooling in _NAMES.items():

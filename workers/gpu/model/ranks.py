@@ -29,7 +29,7 @@ from .kv_cache import Layout
 log = logging.getLogger(__name__)
 
 COLLECTIVE_S = 120.0
-"""Time limit for a rank to wait for the others within a forward, in seconds."""
+"""Maximum time that a rank waits for the others within a forward, in seconds."""
 
 ORDER_SIZE = struct.Struct("<I")
 """The header of each command in a rank's pipe: its size in bytes."""

@@ -38,7 +38,7 @@ class Candidates:
     processed: torch.Tensor
     """float64 ``[rows]``."""
     kept: torch.Tensor
-    """Whether each token was left, bool ``[rows, vocab]``."""
+    """Whether each token was a candidate, bool ``[rows, vocab]``."""
 
     @classmethod
     def of(
@@ -59,8 +59,9 @@ class Candidates:
 def processed_logprobs(
     bent: torch.Tensor, chosen: torch.Tensor, draws: Draws
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of each row are left, bool ``[rows, vocab]``; and the log-probability of each
-    ``chosen`` token among them, float64 ``[rows]``. The arguments are those of ``Candidates.of``.
+    """Whether each token is a candidate, bool ``[rows, vocab]``; and the log-probability of each
+    ``chosen`` token among the candidates, float64 ``[rows]``. The arguments are those of
+    ``Candidates.of``.
 
     On a CPU, the bits of a single row do not depend on anything else.
     """
@@ -90,7 +91,7 @@ def candidate_columns(
 
 
 def packed_ids(kept: np.ndarray) -> int | bytes:
-    """``Token.kept`` in the form of a column. ``kept``: whether each token was left."""
+    """``Token.kept`` in the form of a column. ``kept``: whether each token was a candidate."""
     ids = np.flatnonzero(kept)
     return len(ids) if len(ids) == len(kept) or len(ids) > MAX_KEPT else _u32(ids)
 

@@ -40,7 +40,7 @@ AHEAD_BYTES = 2**25
 MAX_AHEAD = 32
 """Maximum number of steps whose random numbers are computed at a time."""
 SORTED = 2**13
-"""Up to this number of tokens, sorting the weights on a CPU is faster than a search by bits."""
+"""Up to this number of tokens, a CPU sorts the weights faster than it searches them bit by bit."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
 """The counter of the first place in a part; the counters of parts begin at 0."""
@@ -253,7 +253,7 @@ def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     within = split[_up_to(count, weights.device), won]
     place = (within / logs[:, parts:]).argmin(-1)
     drawn = torch.add(place, won, alpha=part)
-    # A row without any weight may result in an index past the end.
+    # If all weights of a row are 0, the index may be past the end.
     return drawn.clamp_(max=size - 1) if size % part else drawn
 
 

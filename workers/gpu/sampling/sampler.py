@@ -124,7 +124,8 @@ class Drawn:
     answers: Answers | None = None
     """The answers to the queries of controllers."""
     candidates: Candidates | None = None
-    """The distributions of the rows that report them, and are not greedy or the model's own."""
+    """The distributions of the rows that report them, except rows that are greedy or that draw from
+    the model's own distribution."""
 
     def fetch(self) -> Sampled:
         """Converts the results to Python numbers. The device must have finished the copies."""
@@ -162,8 +163,8 @@ def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> S
 
 
 def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Chooses a token for each of ``rows``, as work of a device queue that does not wait for CUDA.
-    ``which``: the index in ``logits`` for each row; None: row i uses ``logits[i]``."""
+    """Chooses a token for each of ``rows``, without waiting for the device. ``which``: the index in
+    ``logits`` for each row; None: row i uses ``logits[i]``."""
     own = _rows_of(logits, which)
     drawn = _drawn(own, rows)
     if rows.options:
@@ -220,7 +221,7 @@ def _report_candidates(result: Sampled, drawn: Drawn) -> None:
 
 
 def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
-    """``draw`` from rows of logits, without the answers to queries."""
+    """Chooses a token from each row of logits, as ``draw`` does, without the answers to queries."""
     most = _most_likely(rows)
     reduced = reduce_rows(own)
     if reduced is None:
@@ -235,8 +236,8 @@ def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
 
 @torch.inference_mode()
 def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
-    """The chosen token of each row, if some rows do not take their ``best`` token. Updates
-    ``numbers``, which contains the results for the best tokens."""
+    """Chooses the token of each row again, because some rows may not take their ``best`` token.
+    Updates ``numbers``, which contains the results for the best tokens."""
     likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     chosen, allowed = _choose(own, rows, best)
     less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
@@ -249,7 +250,8 @@ def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarr
 
 @torch.inference_mode()
 def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
-    """``_drawn`` with torch's operations, on any device, with the ``most`` likely tokens."""
+    """Does the work of ``_drawn`` with torch's operations, on any device. ``most``: number of most
+    likely tokens to report."""
     chosen, allowed = _choose(own, rows)
     every = torch.log_softmax(own, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -259,7 +261,8 @@ def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
 
 @torch.inference_mode()
 def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
-    """Only the tokens that ``draw`` chooses, int64 ``[rows]``, on the device."""
+    """The tokens that ``draw`` would choose, without other results: int64 ``[rows]``, on the
+    device."""
     own = _rows_of(logits, which)
     chosen, _ = _choose(own, rows)
     return chosen
@@ -333,7 +336,7 @@ def _choose(
     random = rows.parameters.random
     bending = _changed_rows(rows, own, best)
     if len(random) == len(own) and bending in ([], random):
-        # If no row takes its best token, the rows need not be selected.
+        # If all rows are random, no rows need to be selected.
         bent = _bend(own.clone(), bending, rows) if bending else own
         chosen = _draw(bent, rows)
         return chosen, _allowed(bent, chosen, rows) if bending else None

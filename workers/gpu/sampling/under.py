@@ -1,4 +1,4 @@
-"""The decision of a controller under which a token is sampled."""
+"""A controller's decision that applies to the next sampled token."""
 
 from __future__ import annotations
 

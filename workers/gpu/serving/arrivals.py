@@ -122,8 +122,8 @@ class Arrivals:
         return waiting + self.embeddings.streams()
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Receives a request. Drops an earlier attempt of the same request, which then sends
-        nothing more."""
+        """Receives a request. Drops an earlier attempt of the same request, which then does not
+        send further messages."""
         earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]

@@ -28,7 +28,7 @@ ROWS_PER_ENTRY = 4
 CANDIDATES_PER_ENTRY = 20
 """Reported candidates that count as one entry."""
 ANSWER_ENTRIES = 4
-"""Entries that an answer counts for in addition to those that it sends."""
+"""Number of entries that are charged for each answer, in addition to the entries that it sends."""
 
 
 class Attaching(NamedTuple):
@@ -42,7 +42,7 @@ class Attaching(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The number of entries that the answer counts for."""
+        """The number of entries that are charged for the answer."""
         missed, rows = self.stream.missed(self.received)
         candidates = self.stream.num_candidates // CANDIDATES_PER_ENTRY if missed else 0
         return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY + candidates
@@ -94,7 +94,7 @@ class AttachQueue:
         self._left = min(MAX_ENTRIES, self._left + MAX_ENTRIES)
 
     def spend(self, entries: int) -> None:
-        """Charges the budget for an answer that counts for this number of entries."""
+        """Charges this number of entries to the budget."""
         self._left -= entries
 
     def next(self) -> Attaching | None:

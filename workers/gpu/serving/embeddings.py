@@ -105,8 +105,8 @@ class Embeddings:
                 self._answer(job)
 
     def _batch(self) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, with their places in their jobs. The first job has its turn
-        first, and later its next turn after the other jobs."""
+        """The next inputs of one model, with their places in their jobs. The first job is then the
+        last in the order of turns."""
         batch: list[tuple[_Job, int]] = []
         width = 0
         for job in self._jobs.values():

@@ -254,7 +254,7 @@ class LiveStreams:
             stream.take_form(flags)
 
     def cost(self, attaching: Attaching) -> int:
-        """The number of entries that the answer to an ATTACH counts for."""
+        """The number of entries that are charged for the answer to an ATTACH."""
         self._settle(attaching.stream)
         return attaching.cost
 

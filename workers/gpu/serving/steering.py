@@ -400,8 +400,8 @@ class Steering:
         elif not self._changed(steered, one):
             del self._awaited[key]
         elif one.action == "fork" and not engine.ready(*key):
-            # If the sequence forked before it has logits, each fork would compute the remaining
-            # tokens.
+            # The fork waits for the sequence's logits. Without logits, each fork would have to
+            # compute the remaining tokens.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))

@@ -18,7 +18,7 @@ KEPT = 2
 
 
 class _Answer(msgspec.Struct):
-    """``Msg`` with a tokenizer that is already encoded."""
+    """The body of a ``MSG`` whose tokenizer is already encoded."""
 
     stream_id: int
     tokenizer: msgspec.Raw

@@ -146,7 +146,7 @@ def test_special_tokens_are_found_by_name() -> None:
     assert play_class(Special, arg=b'["eos", "bos", "turn_start"]').logs == {0: "[0, None, None]\n"}
     assert play_script(special).logs == {0: "[0, None]\n"}
     wrong = play_class(Special, arg=b'["end"]').errors[0]
-    assert "special_token('end'); right would be one of unk, pad, sep, bos, eos" in wrong
+    assert "special_token('end'); expected one of unk, pad, sep, bos, eos" in wrong
 
 
 class OwnClone(Controller):
@@ -185,24 +185,24 @@ def test_a_class_may_say_how_it_is_copied() -> None:
 
 
 WRONG = [
-    ("init_prompt", 3, "init_prompt returned 3; right would be nothing"),
-    ("pre_process", True, "pre_process returned True; right would be go_on(), stop()"),
+    ("init_prompt", 3, "init_prompt returned 3; expected nothing"),
+    ("pre_process", True, "pre_process returned True; expected go_on(), stop()"),
     ("pre_process", sample({1}), "pre_process returned sample(…), which is not allowed there"),
     ("pre_process", splice(1), "pre_process returned splice(…), which is not allowed there"),
     ("pre_process", stop, "which must be called: stop()"),
-    ("pre_process", fork(0), "pre_process: fork(n) is 0; right would be a number, at least 1"),
-    ("pre_process", append([4096]), "a token is 4096; right would be a number, 0 to 4095"),
-    ("pre_process", append(7), "append(tokens) with 7; right would be text or a list"),  # type: ignore[arg-type]
-    ("mid_process", None, "mid_process returned None; right would be sample(mask, bias), splice("),
+    ("pre_process", fork(0), "pre_process: fork(n) is 0; expected a number, at least 1"),
+    ("pre_process", append([4096]), "a token is 4096; expected a number, 0 to 4095"),
+    ("pre_process", append(7), "append(tokens) with 7; expected text or a list"),  # type: ignore[arg-type]
+    ("mid_process", None, "mid_process returned None; expected sample(mask, bias), splice("),
     ("mid_process", suspend(), "mid_process returned suspend(…), which is not allowed there"),
-    ("mid_process", splice(-1), "backtrack is -1; right would be a number, at least 0"),
+    ("mid_process", splice(-1), "backtrack is -1; expected a number, at least 0"),
     (
         "mid_process",
         sample({4096}),
-        "token 4096 is not in the vocabulary, which is 0 to 4095; right would be",
+        "token 4096 is not in the vocabulary, which is 0 to 4095; expected",
     ),
     ("mid_process", sample(set()), "a mask that allows no token"),
-    ("mid_process", sample(7), "'int' object is not iterable; right would be a TokenSet"),  # type: ignore[arg-type]
+    ("mid_process", sample(7), "'int' object is not iterable; expected a TokenSet"),  # type: ignore[arg-type]
     ("mid_process", sample(TokenSet(64, [1])), "a mask of 64 tokens; the vocabulary has 4096"),
     ("post_process", sample(), "post_process returned sample(…), which is not allowed there"),
 ]

@@ -103,7 +103,7 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("operators_own", "right would be module:Name"),
+        ("operators_own", "expected module:Name"),
         ("operators_nothing:X", "no module operators_nothing found from "),
         ("operators_own.sub:X", "no module operators_own.sub found from "),
         ("operators_broken:X", "imports nothing_of_that_name, which is not installed"),
@@ -117,7 +117,7 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
         ),
         (
             "operators_own:two",
-            "missing a required argument: 'arg'; right would be async def two(ctx)",
+            "missing a required argument: 'arg'; expected async def two(ctx)",
         ),
         (
             "operators_own:Misspelt",
@@ -129,7 +129,7 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
         ),
         ("operators_own:Few", "Few.mid_process(self) cannot be called: too many positional"),
         ("operators_own:Wants", "has an __init__ that requires arguments"),
-        ("operators_own:__name__", "is not a controller; right would be a subclass of Controller"),
+        ("operators_own:__name__", "is not a controller; expected a subclass of Controller"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_reason(spec: str, message: str) -> None:

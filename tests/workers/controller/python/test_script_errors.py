@@ -94,7 +94,7 @@ def test_an_ask_that_is_not_awaited_before_the_next_one_is_an_error() -> None:
         warnings.simplefilter("error")
         run = play_script(main)
     assert (
-        "main: ctx.fixed(…) was not awaited, so it has no effect; right would be "
+        "main: ctx.fixed(…) was not awaited, so it has no effect; expected "
         "await ctx.fixed(…), at test_script_errors.py:"
     ) in run.errors[0]
     assert 'in main: ctx.fixed("hello")' in run.errors[0]
@@ -107,7 +107,7 @@ def test_an_ask_that_is_not_awaited_at_the_end_is_an_error() -> None:
         return ctx.stop()
 
     error = play_script(main).errors[0]
-    assert "right would be await ctx.stop(…), at" in error
+    assert "expected await ctx.stop(…), at" in error
     assert "in main: return ctx.stop()" in error
 
 

@@ -112,11 +112,11 @@ def test_what_is_no_label_is_refused() -> None:
         ctx.text_since("start")  # type: ignore[arg-type]
 
     assert (
-        "fixed(following=label) with 99; right would be a label from ctx.label(), at "
+        "fixed(following=label) with 99; expected a label from ctx.label(), at "
         in (play_script(fixed).errors[0])
     )
     error = play_script(text_since).errors[0]
-    assert "text_since(label) with 'start'; right would be a label from ctx.label()" in error
+    assert "text_since(label) with 'start'; expected a label from ctx.label()" in error
     assert 'in text_since: ctx.text_since("start")' in error
 
 
@@ -259,17 +259,17 @@ WRONG_GENS = [
     ({"json_schema": {"type": "objct"}}, "Invalid type: objct"),
     ({"json_schema": "{"}, "gen(json_schema=…): "),
     ({"regex": "a", "lark": "b"}, "gen(regex, lark): only one of these is allowed at a time"),
-    ({"regex": 3}, "gen(regex=3); right would be text"),
+    ({"regex": 3}, "gen(regex=3); expected text"),
     ({"regex": "[0-9"}, 'invalid regex "[0-9" (in regex): regex parse error: unclosed character'),
-    ({"choice": []}, "gen(choice=[]); right would be a list of at least one text"),
-    ({"choice": ["a", 3]}, "gen(choice=['a', 3]); right would be a list of at least one text"),
-    ({"choice": "yes"}, "gen(choice='yes'); right would be a list of at least one text, as in"),
-    ({"choice": b"yes"}, "gen(choice=b'yes'); right would be a list of at least one text"),
-    ({"choice": 5}, "gen(choice=5); right would be a list of at least one text"),
+    ({"choice": []}, "gen(choice=[]); expected a list of at least one text"),
+    ({"choice": ["a", 3]}, "gen(choice=['a', 3]); expected a list of at least one text"),
+    ({"choice": "yes"}, "gen(choice='yes'); expected a list of at least one text, as in"),
+    ({"choice": b"yes"}, "gen(choice=b'yes'); expected a list of at least one text"),
+    ({"choice": 5}, "gen(choice=5); expected a list of at least one text"),
     ({"allow": [4096]}, "token 4096 is not in the vocabulary, which is 0 to 4095"),
-    ({"allow": []}, "right would be some of 4096 tokens"),
-    ({"stop_at": ""}, "right would be text that is not empty"),
-    ({"max_tokens": 0}, "right would be a number, at least 1"),
+    ({"allow": []}, "expected some of 4096 tokens"),
+    ({"stop_at": ""}, "expected text that is not empty"),
+    ({"max_tokens": 0}, "expected a number, at least 1"),
 ]
 
 

@@ -395,7 +395,7 @@ def test_a_format_that_there_is_not_is_refused_by_name(given: str, kind: str) ->
     for prompt in ([], [1]):
         with pytest.raises(ControllerError) as told:
             Steered(ONE_FORMAT, BYTES, given).begin(prompt)
-        assert f'the format "{given}" has a %{kind}; right would be %d %i %u' in told.value.message
+        assert f'the format "{given}" has a %{kind}; expected %d %i %u' in told.value.message
 
 
 def test_a_percent_at_the_end_is_one() -> None:
@@ -465,10 +465,7 @@ def test_an_answer_that_does_not_fit_its_call_is_refused_by_name() -> None:
 def test_a_fork_into_none_is_refused_and_one_into_one_is_none() -> None:
     source = '#include "tokenbus.h"\ntb_answer tb_pre_process(void) {{ return tb_fork({}); }}\n'
     run = Run(program(source.format(0)), WORDS, says("hi"))
-    assert (
-        "tb_fork(0): the number counts this sequence too; right would be 2 or more"
-        in (run.ended[0])
-    )
+    assert "tb_fork(0): the number counts this sequence too; expected 2 or more" in (run.ended[0])
     run = Run(program(source.format(1)), WORDS, says("hi"))
     assert (run.text(), run.ended) == ("hi", {0: "stop"})
 

@@ -8,8 +8,8 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-each with an optional ``max_tokens``. Literal texts and the forms of the first line are *regular*.
-So are the forms of the last three lines, if their inner parts are regular and have no
+each with an optional ``max_tokens``. Literal texts, ``regex``, ``choice`` and ``substring`` are
+*regular*. The other forms that have inner parts are regular if these parts are regular and have no
 ``max_tokens``. A regular part is compiled to one automaton. The inner parts of any other part are
 run one after another, by ``parts``.
 """

@@ -16,11 +16,11 @@ from .shared_instances import Shared
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""The text is closed when this number of tokens, or a sixteenth of ``max_tokens`` if that is less,
-is left in addition to the tokens that complete the text."""
+"""The text is closed when only this number of spare tokens is left, or a sixteenth of
+``max_tokens`` if that is less. Tokens are spare if they are not needed to complete the text."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of the closing. The interval is shorter if less
-than eight times this number of tokens is left or missing."""
+"""Maximum number of tokens between two computations of the closing. The interval is shorter near
+the end: an eighth of the spare tokens, or of the tokens that are missing."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -148,9 +148,10 @@ class GrammarController:
             self._guest.end(place)
 
     def _closing(self) -> Answer | None:
-        """The answer that closes the text, if it could not be closed later; else None."""
-        # One token is not usable: the token number ``max_tokens`` ends a sequence even if its text
-        # is not complete.
+        """The answer that closes the text, if a later round could not close it any more; else
+        None."""
+        # The last token cannot be used, because token number ``max_tokens`` ends a sequence even if
+        # its text is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)

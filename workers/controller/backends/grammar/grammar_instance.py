@@ -76,8 +76,8 @@ class GrammarModule:
 class GrammarInstance:
     """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
-    Each sequence in it has a number, its ``place``. Every failure raises ControllerError; if the
-    guest itself failed (``dead``), all its sequences have failed.
+    ``place`` is the number of a sequence in the instance. Every failure raises ControllerError; if
+    the guest itself failed (``dead``), all its sequences have failed.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GrammarInstance:
             return self._place("start", 0)
 
     def fork(self, place: int) -> int:
-        """Adds a sequence with the state of another one; returns its number."""
+        """Adds a copy of a sequence; returns the number of the copy."""
         with self._lock:
             return self._place("fork", place)
 
@@ -204,8 +204,8 @@ class GrammarInstance:
 
     def masks_along(self, place: int, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes the mask after each token of a draft; returns the number of masks written. Writing
-        stops at a token that the grammar does not allow. It also stops at a token that no token can
-        follow, or after which a byte is forced. The sequence is unchanged."""
+        stops at a token that the grammar does not allow. It also stops at a token after which no
+        token is allowed or a byte is forced. The sequence is unchanged."""
         with self._lock:
             self._alive()[_ARG] = place
             copy = self._call("fork")

@@ -2,9 +2,8 @@
 
 A plan lists the parts as positions and, for each position, the positions that may follow, as in
 Glushkov's construction. A sequence is in several positions at once if its text so far can be parsed
-in several ways. Each position has a controller of its own, and the mask is the union of their
-masks. A token belongs to one part: no token spans the end of one part and the beginning of the
-next.
+in several ways. Each position has its own controller, and the mask is the union of their masks. A
+token belongs to one part: no token spans the end of one part and the beginning of the next.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Maximum tokens of each part; None: the part does not have a limit of its own."""
+    """Maximum tokens of each part; None: the part does not have its own limit."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -126,7 +125,7 @@ class PartsController:
         self._waiting: list[Way] = []
         """Ways whose mid_process has not been called in this round; empty between rounds."""
         self._complete = plan.empty
-        """Whether the text so far is complete in a way that has ended."""
+        """Whether a way that has ended has parsed the whole text so far."""
         self._closed = False
         """Whether the way that has completed the text has closed it."""
         self._begun = False
@@ -158,7 +157,8 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # This way closes its text; ``max_tokens`` leaves no room for the other ways.
+                # The closing of this way is the answer, because ``max_tokens`` leaves no room for
+                # the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]

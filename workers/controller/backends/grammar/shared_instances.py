@@ -1,7 +1,8 @@
 """The grammar instances of this worker: one guest per grammar and vocabulary, shared by sequences.
 
-An idle instance, which no sequence uses, stays loaded until its memory is needed for others. A
-snapshot of it is written to disk when it becomes idle; a later instance starts with its masks.
+An instance is idle if no sequence uses it. Idle instances stay loaded until their memory is needed.
+When an instance becomes idle, a snapshot is written to disk, from which a later instance gets its
+masks.
 """
 
 from __future__ import annotations

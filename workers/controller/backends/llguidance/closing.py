@@ -19,20 +19,19 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Closing begins when this number of tokens, or a sixteenth of ``max_tokens`` if that is less, is
-left in addition to the tokens that complete the text. The open values of a schema then end where
-they may, for example a string at the end of a word. Under a grammar that is not a schema, the text
-is then closed immediately."""
+"""Closing begins when only this number of spare tokens is left, or a sixteenth of ``max_tokens`` if
+that is less. Tokens are spare if they are not needed to complete the text. The open values of a
+schema then end where they may, for example a string at the end of a word. Under a grammar that is
+not a schema, the text is then closed immediately."""
 LOOK_EVERY = 32
-"""The completion of a text is computed again after a quarter of the spare tokens, which are left in
-addition to those that complete the text. If at most ``NEAR`` spare tokens are left, the interval is
-at most this number of tokens."""
+"""The completion of a text is computed again after a quarter of the spare tokens. If at most
+``NEAR`` spare tokens are left, the interval is at most this number of tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
 """Assumed bytes per token of a completion that is certain to fit, so that it is not tokenized."""
 AMPLE = 256
-"""The growth of a schema's text is computed after the first sampled token if the shortest text
-leaves more tokens than this, else before it."""
+"""If the shortest text leaves more than this number of tokens, the growth of a schema's text is
+computed after the first sampled token, otherwise before it."""
 NEVER = 1 << 62
 
 

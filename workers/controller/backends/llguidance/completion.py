@@ -234,9 +234,9 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """Number of places of the way at which another byte was tried first."""
+    """Number of places of the way at which other bytes were tried before its byte."""
     repeats: int
-    """Number of places of the way at which an earlier tried byte leads to the same mask."""
+    """Number of places of the way at which a byte that was tried before leads to the same mask."""
     byte: int
     """The next byte, or one of the special values above."""
     path: bytes

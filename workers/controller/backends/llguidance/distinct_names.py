@@ -20,8 +20,7 @@ _CHARACTERS = [character.encode() for character in digits + ascii_letters]
 
 
 class Name(NamedTuple):
-    """A repeated name of an object, as it is written in the text: names with different escapes are
-    different."""
+    """A repeated name of an object. Names are compared as they are written, including escapes."""
 
     begin: int
     end: int

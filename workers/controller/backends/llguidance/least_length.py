@@ -1,7 +1,7 @@
 """An upper bound of the length of the shortest value of a JSON schema, from the schema alone.
 
-If the bound is far below ``max_tokens``, the shortest value does not have to be searched for before
-the text begins. The bound includes everything that any alternative requires.
+If the bound is far below ``max_tokens``, the text can begin before the shortest value is known. The
+bound includes everything that any alternative requires.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .plain import target, unrolled
 
 MAX_PARTS = 200
-"""Maximum schemas that one value may have to match."""
+"""Maximum number of schemas that one value must match."""
 MAX_VALUES = 500
 """Maximum values and parts that are visited."""
 MAX_IN_ALL = 20_000

@@ -112,8 +112,8 @@ class Tokens:
 class Grammar:
     """A compiled grammar. Its matchers share its lexer's states, so only one may run at a time.
 
-    ``lock`` is held around each call of any of its matchers. llguidance has a lock of its own for
-    this, but a thread that waits for it holds the interpreter lock.
+    ``lock`` is held around each call of any of its matchers. llguidance also has such a lock, but a
+    thread that waits for that lock holds the interpreter lock.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class Grammar:
 
     @property
     def shortest_text(self) -> bytes | None:
-        """The shortest text that a search finds; None if it finds none, or none that the vocabulary
-        can write."""
+        """The shortest text that a search finds; None if the search does not find a text that the
+        vocabulary can write."""
         return self._found()[0]
 
     def _found(self) -> Found:

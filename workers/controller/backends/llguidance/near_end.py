@@ -85,7 +85,7 @@ class NearEnd:
             name = found.startswith(b'":')
             more: int | None
             if sets.is_free(words) and (not self._string or found.startswith(b'"')):
-                # If any text may follow, the match of a pattern needs few more tokens.
+                # In a string of any text, a match of a pattern needs only a few more tokens.
                 more = NAMED if name else min(self._string, PATTERN)
                 whole = spare > more
             else:
@@ -169,8 +169,8 @@ class NearEnd:
     def _search(
         self, completion: Completion, written: bytes, room: int, tokenize: Tokenize
     ) -> bytes | None:
-        """A completion of the text after a token; None if the search finds none, or if it might not
-        fit in ``room`` tokens."""
+        """A completion of the text after a token; None if the search does not find a completion
+        that certainly fits in ``room`` tokens."""
         after = completion.copy()
         rest = after.find() if after.append(written) else None
         self._steps -= after.steps

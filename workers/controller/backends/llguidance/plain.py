@@ -1,4 +1,4 @@
-"""Decides whether compiling a JSON schema is certainly quick, from the properties that make
+"""Decides whether a JSON schema certainly compiles quickly, by checking the properties that make
 llguidance slow.
 
 A schema has bounded time and stack if all of this holds:
@@ -94,7 +94,7 @@ Schema = dict[str, Any]
 
 
 def is_plain(text: str, root: Any) -> bool:
-    """Whether compiling a schema is certainly quick. ``text``: the schema as it was read."""
+    """Whether a schema certainly compiles quickly. ``text``: the JSON text of the schema."""
     if len(text) > MAX_TEXT:
         return False
     nodes, depth = _nodes(root)
@@ -267,7 +267,8 @@ def _is_short(pattern: str) -> bool:
 
 def unrolled(pattern: str) -> tuple[int, int]:
     """The approximate number of characters of a pattern when its ``{least,most}`` are written out,
-    for the least and for the most repetitions. Exact numbers would need a valid pattern."""
+    for the least and for the most repetitions. The numbers are approximate, because the pattern may
+    not be valid."""
     if "{" not in pattern:
         return len(pattern), len(pattern)
     groups: list[tuple[int, int]] = []

@@ -1,8 +1,9 @@
 """Token masks of the parts of a structure that have no schema: free text, and literal texts.
 
-In free text nearly all tokens are allowed. Only a token that contains a watched text, or the rest
-of a watched text that has begun, may be forbidden or may begin or end a part. Binary search in the
-sorted tokens finds these tokens, which are followed byte by byte; all other tokens are skipped.
+In free text nearly all tokens are allowed. A token matters only if it contains a watched text, or
+the rest of a watched text that has begun: it may be forbidden, or begin or end a part. Binary
+search in the sorted tokens finds these tokens, which are followed byte by byte; all other tokens
+are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ANY: Final = re.compile(b"(?s).")
 KEPT_MASKS = 128
 """Maximum cached masks, of 16 kB at 131,072 tokens. Most of a text is in one state."""
 KEPT_FORBIDDEN = 1024
-"""Maximum states inside JSON whose forbidden tokens are cached. Most states forbid none."""
+"""Maximum states inside JSON whose forbidden tokens are cached. Most states do not forbid any
+tokens."""
 
 
 class TokenTable:

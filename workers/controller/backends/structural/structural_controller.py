@@ -186,8 +186,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part with ``spent`` tokens has reached its tag's ``max_tokens`` and must be
-        closed."""
+        """Whether a part that has ``spent`` tokens must be closed, because its tag's ``max_tokens``
+        are used up."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens

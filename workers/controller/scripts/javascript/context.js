@@ -13,7 +13,7 @@ function show(value) {
 
 function whole(what, value, least = 1) {
   if (!Number.isInteger(value) || value < least)
-    throw new TypeError(`${what} with ${show(value)}; right would be a number, at least ${least}`);
+    throw new TypeError(`${what} with ${show(value)}; expected a number, at least ${least}`);
   return value;
 }
 
@@ -80,13 +80,13 @@ class Label {
 }
 
 function position(label, what) {
-  if (!(label instanceof Label)) throw new TypeError(`${what}: right would be a label`);
+  if (!(label instanceof Label)) throw new TypeError(`${what}: expected a label`);
   return label.position;
 }
 
 function append(text, following) {
   if (typeof text !== "string" && !ArrayBuffer.isView(text))
-    throw new TypeError(`fixed(text) with ${show(text)}; right would be text or bytes`);
+    throw new TypeError(`fixed(text) with ${show(text)}; expected text or bytes`);
   const after = following ? position(following, "fixed({following})") : sequence.tokens.length;
   const drop = sequence.tokens.length - after;
   if (drop < 0)
@@ -112,7 +112,7 @@ function generation(given) {
   for (const [name, value] of Object.entries(given)) {
     const known = ALIASES[name] || name;
     if (!(known in CONSTRAINTS) && !OPTIONS.includes(known))
-      throw new TypeError(`gen({${name}}) is unknown; right would be ` +
+      throw new TypeError(`gen({${name}}) is unknown; expected ` +
                           [...Object.keys(CONSTRAINTS), ...OPTIONS].join(", "));
     if (value !== null && value !== undefined) options[known] = value;
   }
@@ -121,7 +121,7 @@ function generation(given) {
     throw new TypeError(`gen({${kinds.join(", ")}}): only one of these is allowed at a time`);
   const stops = [].concat(options.stopAt === undefined ? [] : options.stopAt);
   if (stops.some((stop) => typeof stop !== "string" || !stop))
-    throw new TypeError(`gen({stopAt: ${show(options.stopAt)}}); right would be text`);
+    throw new TypeError(`gen({stopAt: ${show(options.stopAt)}}); expected text`);
   if (options.maxTokens !== undefined) whole("gen({maxTokens})", options.maxTokens);
   return [options, kinds[0], stops];
 }
@@ -137,7 +137,7 @@ async function generate(given = {}) {
   if (kind) {
     const argument = CONSTRAINTS[kind](options[kind]);
     if (typeof argument !== "string")
-      throw new TypeError(`gen({${kind}: ${show(options[kind])}}); right would be text`);
+      throw new TypeError(`gen({${kind}: ${show(options[kind])}}); expected text`);
     spec.kind = kind === "jsonSchema" ? "json_schema" : kind;
     spec.argument = argument;
     if (kind === "substring" && options.substringEnd !== undefined) {
@@ -214,7 +214,7 @@ const context = {
   specialToken(name) {
     const number = ROLES.indexOf(name);
     if (number < 0)
-      throw new TypeError(`specialToken(${show(name)}); right would be one of ${ROLES.join(", ")}`);
+      throw new TypeError(`specialToken(${show(name)}); expected one of ${ROLES.join(", ")}`);
     const token = host.special(number);
     return token < 0 ? null : token;
   },

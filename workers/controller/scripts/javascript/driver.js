@@ -224,7 +224,7 @@ class Decision {
 
 function tokens_of(what) {
   if (typeof what === "string" || ArrayBuffer.isView(what)) return host.tokenize(what);
-  if (!Array.isArray(what)) throw new TypeError("right would be text or a list of token ids");
+  if (!Array.isArray(what)) throw new TypeError("expected text or a list of token ids");
   return what;
 }
 

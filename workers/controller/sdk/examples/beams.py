@@ -2,13 +2,13 @@
 
 Each beam is a sequence. It samples a token to read the likeliest tokens, writes these and its score
 to a variable, and is suspended until all beams have written. Then all beams choose the same
-continuations: a beam with several of them forks, a beam with none stops. The last step leaves one
-sequence, the result.
+continuations: a beam with several continuations forks, and a beam without a continuation stops. The
+last step leaves one sequence, the result.
 
     tokenbus controller serve beams:Beams
     tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'
 
-A served controller is looked for in the current folder, so copy this file there.
+The module of a served controller is imported from the current folder, so copy this file there.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ certain, its token stays. Source: Su et al., "A Contrastive Framework for Neural
     tokenbus controller serve contrastive:Contrastive
     tokenbus controller run contrastive:Contrastive --arg '{"entropy": 1.0}' --prompt 'def add('
 
-A served controller is looked for in the current folder, so copy this file there.
+The module of a served controller is imported from the current folder, so copy this file there.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 Sequence 0 is the text. Its fork, the guide, has the second prompt after the first and then follows
 the text. With log-probabilities c in the text and u in the guide, tokens are sampled by scale * c +
 (1 - scale) * u. This equals sampling by c with the bias (1 - scale) / scale * u, at a temperature
-that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable; other tokens
-count as the last of them. Source: Sanchez et al., "Stay on Topic with Classifier-Free Guidance"
-(2023).
+that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable. All other
+tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with Classifier-Free
+Guidance" (2023).
 
     tokenbus controller serve guidance:Guidance
     tokenbus controller run guidance:Guidance --prompt 'def add(a, b):' \
         --arg '{"prompt": "# untested code\\n", "scale": 1.5}'
 
-A served controller is looked for in the current folder, so copy this file there.
+The module of a served controller is imported from the current folder, so copy this file there.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND
 // tb_fork(1) changes nothing; tb_fork(0) is an error.
 static inline tb_answer tb_fork(uint32_t in_all) {
     if (!in_all)
-        tb_fail("tb_fork(0): the number counts this sequence too; right would be 2 or more for a "
+        tb_fail("tb_fork(0): the number counts this sequence too; expected 2 or more for a "
                 "fork, or tb_stop() for the end");
     return (tb_answer){.then = TB_FORK, .forks = in_all};
 }

@@ -58,7 +58,7 @@ static inline void tb_format_list(tb_bytes *out, const char *format, va_list lis
             text = digits;
             n = 1;
         } else {
-            tb_fail("the format \"%s\" has a %%%c; right would be %%d %%i %%u %%x %%c %%s or %%%%, "
+            tb_fail("the format \"%s\" has a %%%c; expected %%d %%i %%u %%x %%c %%s or %%%%, "
                     "with a width or a precision where it is allowed",
                     format, kind);
         }

@@ -34,8 +34,8 @@ def collapse(weights: Iterable[torch.Tensor]) -> int:
 
 
 def _collapsed(address: int) -> bool:
-    """Collapses one huge page; returns whether it is one now. A page that belongs to a file, or is
-    only partly mapped, is not changed."""
+    """Collapses the memory of one huge page; returns whether it is a huge page afterwards. A page
+    that belongs to a file, or is only partly mapped, is not changed."""
     advise = _advise()
     return advise is not None and not advise(address, HUGE, _MADV_COLLAPSE)
 

@@ -38,8 +38,9 @@ def library() -> CDLL | None:
 
 
 def instruction_set() -> str:
-    """The name of the instruction set that the native code uses, such as ``x86_64_v4``. Equal names
-    are equal bits: the order of sums depends on the instruction set only."""
+    """The name of the instruction set that the native code uses, such as ``x86_64_v4``. Machines
+    with equal names compute equal bits, because the order of sums depends only on the instruction
+    set."""
     return _processor(platform.machine())
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MAX_TOKENS = 64
-"""Steps of more tokens use all threads: their parallel regions are long."""
+"""Steps of more tokens than this use all threads, because their parallel regions are long."""
 WINDOW = 8
 """Number of steps over which the median is taken."""
 TRIAL = 4
@@ -117,7 +117,7 @@ class ThreadChooser:
 
     def _suggest(self, found: _Size) -> None:
         """Passes a number of threads that was found for one size to the other sizes: they try it
-        soon, or adopt it if they have no trial of their own."""
+        soon, or adopt it if they have not completed a trial."""
         for size in self._sizes.values():
             if size.threads == found.threads:
                 continue

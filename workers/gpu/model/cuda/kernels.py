@@ -1,4 +1,4 @@
-"""The attention kernels that read the blocks of the KV cache in place, by one interface."""
+"""The common interface of the attention kernels that read the blocks of the KV cache in place."""
 
 from __future__ import annotations
 
