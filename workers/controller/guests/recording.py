@@ -31,7 +31,8 @@ class Recording:
         before = parent.events if parent is not None else []
         copied = (event[:] if isinstance(event, array.array) else event for event in before)
         self.events: list[Begun | Call] = [*copied, Begun(host)]
-        """The calls in order. Each sequence of the line of forks has a beginning."""
+        """The calls in order, from the first ancestor of the sequence on. The calls of each of
+        these sequences begin with a ``Begun``."""
 
     def add(self, call: Prompt | Mid) -> None:
         """Records a call."""

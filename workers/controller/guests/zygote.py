@@ -135,7 +135,8 @@ class Zygote:
                 # Only the worker, whose user runs this process, can write to the socket.
                 vocabulary = self._vocabularies[number] = pickle.load(file)
             if self._programs:
-                # The first grammar of a script would need it in every process.
+                # Otherwise the first grammar of a script would have to load the vocabulary in every
+                # process.
                 load_vocabulary(vocabulary)
             gc.collect()
             gc.freeze()
@@ -161,7 +162,8 @@ class Zygote:
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
         """Runs a guest process in the new fork."""
         try:
-            # Where the kernel shares CPU time by session, many threads count as one tenant.
+            # If the kernel shares CPU time by session, the threads of this process together get one
+            # share.
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:

@@ -19,8 +19,8 @@ SPARE = 8
 """The text is closed when only this number of spare tokens is left, or a sixteenth of
 ``max_tokens`` if that is less. Tokens are spare if they are not needed to complete the text."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of the closing. The interval is shorter near
-the end: an eighth of the spare tokens, or of the tokens that are missing."""
+"""Maximum number of tokens between two computations of the closing. Near the end of the text the
+interval is shorter (``_look_after``)."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 

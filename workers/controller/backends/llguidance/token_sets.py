@@ -1,4 +1,5 @@
-"""Sets of a vocabulary's tokens that masks are restricted to near the end of a text of JSON."""
+"""Sets of a vocabulary's tokens. Near the end of a text of JSON, masks allow only tokens of these
+sets."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum items that a token of the sets ``few`` and ``some`` begins, and the largest count in
+"""Maximum number of items that a token begins: of the set ``few``, of the set ``some``, and in
 ``starts``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
@@ -59,8 +60,8 @@ class TokenSets:
         self.some = _words(some, words)
         """Tokens that begin at most ``SOME_STARTS`` items."""
         self.whole = _words(whole, words)
-        """Content of a JSON string with whole characters and whole escapes. In a string without a
-        pattern, such a token does not change the completion of the text."""
+        """Tokens that are content of a JSON string and consist of whole characters and escapes. In
+        a string without a pattern, such a token does not change the completion of the text."""
         self.ending = _words(ending, words)
         """Tokens of ``whole`` without white space, which continue a word."""
         self.single = _words([by_text[one] for one in by_text if len(one) == 1], words)
