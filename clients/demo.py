@@ -81,7 +81,7 @@ def main() -> int:
             asyncio.run(_eight(front, console))
             _score(front, console)
             _steered(front, console)
-            console.rule("[bold]ending it", align="left", style="dim")
+            console.rule("[bold]stopping the system", align="left", style="dim")
     except (TokenbusError, DemoError) as error:
         console.print(f"the demo failed: {error}", style="red", markup=False)
         return 1
@@ -216,7 +216,7 @@ def _steered(front: str, console: Console) -> None:
         for prompt, choices in STEERED.items():
             stream = client.generate(prompt, controller="choice", controller_arg=choices)
             shown = Text(f"  {prompt}", style="bold").append(stream.text, style="green")
-            console.print(shown, Text(f"of {', '.join(choices)}", style="dim"))
+            console.print(shown, Text(f"  allowed: {', '.join(choices)}", style="dim"))
 
 
 def _free_port(ports: range) -> int:

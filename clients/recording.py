@@ -29,6 +29,7 @@ from msgspec import UNSET, Struct
 from ..protocol.bodies import unpack_tokens
 from ..protocol.columns import Row, plain_entry
 from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.expected_values import plain
 from ..protocol.messages import PROTOCOL_VERSION, Generate, ModelInfo, Token
 from ..protocol.sampling import MAX_TOP_LOGPROBS
 from .calls import Call
@@ -177,7 +178,9 @@ def read_recording(file: str | Path) -> Recording:
     try:
         recording = msgspec.json.decode(Path(file).read_bytes(), type=Recording)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(Code.INVALID_FIELD, f"{file} is not a recording: {error}") from None
+        raise RequestError(
+            Code.INVALID_FIELD, f"{file} is not a recording: {plain(str(error))}"
+        ) from None
     if recording.format != FORMAT:
         raise RequestError(
             Code.INVALID_FIELD,

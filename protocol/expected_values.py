@@ -30,6 +30,7 @@ def expected(error: msgspec.ValidationError, given: object) -> str:
 def plain(message: str) -> str:
     """Translates the message of msgspec's error into plain words, without its path."""
     wanted = message.split(" - at ")[0].replace("`", "").replace(", got ", ", not ")
+    wanted = re.sub(r"^Object missing required field (\w+)", r"the field '\1' is missing", wanted)
     wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
     for term, words in _PLAIN.items():
         wanted = re.sub(term, words, wanted)

@@ -166,7 +166,7 @@ def test_only_failures_are_recorded_where_that_is_asked_for(client: Client, file
 
 def test_what_is_no_recording_is_refused(file: Path) -> None:
     file.write_text("{}")
-    with pytest.raises(RequestError, match="is not a recording"):
+    with pytest.raises(RequestError, match="is not a recording: the field 'format' is missing"):
         read_recording(file)
 
 

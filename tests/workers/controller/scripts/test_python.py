@@ -188,6 +188,7 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
         (main("await ctx.gen(regex='[')"), r"gen\(regex\): regex: unterminated"),
         (main("ctx.missing()"), "line 2: AttributeError"),
         ("x = 1", "does not define async def main"),
+        ("def main(ctx): pass", r"main is not a coroutine function; expected async def main"),
         ("import numpy", "line 1: ImportError"),
         (main("x = = 1"), "line 2: SyntaxError"),
         ("def f(): f()\nf()", "RuntimeError: maximum recursion depth exceeded"),
