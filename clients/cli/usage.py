@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ...protocol.settings import NAMES, PREFIX
 from .exits import WRONG_USAGE, one_line
+from .options import PARAMETERS
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +69,8 @@ class Parser(argparse.ArgumentParser):
                 f"the setting {setting!r} has no flag; set {PREFIX}{setting.upper()}=VALUE, or "
                 f"{setting} in tokenbus.toml"
             )
+        if setting in PARAMETERS and "--set" in self._option_string_actions:
+            self.error(f"the parameter {setting!r} has no flag; use --set {setting}=VALUE")
         self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
 
 

@@ -230,6 +230,7 @@ def test_parameters_are_split_from_a_line(
         (["generate", "x", "--set", "temperature=warm"], 2,
          "temperature: expected a number, not 'warm'"),
         (["generate", "x", "--set", "temprature=1"], 2, "did you mean 'temperature'?"),
+        (["generate", "x", "--controller", "y"], 2, "has no flag; use --set controller=VALUE"),
         (["generate", "x", "--record", "/nowhere/x.json"], 2, "folder /nowhere does not exist"),
         (["record", "/nowhere/x.json", "x"], 2, "folder /nowhere does not exist"),
         (["record", "/nowhere/x.json", "x", "--controller", "regex", "--controller-arg", "a"], 2,

@@ -30,7 +30,9 @@ def load_program(spec: str) -> tuple[str, Program]:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise _wrong(f"{spec}: module {module_name} has no {attribute}") from None
+            raise _wrong(
+                f"{spec}: the module {module_name!r} has no attribute {attribute!r}"
+            ) from None
     name = getattr(found, "tokenbus_name", spec)
     if not isinstance(name, str) or not name:
         raise _wrong(f"{spec}: its tokenbus_name is {name!r}; expected a string that is not empty")

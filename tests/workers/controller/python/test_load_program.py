@@ -108,7 +108,7 @@ def test_a_class_a_script_and_a_program_are_loaded_by_name() -> None:
         ("operators_own.sub:X", "no module operators_own.sub found from "),
         ("operators_broken:X", "imports nothing_of_that_name, which is not installed"),
         ("operators_failing:X", "raised ZeroDivisionError: division by zero"),
-        ("operators_own:Missing", "module operators_own has no Missing"),
+        ("operators_own:Missing", "the module 'operators_own' has no attribute 'Missing'"),
         ("operators_own:Other", "does not extend tokenbus.workers.controller.python.Controller"),
         ("operators_own:sync", "is not a controller; a script is an async def"),
         (

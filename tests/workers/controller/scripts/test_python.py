@@ -190,6 +190,10 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
         ("x = 1", "does not define async def main"),
         ("def main(ctx): pass", r"main is not a coroutine function; expected async def main"),
         ("import numpy", "line 1: ImportError"),
+        (
+            "from tokenbus.workers.controller.python import Controller",
+            "cannot import Controller; .* need: tokenbus controller serve",
+        ),
         (main("x = = 1"), "line 2: SyntaxError"),
         ("def f(): f()\nf()", "RuntimeError: maximum recursion depth exceeded"),
         (main("import asyncio", "await asyncio.sleep(1)"), "line|await"),
