@@ -42,22 +42,22 @@ class Candidates:
 
     @classmethod
     def of(
-        cls, rows: Sequence[int], bent: torch.Tensor, chosen: torch.Tensor, draws: Draws
+        cls, rows: Sequence[int], processed_logits: torch.Tensor, chosen: torch.Tensor, draws: Draws
     ) -> Candidates:
-        """Computes the reports. ``bent`` ``[rows, vocab]``: the logits after biases, penalties and
-        masks. ``chosen`` ``[rows]``: the drawn tokens."""
-        step = LAUNCHED if costs_launches(bent) else 1
+        """Computes the reports. ``processed_logits`` ``[rows, vocab]``: the logits after biases,
+        penalties and masks. ``chosen`` ``[rows]``: the drawn tokens."""
+        step = LAUNCHED if costs_launches(processed_logits) else 1
         processed, kept = [], []
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
-            left, values = processed_logprobs(bent[part], chosen[part], draws.of(part))
+            left, values = processed_logprobs(processed_logits[part], chosen[part], draws.of(part))
             kept.append(left.to("cpu", non_blocking=True))
             processed.append(values.to("cpu", non_blocking=True))
         return cls(rows, torch.cat(processed), torch.cat(kept))
 
 
 def processed_logprobs(
-    bent: torch.Tensor, chosen: torch.Tensor, draws: Draws
+    processed_logits: torch.Tensor, chosen: torch.Tensor, draws: Draws
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether each token is a candidate, bool ``[rows, vocab]``; and the log-probability of each
     ``chosen`` token among the candidates, float64 ``[rows]``. The arguments are those of
@@ -65,12 +65,12 @@ def processed_logprobs(
 
     On a CPU, the bits of a single row do not depend on anything else.
     """
-    kept = kept_tokens(bent, draws)
-    scaled = (bent.double() - bent.amax(-1, keepdim=True)) / draws.column(
-        "temperature", bent.device
+    kept = kept_tokens(processed_logits, draws)
+    scaled = (processed_logits.double() - processed_logits.amax(-1, keepdim=True)) / draws.column(
+        "temperature", processed_logits.device
     ).double()
     scaled = scaled.masked_fill_(~kept, float("-inf"))
-    if costs_launches(bent):
+    if costs_launches(processed_logits):
         total = scaled.exp().sum(-1).log()
     else:
         total = torch.from_numpy(np.log(np.exp(scaled.numpy()).sum(-1)))

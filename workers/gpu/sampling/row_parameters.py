@@ -56,7 +56,7 @@ class RowParameters:
         self.random: list[int] = self.random_rows.tolist()
         self.draws = _draws([rows[i] for i in self.random])
         """The parameters of the rows that are not greedy."""
-        self.bent = [i for i, s in enumerate(samplings) if _bends(s)]
+        self.changed = [i for i, s in enumerate(samplings) if _changes_logits(s)]
         """The rows whose logits are changed by biases or penalties."""
         self.any_bias = any(s.logit_bias for s in samplings)
         """Whether any request has a ``logit_bias``, which may forbid tokens."""
@@ -64,21 +64,21 @@ class RowParameters:
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.reporting = [i for i, s in enumerate(samplings) if s.processed_logprobs or s.kept]
         """The rows whose requests ask for the distribution that their tokens are drawn from."""
-        self.plain = not (self.random or self.bent)
+        self.plain = not (self.random or self.changed)
         """Whether all rows take the most likely token of unchanged logits."""
 
     def __len__(self) -> int:
         return len(self.seeds)
 
 
-def leaves_all(s: Sampling) -> bool:
+def is_unprocessed(s: Sampling) -> bool:
     """Whether a random token is drawn from the model's own distribution, without a mask and
     without a controller's bias."""
     cut = s.top_k or s.top_p < 1 or s.min_p
-    return s.temperature == 1 and not cut and not _bends(s)
+    return s.temperature == 1 and not cut and not _changes_logits(s)
 
 
-def _bends(s: Sampling) -> bool:
+def _changes_logits(s: Sampling) -> bool:
     """Whether a request's biases or penalties change its logits."""
     return bool(
         s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
@@ -127,7 +127,7 @@ class Rows:
             np.array([row.position for row in rows], dtype=np.int64),
             {i: row.mask for i, row in enumerate(rows) if row.mask is not None},
             {i: row.bias for i, row in enumerate(rows) if row.bias is not None},
-            {i: (rows[i].prompt, rows[i].generated) for i in parameters.bent},
+            {i: (rows[i].prompt, rows[i].generated) for i in parameters.changed},
             [i for i, row in enumerate(rows) if row.inspect],
             {i: row.options for i, row in enumerate(rows) if row.options is not None},
         )

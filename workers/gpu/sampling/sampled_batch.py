@@ -43,7 +43,7 @@ class SampledBatch:
             generated,
             {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
             {i: s.bias for i, s in enumerate(sequences) if s.bias is not None},
-            {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.bent},
+            {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.changed},
             self._inspected,
             options,
         )

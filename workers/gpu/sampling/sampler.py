@@ -23,7 +23,7 @@ from .candidates import Candidate, Candidates, greedy, packed_ids
 from .distributions import Answers, answer
 from .native_rows import reduce_rows
 from .races import PART, costs_launches, draw_tokens, likeliest
-from .row_parameters import Row, Rows, leaves_all
+from .row_parameters import Row, Rows, is_unprocessed
 
 NAN = "the model's logits contain NaN"
 INSPECTED = 5
@@ -151,48 +151,54 @@ class Drawn:
         return result
 
 
-def sample(logits: torch.Tensor, which: Sequence[int], rows: Sequence[Row]) -> Sampled:
-    """Chooses a token for each of ``rows``; row i is sampled from ``logits[which[i]]``.
+def sample(logits: torch.Tensor, indices: Sequence[int], rows: Sequence[Row]) -> Sampled:
+    """Chooses a token for each of ``rows``; row i is sampled from ``logits[indices[i]]``.
 
     Several rows may use the same logits, such as the forks of one prompt.
     """
-    drawn = draw(logits, which, Rows.of(rows))
+    drawn = draw(logits, indices, Rows.of(rows))
     if drawn.tokens.is_cuda:
         torch.cuda.current_stream(drawn.tokens.device).synchronize()
     return drawn.fetch()
 
 
-def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Chooses a token for each of ``rows``, without waiting for the device. ``which``: the index in
-    ``logits`` for each row; None: row i uses ``logits[i]``."""
-    own = _rows_of(logits, which)
-    drawn = _drawn(own, rows)
+def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Drawn:
+    """Chooses a token for each of ``rows``, without waiting for the device. ``indices``: the index
+    in ``logits`` for each row; None: row i uses ``logits[i]``."""
+    row_logits = _rows_of(logits, indices)
+    drawn = _drawn(row_logits, rows)
     if rows.options:
         queries = {i: o.query for i, o in rows.options.items() if o.query is not None}
         if queries:
-            drawn.answers = answer(own, drawn.tokens, queries)
+            drawn.answers = answer(row_logits, drawn.tokens, queries)
     if rows.parameters.reporting:
-        drawn.candidates = _candidates(own, drawn.tokens, rows)
+        drawn.candidates = _candidates(row_logits, drawn.tokens, rows)
     return drawn
 
 
 @torch.inference_mode()
-def _candidates(own: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> Candidates | None:
+def _candidates(logits: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> Candidates | None:
     """The distributions that some rows report; None if all of these rows are greedy or draw from
     the model's own distribution."""
     parameters = rows.parameters
     places = {row: place for place, row in enumerate(parameters.random)}
-    which = [i for i in parameters.reporting if i in places and not _is_own(rows, i)]
-    if not which:
+    indices = [i for i in parameters.reporting if i in places and not _is_unprocessed(rows, i)]
+    if not indices:
         return None
-    index = _ints(which, own)
-    draws = parameters.draws.of(np.array([places[i] for i in which]))
-    return Candidates.of(which, _bend(own[index], which, rows), chosen[index], draws)
+    index = _ints(indices, logits)
+    draws = parameters.draws.of(np.array([places[i] for i in indices]))
+    return Candidates.of(
+        indices, _process_logits(logits[index], indices, rows), chosen[index], draws
+    )
 
 
-def _is_own(rows: Rows, i: int) -> bool:
+def _is_unprocessed(rows: Rows, i: int) -> bool:
     """Whether row i draws from the model's own distribution."""
-    return i not in rows.masks and i not in rows.biases and leaves_all(rows.parameters.samplings[i])
+    return (
+        i not in rows.masks
+        and i not in rows.biases
+        and is_unprocessed(rows.parameters.samplings[i])
+    )
 
 
 def _report_candidates(result: Sampled, drawn: Drawn) -> None:
@@ -220,27 +226,29 @@ def _report_candidates(result: Sampled, drawn: Drawn) -> None:
         )
 
 
-def _drawn(own: torch.Tensor, rows: Rows) -> Drawn:
+def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
     """Chooses a token from each row of logits, as ``draw`` does, without the answers to queries."""
     most = _most_likely(rows)
-    reduced = reduce_rows(own)
+    reduced = reduce_rows(logits)
     if reduced is None:
-        return _draw_by_torch(own, rows, most)
+        return _draw_by_torch(logits, rows, most)
     tokens, numbers = reduced
     best = torch.from_numpy(tokens)
-    likely = _likely_of(own, best, torch.from_numpy(numbers[1].copy()), most) if most else None
+    likely = _likely_of(logits, best, torch.from_numpy(numbers[1].copy()), most) if most else None
     if not rows.parameters.plain or rows.masks or rows.biases:
-        best = _change(own, best, rows, numbers)
-    return Drawn(rows, own.shape[-1], best, Numbers(numbers), likely)
+        best = _change(logits, best, rows, numbers)
+    return Drawn(rows, logits.shape[-1], best, Numbers(numbers), likely)
 
 
 @torch.inference_mode()
-def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray) -> torch.Tensor:
+def _change(
+    logits: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray
+) -> torch.Tensor:
     """Chooses the token of each row again, because some rows may not take their ``best`` token.
     Updates ``numbers``, which contains the results for the best tokens."""
-    likely = own.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    chosen, allowed = _choose(own, rows, best)
-    less = own.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
+    likely = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    chosen, allowed = _choose(logits, rows, best)
+    less = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - likely
     numbers[0] = chosen.numpy()
     numbers[1] += less.numpy()
     if allowed is not None:
@@ -249,22 +257,22 @@ def _change(own: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarr
 
 
 @torch.inference_mode()
-def _draw_by_torch(own: torch.Tensor, rows: Rows, most: int) -> Drawn:
+def _draw_by_torch(logits: torch.Tensor, rows: Rows, most: int) -> Drawn:
     """Does the work of ``_drawn`` with torch's operations, on any device. ``most``: number of most
     likely tokens to report."""
-    chosen, allowed = _choose(own, rows)
-    every = torch.log_softmax(own, -1)
+    chosen, allowed = _choose(logits, rows)
+    every = torch.log_softmax(logits, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     on_host = OnHost.of(chosen, logprobs, allowed)
-    return Drawn(rows, own.shape[-1], chosen, on_host, _likely(every, most))
+    return Drawn(rows, logits.shape[-1], chosen, on_host, _likely(every, most))
 
 
 @torch.inference_mode()
-def guess(logits: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+def guess(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
     """The tokens that ``draw`` would choose, without other results: int64 ``[rows]``, on the
     device."""
-    own = _rows_of(logits, which)
-    chosen, _ = _choose(own, rows)
+    row_logits = _rows_of(logits, indices)
+    chosen, _ = _choose(row_logits, rows)
     return chosen
 
 
@@ -306,72 +314,74 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
     return Scores(tokens, values.to("cpu", non_blocking=True), _likely(every, most))
 
 
-def _rows_of(logits: torch.Tensor, which: Sequence[int] | None) -> torch.Tensor:
-    """Selects the rows ``which``; None: all rows."""
-    if which is None or list(which) == list(range(logits.shape[0])):
+def _rows_of(logits: torch.Tensor, indices: Sequence[int] | None) -> torch.Tensor:
+    """Selects the rows ``indices``; None: all rows."""
+    if indices is None or list(indices) == list(range(logits.shape[0])):
         return logits
-    return logits[_ints(which, logits)]
+    return logits[_ints(indices, logits)]
 
 
-def _best(own: torch.Tensor) -> torch.Tensor:
+def _best(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row. On a CPU, torch's maximum with index takes eight times as
     long as first finding the maximum of each part of a row and then the index in one part."""
-    size = own.shape[-1]
+    size = logits.shape[-1]
     whole = size - size % PART
-    if costs_launches(own) or not whole:
-        return own.max(-1).indices
-    most = torch.unflatten(own[:, :whole], -1, (-1, PART)).amax(-1)
+    if costs_launches(logits) or not whole:
+        return logits.max(-1).indices
+    most = torch.unflatten(logits[:, :whole], -1, (-1, PART)).amax(-1)
     if whole < size:
-        most = torch.cat([most, own[:, whole:].amax(-1, keepdim=True)], -1)
+        most = torch.cat([most, logits[:, whole:].amax(-1, keepdim=True)], -1)
     first = most.max(-1).indices.unsqueeze(-1) * PART
     places = (first + torch.arange(PART)).clamp_(max=size - 1)
-    return places.gather(-1, own.gather(-1, places).max(-1).indices.unsqueeze(-1)).squeeze(-1)
+    return places.gather(-1, logits.gather(-1, places).max(-1).indices.unsqueeze(-1)).squeeze(-1)
 
 
 def _choose(
-    own: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
+    logits: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The token of each row; and whether the row allows any token, None if all rows do. ``best``:
     the most likely tokens, if known; it is overwritten."""
     random = rows.parameters.random
-    bending = _changed_rows(rows, own, best)
-    if len(random) == len(own) and bending in ([], random):
+    changed = _changed_rows(rows, logits, best)
+    if len(random) == len(logits) and changed in ([], random):
         # If all rows are random, no rows need to be selected.
-        bent = _bend(own.clone(), bending, rows) if bending else own
-        chosen = _draw(bent, rows)
-        return chosen, _allowed(bent, chosen, rows) if bending else None
-    chosen = _best(own) if best is None else best
-    if not bending and not random:
+        processed_logits = _process_logits(logits.clone(), changed, rows) if changed else logits
+        chosen = _draw(processed_logits, rows)
+        return chosen, _allowed(processed_logits, chosen, rows) if changed else None
+    chosen = _best(logits) if best is None else best
+    if not changed and not random:
         return chosen, None
-    places = {i: place for place, i in enumerate(bending)}
-    at = _ints(bending, own)
-    bent = _bend(own[at], bending, rows) if bending else own
-    if bending:
-        chosen[at] = bent.max(-1).indices
-    if random == bending:
-        chosen[at] = _draw(bent, rows)
+    places = {i: place for place, i in enumerate(changed)}
+    at = _ints(changed, logits)
+    processed_logits = _process_logits(logits[at], changed, rows) if changed else logits
+    if changed:
+        chosen[at] = processed_logits.max(-1).indices
+    if random == changed:
+        chosen[at] = _draw(processed_logits, rows)
     elif random:
-        index = _ints(random, own)
+        index = _ints(random, logits)
         both = [(k, places[i]) for k, i in enumerate(random) if i in places]
-        drawn = own if len(random) == len(own) and not both else own[index]
+        drawn = logits if len(random) == len(logits) and not both else logits[index]
         if both:
             to, of = zip(*both, strict=True)
-            drawn[_ints(to, own)] = bent[_ints(of, own)]
+            drawn[_ints(to, logits)] = processed_logits[_ints(of, logits)]
         chosen[index] = _draw(drawn, rows)
-    allowed = _allowed(bent, chosen[at], rows) if bending else None
-    if allowed is not None and len(bending) < len(own):
-        every = torch.ones(len(own), dtype=torch.bool, device=own.device)
+    allowed = _allowed(processed_logits, chosen[at], rows) if changed else None
+    if allowed is not None and len(changed) < len(logits):
+        every = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         every[at] = allowed
         allowed = every
     return chosen, allowed
 
 
-def _allowed(bent: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+def _allowed(
+    processed_logits: torch.Tensor, chosen: torch.Tensor, rows: Rows
+) -> torch.Tensor | None:
     """Whether the chosen token of each row is allowed. None if neither masks nor biases forbid
     tokens."""
     if not rows.masks and not rows.biases and not rows.parameters.any_bias:
         return None
-    return bent.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
+    return processed_logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
 
 
 def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -383,18 +393,18 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 # --- what changes the logits ----------------------------------------------------------------------
 
 
-def _changed_rows(rows: Rows, own: torch.Tensor, best: torch.Tensor | None) -> list[int]:
+def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, this leaves out a greedy row that has only a mask, if the mask allows the best token:
     the mask would not change the choice. On other devices the host does not know the best token.
     """
-    found = set(rows.parameters.bent).union(rows.biases)
+    found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
     for i, mask in rows.masks.items():
-        if i not in found and not costs_launches(own) and not rows.parameters.temperature[i]:
+        if i not in found and not costs_launches(logits) and not rows.parameters.temperature[i]:
             if tokens is None:
-                tokens = (_best(own) if best is None else best).tolist()
+                tokens = (_best(logits) if best is None else best).tolist()
             if _allows(mask, tokens[i]):
                 continue
         found.add(i)
@@ -415,35 +425,35 @@ def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
     return int(np.count_nonzero(allowed))
 
 
-def _bend(bent: torch.Tensor, which: Sequence[int], rows: Rows) -> torch.Tensor:
+def _process_logits(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
     """Applies biases, penalties and masks to the logits of these rows, in place."""
-    samplings = [rows.parameters.samplings[i] for i in which]
-    _add_bias(bent, samplings)
+    samplings = [rows.parameters.samplings[i] for i in indices]
+    _add_bias(logits, samplings)
     if rows.biases:
-        places = [(place, rows.biases[i]) for place, i in enumerate(which) if i in rows.biases]
-        _add_biases(bent, places)
-    _penalise(bent, samplings, [rows.seen.get(i, ((), ())) for i in which])
-    masked = [place for place, i in enumerate(which) if i in rows.masks]
+        places = [(place, rows.biases[i]) for place, i in enumerate(indices) if i in rows.biases]
+        _add_biases(logits, places)
+    _penalise(logits, samplings, [rows.seen.get(i, ((), ())) for i in indices])
+    masked = [place for place, i in enumerate(indices) if i in rows.masks]
     if masked:
-        words = np.stack([rows.masks[which[place]] for place in masked])
-        forbidden = _forbidden(words, bent)
-        if len(masked) == len(which):
-            bent.masked_fill_(forbidden, float("-inf"))
+        words = np.stack([rows.masks[indices[place]] for place in masked])
+        forbidden = _forbidden(words, logits)
+        if len(masked) == len(indices):
+            logits.masked_fill_(forbidden, float("-inf"))
         else:
-            index = _ints(masked, bent)
-            bent[index] = bent[index].masked_fill_(forbidden, float("-inf"))
-    return bent
+            index = _ints(masked, logits)
+            logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
+    return logits
 
 
-def _forbidden(words: np.ndarray, bent: torch.Tensor) -> torch.Tensor:
+def _forbidden(words: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     """Whether masks ``[rows, words]`` forbid each token, ``[rows, vocab]``. The device receives the
     bits, which are an eighth of the bytes of booleans."""
-    vocab = bent.shape[1]
-    if not costs_launches(bent):
+    vocab = logits.shape[1]
+    if not costs_launches(logits):
         bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits[:, :vocab].view(np.bool_))
-    packed = on_device(words.view(np.int32), bent.device).unsqueeze(-1)
-    return ((packed & _bits(bent.device)) == 0).flatten(1)[:, :vocab]
+    packed = on_device(words.view(np.int32), logits.device).unsqueeze(-1)
+    return ((packed & _bits(logits.device)) == 0).flatten(1)[:, :vocab]
 
 
 @lru_cache(maxsize=16)
@@ -452,34 +462,41 @@ def _bits(device: torch.device) -> torch.Tensor:
     return on_device((np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32), device)
 
 
-def _add_bias(bent: torch.Tensor, samplings: Sequence[Sampling]) -> None:
+def _add_bias(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
     entries = [(i, t, b) for i, s in enumerate(samplings) for t, b in s.logit_bias.items()]
     if entries:
         where, tokens, amounts = zip(*entries, strict=True)
-        index = (_ints(where, bent), _ints(tokens, bent))
-        bent.index_put_(index, _floats(amounts, bent), accumulate=True)
+        index = (_ints(where, logits), _ints(tokens, logits))
+        logits.index_put_(index, _floats(amounts, logits), accumulate=True)
 
 
-def _add_biases(bent: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+def _add_biases(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
     """Adds controllers' biases to rows. ``biased``: pairs of row and bias."""
     dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
-    if dense and not costs_launches(bent) and bent.dtype == torch.float32:
+    if dense and not costs_launches(logits) and logits.dtype == torch.float32:
         # NumPy reads the biases in place.
-        rows = bent.numpy()
+        rows = logits.numpy()
         for place, values in dense:
             rows[place] += values
     elif dense:
-        index = _ints([place for place, _ in dense], bent)
-        bent.index_add_(0, index, _stacked([v for _, v in dense], bent.device).to(bent.dtype))
+        index = _ints([place for place, _ in dense], logits)
+        logits.index_add_(
+            0,
+            index,
+            _stacked([v for _, v in dense], logits.device).to(logits.dtype),
+        )
     sparse = [(place, b.tokens, b.values) for place, b in biased if b.tokens is not None]
     if sparse:
         counts = [len(tokens) for _, tokens, _ in sparse]
         where = np.repeat(np.array([place for place, _, _ in sparse], dtype=np.int64), counts)
         tokens = np.concatenate([tokens for _, tokens, _ in sparse])
         amounts = np.concatenate([values for _, _, values in sparse])
-        indices = (on_device(where, bent.device), on_device(tokens, bent.device))
-        amount = on_device(amounts, bent.device).to(bent.dtype)
-        bent.index_put_(indices, amount, accumulate=True)
+        indices = (
+            on_device(where, logits.device),
+            on_device(tokens, logits.device),
+        )
+        amount = on_device(amounts, logits.device).to(logits.dtype)
+        logits.index_put_(indices, amount, accumulate=True)
 
 
 def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -491,7 +508,7 @@ def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor
 
 
 def _penalise(
-    bent: torch.Tensor,
+    logits: torch.Tensor,
     samplings: Sequence[Sampling],
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> None:
@@ -504,28 +521,28 @@ def _penalise(
         if s.presence_penalty or s.frequency_penalty:
             for token, count in Counter(generated).items():
                 less.append((i, token, s.presence_penalty + s.frequency_penalty * count))
-    if costs_launches(bent) and (seen or less):
-        _penalise_at_once(bent, seen, less)
+    if costs_launches(logits) and (seen or less):
+        _penalise_at_once(logits, seen, less)
         return
     if seen:
         where, tokens, amounts = zip(*seen, strict=True)
-        index = (_ints(where, bent), _ints(tokens, bent))
-        factor = _floats(amounts, bent)
-        old = bent[index]
-        bent[index] = torch.where(old > 0, old / factor, old * factor)
+        index = (_ints(where, logits), _ints(tokens, logits))
+        factor = _floats(amounts, logits)
+        old = logits[index]
+        logits[index] = torch.where(old > 0, old / factor, old * factor)
     if less:
         where, tokens, amounts = zip(*less, strict=True)
-        index = (_ints(where, bent), _ints(tokens, bent))
-        bent.index_put_(index, -_floats(amounts, bent), accumulate=True)
+        index = (_ints(where, logits), _ints(tokens, logits))
+        logits.index_put_(index, -_floats(amounts, logits), accumulate=True)
 
 
 def _penalise_at_once(
-    bent: torch.Tensor,
+    logits: torch.Tensor,
     seen: Sequence[tuple[int, int, float]],
     less: Sequence[tuple[int, int, float]],
 ) -> None:
     """``_penalise`` with few launches: one copy from the host, and one update of each token."""
-    vocab = bent.shape[1]
+    vocab = logits.shape[1]
     entries = {(i, t): (factor, 1 / factor, 0.0) for i, t, factor in seen}
     for i, t, amount in less:
         entries[i, t] = (*entries.get((i, t), (1.0, 1.0, 0.0))[:2], -amount)
@@ -533,10 +550,10 @@ def _penalise_at_once(
     amounts = np.array(list(entries.values()), dtype=np.float32).T.ravel()
     # One buffer: the places as int64, then two float32 values in each word.
     padded = np.pad(amounts, (0, len(amounts) % 2)).view(np.int64)
-    columns = on_device(np.concatenate([places, padded]), bent.device)
+    columns = on_device(np.concatenate([places, padded]), logits.device)
     numbers = columns[len(places) :].view(torch.float32)[: len(amounts)]
     factor, inverse, added = numbers.view(3, -1)
-    flat, index = bent.view(-1), columns[: len(places)]
+    flat, index = logits.view(-1), columns[: len(places)]
     old = flat.index_select(0, index)
     flat.index_copy_(0, index, torch.addcmul(added, old, torch.where(old > 0, inverse, factor)))
 
@@ -571,13 +588,13 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _likely_of(
-    own: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
+    logits: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``most`` likely tokens of each row on a CPU and their log-probabilities, as ``_change``
     computes the chosen token's. ``of_best`` ``[rows]``: the log-probability of each row's ``best``
     token, float64."""
-    values, ids = likeliest(own, min(most, own.shape[-1]))
-    less = values - own.gather(-1, best.unsqueeze(-1))
+    values, ids = likeliest(logits, min(most, logits.shape[-1]))
+    less = values - logits.gather(-1, best.unsqueeze(-1))
     return ids, of_best.unsqueeze(-1) + less
 
 
