@@ -84,7 +84,8 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
-        # A client that uses the number of an ended stream again does not attach to that stream.
+        # If a client reuses the ``stream_id`` of an ended stream, it will not attach to the ended
+        # stream.
         self._ends.drop(session, request.stream_id)
         self._state.counters.requests += 1
         try:

@@ -1,4 +1,4 @@
-"""How requests end for their clients: each one exactly once.
+"""Ends requests for their clients: each request exactly once.
 
 An end is the last entry of a stream, an ERROR or a MSG. A connection may fail before the broker
 notices. So the broker stores each end that it sends until the client acknowledges it or attaches to
@@ -295,7 +295,7 @@ class Ends:
         try:
             found = journal.entries(wanted)
         except TokenbusError as error:
-            log.error("what was sent to session %d cannot be read: %s", session.id, error)
+            log.error("the journal of session %d cannot be read: %s", session.id, error)
             return
         for number, end in wanted.items():
             end.sent = encode_body(found[number], "msgpack")

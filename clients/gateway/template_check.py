@@ -49,7 +49,8 @@ CASES: dict[str, list[Turn]] = {
         _turn("user", "Next"),
     ],
 }
-"""The conversations by their names. Those with calls, and ``tools``, have a tool."""
+"""The conversations by their names. The request has a tool in conversations with calls, and in
+``tools``."""
 WITH_TOOL = frozenset({"tools", "call and result", "text after a result", "thinking of a call"})
 
 

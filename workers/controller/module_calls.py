@@ -1,5 +1,5 @@
-"""The calls of the store of modules to other workers: tables from the state worker, the bytes of a
-module from a controller worker that has them.
+"""The requests of the module store to other workers. It requests tables from the state worker, and
+the bytes of a module from a controller worker that has them.
 
 A call blocks its own thread, which frees its slot of the pool meanwhile; answers are delivered on
 the bus thread. Calls without an answer are sent again, because the broker and workers may have been
