@@ -10,7 +10,7 @@ from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .idempotency import NamedRequests
 from .models import ModelTable
-from .stored_items import StoredItems
+from .stored.responses import StoredResponses
 from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
@@ -31,7 +31,7 @@ class Gateway:
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
-        self.stored_items = StoredItems()
+        self.stored = StoredResponses(settings.run_folder)
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""
         self.draining = False
@@ -56,7 +56,9 @@ class Gateway:
         return client
 
     async def close(self) -> None:
-        """Ends the sessions at the broker, which ends all running streams."""
+        """Ends the sessions at the broker, which ends all running streams. Responses in the
+        background are left to other gateways."""
+        await self.stored.close()
         await self.templates.close()
         await self.tunnels.close()
         for client in (self._own, *self._tenants.values()):

@@ -163,6 +163,11 @@ class NamedRequests:
             raise _fault(f"{LAST_EVENT} is {last_event[:40]!r}; it must be the id of an event")
         return NamedRequest(key.strip('"'), int(last_event or 0), self)
 
+    def of_background(self, id: str, last_event: int) -> NamedRequest:
+        """The request for a response in the background, so that another gateway can continue its
+        stream. ``last_event``: number of its stored events."""
+        return NamedRequest(f"background {id}", last_event, self)
+
     def enter(self, token: str, base: int, user: str) -> bool:
         """Whether a request of ``user`` may have its own session; raises ApiError 409."""
         other, count = self._open.get(token, (base, 0))

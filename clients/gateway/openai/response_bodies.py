@@ -64,8 +64,7 @@ class ReasoningSettings(Body):
 
 
 class ResponsesRequest(TextRequest, kw_only=True):
-    """The body of ``POST /v1/responses``. Each request has the whole input, because responses are
-    not stored."""
+    """The body of ``POST /v1/responses``."""
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     """A text, or items: messages, function calls and their outputs."""
@@ -87,24 +86,30 @@ class ResponsesRequest(TextRequest, kw_only=True):
     truncation: Literal["disabled", "auto"] | None = None
     """``auto``: the oldest turns are left out if the conversation does not fit into the context."""
     store: bool | None = None
-    """Whether later inputs may refer to the items of the answer (``item_reference``). Default:
-    true."""
-    background: Literal[False] | None = None
+    """Whether the response is stored, so that later requests may refer to it or to its items.
+    Default: true."""
+    background: bool | None = None
+    """Whether the response is generated without an open connection."""
     previous_response_id: str | None = None
-    """Refused unless it is null, because responses are not stored."""
+    """The stored response whose conversation ``input`` continues."""
+    metadata: dict[str, Any] | None = None
+    """Part of the response, without a meaning here."""
     conversation: str | dict[str, Any] | None = None
     """Refused unless it is null."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
         check_max_tokens("max_output_tokens", self.max_output_tokens)
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise invalid_field(
-                    name,
-                    f"{name} is not supported, because responses are not stored; send the whole "
-                    "conversation as 'input'",
-                )
+        if self.conversation is not None:
+            raise invalid_field(
+                "conversation",
+                "conversation is not supported; give 'previous_response_id', or send the whole "
+                "conversation as 'input'",
+            )
+        if self.background and self.store is False:
+            raise invalid_field(
+                "store", "a response in the background is stored; leave out store or background"
+            )
         if self.top_logprobs and not self.with_logprobs:
             raise invalid_field(
                 "top_logprobs", f"top_logprobs is given without {LOGPROBS!r} in 'include'"
@@ -262,14 +267,18 @@ class Failure(Struct):
     message: str
 
 
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
 class ResponseAnswer(Struct, kw_only=True):
-    """The answer of ``POST /v1/responses``."""
+    """A response."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     """Seconds since 1970."""
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
+    background: bool = False
     error: Failure | None = None
     incomplete_details: Incomplete | None = None
     instructions: str | None
@@ -277,7 +286,7 @@ class ResponseAnswer(Struct, kw_only=True):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -289,3 +298,21 @@ class ResponseAnswer(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     metadata: dict[str, Any] = {}
     tokenbus: Receipt | UnsetType = UNSET
+
+
+class DeletedResponse(Struct):
+    """The answer of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputItemList(Struct):
+    """The answer of ``GET /v1/responses/{id}/input_items``."""
+
+    data: list[Any]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"

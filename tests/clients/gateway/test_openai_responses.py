@@ -146,7 +146,6 @@ def test_logprobs_are_included_where_asked_for(api: openai.OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
             "tool_choice.type",

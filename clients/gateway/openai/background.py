@@ -1,0 +1,284 @@
+"""Responses in the background: a task generates a response and stores its events, which any
+gateway of the run directory reads.
+
+The task has a lease. If its gateway ends, the next gateway that is asked for the response takes the
+lease over. The response is a request with an idempotency key (``idempotency.py``), so that the
+events are the same, and stored events are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import TokenbusError
+from ..bodies import decode_body
+from ..context import Gateway, gateway_of
+from ..errors import ApiError, from_tokenbus
+from ..events import EventStream, event
+from ..idempotency import current_named
+from ..json import json_response
+from ..leniency import Ignored
+from ..new_ids import new_id
+from ..stored.database import MAX_BYTES_OF_ONE, Database, Item, Stored
+from ..turns import current_user
+from .response_bodies import Failure, ResponsesRequest
+from .response_jobs import ResponseInput, ResponseJob, read_input, stored_input
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/responses"
+RENEW_S = 1.0
+"""Time in seconds after which a task renews its lease if it has no events."""
+SAVE_S = 0.1
+"""Minimum time in seconds between two writes of one response's events."""
+POLL_S = 0.25
+"""Interval at which the events of another gateway's response are read, in seconds."""
+
+
+async def background_response(
+    request: Request, data: bytes, body: ResponsesRequest, ignored: Ignored
+) -> Response:
+    """Begins a response in the background, and answers with it or with its events. A repeated
+    request with an idempotency key receives the existing response."""
+    gateway = gateway_of(request)
+    id = new_id("resp_")
+    found = await gateway.stored.call(lambda database, user: database.find(user, id))
+    if found is None:
+        given = await read_input(gateway, body, ignored)
+        task = BackgroundTask(gateway, id, data)
+        gateway.stored.running.start(task.user, id, task.run(body, given, ignored))
+        answer = await task.begun
+    else:
+        answer = found.answer
+    if body.stream:
+        return EventStream(stored_events(gateway, id, -1), ignored.headers)
+    return json_response(msgspec.Raw(answer), headers=ignored.headers)
+
+
+async def adopt(gateway: Gateway, found: Stored) -> None:
+    """Continues a response if the gateway that generated it does not run any more."""
+    if not found.expired or gateway.draining:
+        return
+    owner = gateway.stored.owner
+    taken = await gateway.stored.call(lambda database, user: database.adopt(user, found.id, owner))
+    if taken is None or taken.body is None:
+        return
+    log.info("continuing the response %s, which has %d events", taken.id, taken.events)
+    ignored = Ignored()
+    body = decode_body(taken.body, ResponsesRequest, ignored)
+    given = await stored_input(gateway, taken, ignored)
+    task = BackgroundTask(gateway, taken.id, taken.body, taken)
+    gateway.stored.running.start(task.user, taken.id, task.run(body, given, ignored))
+
+
+async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator[bytes, None]:
+    """The events of a response in the background after the event with the number ``after``, up to
+    the response's end."""
+    stored = gateway.stored
+    user = current_user.get()
+    while True:
+        changes = stored.running.changes(user, id)
+        found = await stored.call(lambda database, user: database.find(user, id))
+        if found is None:
+            return
+        groups = await stored.call(partial(_groups, id, after))
+        for first, data in groups:
+            events = data.split(b"\n\n")[:-1]
+            if rest := events[max(0, after + 1 - first) :]:
+                yield b"".join(one + b"\n\n" for one in rest)
+            after = first + len(events) - 1
+        if groups:
+            continue
+        if not found.active:
+            return
+        await adopt(gateway, found)
+        if changes is None:
+            await asyncio.sleep(POLL_S)
+        else:
+            await changes.wait()
+
+
+def _groups(id: str, after: int, database: Database, user: str) -> list[tuple[int, bytes]]:
+    return database.events(user, id, after)
+
+
+class LeaseLostError(Exception):
+    """The response was cancelled or deleted, or another gateway generates it."""
+
+
+@dataclass
+class _Unsaved:
+    """The events of a response that are not stored yet."""
+
+    first: int = 0
+    """The number of the first event."""
+    skipped: int = 0
+    """Number of the events from the beginning that an earlier gateway has stored."""
+    events: list[bytes] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, part: bytes) -> None:
+        """Adds the events of ``part`` that are not stored."""
+        events = part.split(b"\n\n")[:-1]
+        new = events[self.skipped :]
+        self.skipped -= len(events) - len(new)
+        self.events += new
+        self.arrived.set()
+
+    def add_failure(self, answer: dict[str, Any]) -> None:
+        """Adds the event of a failed response."""
+        number = self.first + len(self.events)
+        self.skipped = 0
+        fields = {"type": "response.failed", "sequence_number": number, "response": answer}
+        self.add(event(fields, "response.failed"))
+
+    def take(self) -> tuple[int, bytes, int]:
+        """The number of the first event, all events and their number."""
+        first, events, self.events = self.first, self.events, []
+        self.first += len(events)
+        self.arrived.clear()
+        return first, b"".join(one + b"\n\n" for one in events), len(events)
+
+
+class BackgroundTask:
+    """Generates one response. The current task's user has requested it."""
+
+    def __init__(self, gateway: Gateway, id: str, data: bytes, taken: Stored | None = None) -> None:
+        """``data``: the body of the request. ``taken``: the response, if another gateway has begun
+        it."""
+        self.user = current_user.get()
+        self.begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """The new response, or the error before its generation."""
+        self._gateway = gateway
+        self._stored = gateway.stored
+        self._id = id
+        self._data = data
+        self._taken = taken
+        events = 0 if taken is None else taken.events
+        self._unsaved = _Unsaved(events, events)
+
+    async def run(self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored) -> None:
+        """Generates the response to its end."""
+        named = self._gateway.named.of_background(self._id, self._unsaved.first)
+        named.read(PATH, self._data)
+        current_named.set(named)
+        try:
+            with self._gateway.shares.request():
+                self._gateway.shares.take_bytes(len(self._data))
+                job = await ResponseJob.begin(self._gateway, body, given, ignored, self._id)
+                with closing(job.generations):
+                    await self._begin(job)
+                    await self._generate(job)
+        except LeaseLostError:
+            log.info("the response %s was cancelled, deleted or continued elsewhere", self._id)
+        except Exception as error:
+            await self._fail(error)
+        except asyncio.CancelledError:
+            await self._stored.call(self._release)
+            raise
+        finally:
+            self.begun.cancel()
+            await named.close(self._gateway.shares.leaving)
+
+    async def _begin(self, job: ResponseJob) -> None:
+        if self._taken is not None:
+            job.created = msgspec.json.decode(self._taken.answer, type=_Head).created_at
+            return
+        stored = job.stored_answer(job.answer("queued"), self._data)
+        items = job.given_items()
+        owner = self._stored.owner
+        if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
+            raise ApiError(
+                413,
+                f"the request has more than {MAX_BYTES_OF_ONE} bytes with its stored items; send "
+                "less, or leave out background",
+                code="too_large",
+            )
+        self.begun.set_result(stored.answer)
+
+    async def _generate(self, job: ResponseJob) -> None:
+        unsaved = self._unsaved
+        reading = asyncio.ensure_future(self._read(job))
+        try:
+            while not reading.done():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(unsaved.arrived.wait(), RENEW_S)
+                await self._save()
+                await asyncio.wait((reading,), timeout=SAVE_S)
+            await reading
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        unsaved.add(job.last_event())
+        await self._finish(job.stored_answer(job.answer(job.status)), job.output_items())
+
+    async def _read(self, job: ResponseJob) -> None:
+        try:
+            async for part in job.events():
+                self._unsaved.add(part)
+        finally:
+            self._unsaved.arrived.set()
+
+    async def _save(self) -> None:
+        first, events, count = self._unsaved.take()
+        owner = self._stored.owner
+        kept = await self._stored.call(
+            lambda db, user: db.append(user, self._id, owner, first, events, count)
+        )
+        self._check_kept(kept)
+
+    async def _finish(self, response: Stored, items: list[Item]) -> None:
+        first, events, count = self._unsaved.take()
+        owner = self._stored.owner
+        kept = await self._stored.call(
+            lambda db, user: db.finish(user, response, owner, items, first, events, count)
+        )
+        self._check_kept(kept)
+
+    def _check_kept(self, kept: bool) -> None:
+        self._stored.running.notify(self.user, self._id)
+        if not kept:
+            raise LeaseLostError
+
+    async def _fail(self, error: Exception) -> None:
+        """Reports an error to the request, or in the response if the request was answered."""
+        if self._taken is None and not self.begun.done():
+            self.begun.set_exception(error)
+            return
+        if isinstance(error, TokenbusError):
+            error = from_tokenbus(error)
+        if not isinstance(error, ApiError):
+            log.error("the response %s failed", self._id, exc_info=error)
+            error = ApiError(500, "an internal error of the gateway", code="internal")
+        failure = Failure(error.code or error.type, error.message)
+        try:
+            found = await self._stored.call(lambda db, user: db.find(user, self._id))
+            if found is None:
+                return
+            answer = msgspec.json.decode(found.answer)
+            answer |= {"status": "failed", "error": failure}
+            found.status, found.answer = "failed", msgspec.json.encode(answer)
+            self._unsaved.add_failure(answer)
+            await self._finish(found, [])
+        except (ApiError, LeaseLostError) as second:
+            log.warning("the failure of the response %s is not stored: %s", self._id, second)
+
+    def _release(self, database: Database, user: str) -> None:
+        database.release(user, self._id, self._stored.owner)
+
+
+class _Head(Struct):
+    """The field of a stored response that a later gateway repeats."""
+
+    created_at: int

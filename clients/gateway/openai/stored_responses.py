@@ -1,0 +1,152 @@
+"""``/v1/responses/{id}``: the stored responses of a user."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..context import gateway_of
+from ..errors import ApiError, invalid_field
+from ..events import EventStream
+from ..json import json_response
+from ..stored.database import ContextTooLargeError, Database, NotStoredError, Stored
+from ..turns import current_user
+from ..wrong_values import refusal
+from .background import adopt, stored_events
+from .response_bodies import DeletedResponse, InputItemList
+
+EventNumber = Annotated[int, Meta(ge=-1, le=2**53)]
+PageLimit = Annotated[int, Meta(ge=1, le=100)]
+Order = Literal["asc", "desc"]
+
+Q = TypeVar("Q", bound=Struct)
+
+
+class Events(Struct):
+    """The query of ``GET /v1/responses/{id}``."""
+
+    stream: bool = False
+    starting_after: EventNumber = -1
+    """The number of the last event that the client has received."""
+
+
+class Page(Struct):
+    """The query of ``GET /v1/responses/{id}/input_items``."""
+
+    after: str | None = None
+    limit: PageLimit = 20
+    order: Order = "desc"
+
+
+async def response(request: Request) -> Response:
+    """Answers with a stored response, or with its events after ``starting_after``."""
+    query = _query(request, Events)
+    gateway = gateway_of(request)
+    found = await _found(request)
+    await adopt(gateway, found)
+    if not query.stream:
+        return json_response(msgspec.Raw(found.answer))
+    if not found.background:
+        raise invalid_field(
+            "stream",
+            f"the events of {found.id!r} are not stored, because it is not a response in the "
+            "background; leave out stream",
+        )
+    return EventStream(stored_events(gateway, found.id, query.starting_after))
+
+
+async def delete_response(request: Request) -> Response:
+    """Deletes a stored response, and cancels it if it is not finished."""
+    stored = gateway_of(request).stored
+    id = request.path_params["id"]
+    if not await stored.call(lambda database, user: database.delete(user, id)):
+        raise _not_found(id)
+    stored.running.cancel(current_user.get(), id)
+    return json_response(DeletedResponse(id))
+
+
+async def cancel_response(request: Request) -> Response:
+    """Cancels a response in the background. A finished response does not change."""
+    stored = gateway_of(request).stored
+    found = await _found(request)
+    if not found.background:
+        raise ApiError(
+            400,
+            f"{found.id!r} is not a response in the background; close the connection to cancel "
+            "another response",
+            code="invalid_request",
+        )
+    cancelled = await stored.call(lambda database, user: database.cancel(user, found.id))
+    if cancelled is None:
+        raise _not_found(found.id)
+    stored.running.cancel(current_user.get(), found.id)
+    return json_response(msgspec.Raw(cancelled.answer))
+
+
+async def input_items(request: Request) -> Response:
+    """Answers with a page of the input of a stored response. The items of earlier responses, which
+    the response continues, come first."""
+    page = _query(request, Page)
+    found = await _found(request)
+    stored = gateway_of(request).stored
+    items = await stored.call(lambda database, user: _input_of(database, user, found))
+    return json_response(_page(page, items))
+
+
+def _input_of(database: Database, user: str, response: Stored) -> list[bytes]:
+    given = database.given(user, response.id)
+    if response.previous is None:
+        return given
+    try:
+        return [*database.context(user, response.previous), *given]
+    except (NotStoredError, ContextTooLargeError):
+        # An earlier response was deleted.
+        return given
+
+
+def _page(page: Page, items: list[bytes]) -> InputItemList:
+    decoded: list[dict[str, Any]] = [msgspec.json.decode(data) for data in items]
+    if page.order == "desc":
+        decoded.reverse()
+    ids = [item["id"] for item in decoded]
+    if page.after is not None:
+        if page.after not in ids:
+            raise invalid_field("after", f"the input has no item {page.after!r}")
+        begin = ids.index(page.after) + 1
+        ids, decoded = ids[begin:], decoded[begin:]
+    shown = decoded[: page.limit]
+    return InputItemList(
+        shown,
+        len(decoded) > len(shown),
+        ids[0] if shown else None,
+        ids[len(shown) - 1] if shown else None,
+    )
+
+
+async def _found(request: Request) -> Stored:
+    id = request.path_params["id"]
+    stored = gateway_of(request).stored
+    found = await stored.call(lambda database, user: database.find(user, id))
+    if found is None:
+        raise _not_found(id)
+    return found
+
+
+def _query(request: Request, kind: type[Q]) -> Q:
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise refusal(error, kind) from None
+
+
+def _not_found(id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"the response {id!r} is not stored: it was deleted, or dropped to make room, or belongs "
+        "to another API key",
+        code="response_not_found",
+    )

@@ -1,0 +1,381 @@
+"""The stored responses of all users: plain functions of the database, which block."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from .tables import connect
+
+MAX_BYTES = 512 * 1024 * 1024
+"""Maximum bytes of the stored responses of all users. The responses that were not used for the
+longest time are deleted first, beginning with the user who has the most bytes."""
+MAX_BYTES_OF_ONE = 64 * 1024 * 1024
+"""Maximum bytes of the stored responses of one user."""
+MAX_RESPONSES_OF_ONE = 4096
+"""Maximum number of stored responses of one user."""
+MAX_CONTEXT_BYTES = 8 * 1024 * 1024
+"""Maximum bytes of the items that earlier responses add to one input."""
+OVERHEAD_BYTES = 512
+"""Bytes that count for a response, an item and a group of events in addition to their data."""
+EVENT_GROUPS = 64
+"""Number of groups of events that are read at a time."""
+LEASE_S = 15.0
+"""Time in seconds after which another gateway may continue a response that its gateway does not
+report any more."""
+ACTIVE = ("queued", "in_progress")
+"""The statuses of a response that is not finished."""
+
+
+class Item(Struct, frozen=True):
+    """An item of a response."""
+
+    id: str
+    data: bytes
+    """The item as JSON."""
+    given: bool
+    """Whether the item belongs to the input."""
+
+
+class Stored(Struct):
+    """A stored response."""
+
+    id: str
+    status: str
+    answer: bytes
+    """The response as JSON."""
+    previous: str | None = None
+    background: bool = False
+    body: bytes | None = None
+    """The body of the request, until a response in the background is finished."""
+    events: int = 0
+    """Number of stored events."""
+    expired: bool = False
+    """Whether no gateway generates this unfinished response."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the response is not finished."""
+        return self.status in ACTIVE
+
+
+class NotStoredError(Exception):
+    """A response is not stored for this user."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.id = id
+
+
+class UnfinishedError(NotStoredError):
+    """A response does not have an answer that can be continued."""
+
+    def __init__(self, id: str, status: str) -> None:
+        super().__init__(id)
+        self.status = status
+
+
+class ContextTooLargeError(Exception):
+    """The items of earlier responses exceed ``MAX_CONTEXT_BYTES``."""
+
+
+class Database:
+    """One connection. Its calls must not overlap."""
+
+    def __init__(self, folder: Path) -> None:
+        self._connection = connect(folder)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+    def save(
+        self, user: str, response: Stored, items: Sequence[Item], owner: str | None = None
+    ) -> bool:
+        """Stores a response in place of an older one with its id. ``owner``: the gateway that
+        generates the response. Returns whether the response fits into the user's share."""
+        size = len(response.answer) + len(response.body or b"") + OVERHEAD_BYTES + _size_of(items)
+        if size > MAX_BYTES_OF_ONE:
+            return False
+        now = time.time()
+        with self._transaction() as run:
+            run.execute("DELETE FROM responses WHERE user = ? AND id = ?", (user, response.id))
+            [number] = run.execute(
+                "INSERT INTO responses (user, id, previous, status, answer, body, background,"
+                " owner, lease, size, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " RETURNING number",
+                (
+                    user,
+                    response.id,
+                    response.previous,
+                    response.status,
+                    response.answer,
+                    response.body,
+                    response.background,
+                    owner,
+                    now + LEASE_S,
+                    size,
+                    now,
+                ),
+            ).fetchone()
+            _insert_items(run, number, items, 0)
+            self._shrink(user)
+        return True
+
+    def find(self, user: str, id: str) -> Stored | None:
+        """The response of a user with this id."""
+        row = self._connection.execute(
+            "SELECT id, status, answer, previous, background, body, events, lease"
+            " FROM responses WHERE user = ? AND id = ?",
+            (user, id),
+        ).fetchone()
+        if row is None:
+            return None
+        *fields, lease = row
+        found = Stored(*fields)
+        found.background = bool(found.background)
+        found.expired = found.active and lease < time.time()
+        return found
+
+    def delete(self, user: str, id: str) -> bool:
+        """Deletes a response; returns whether it was stored."""
+        with self._transaction() as run:
+            sql = "DELETE FROM responses WHERE user = ? AND id = ?"
+            return run.execute(sql, (user, id)).rowcount > 0
+
+    def items(self, user: str, ids: Sequence[str]) -> dict[str, bytes]:
+        """The stored items of a user with these ids. An item of an answer takes precedence."""
+        found: dict[str, bytes] = {}
+        sql = (
+            "SELECT data FROM items JOIN responses ON response = number"
+            " WHERE items.id = ? AND user = ? ORDER BY given, number DESC LIMIT 1"
+        )
+        size = 0
+        for id in dict.fromkeys(ids):
+            row = self._connection.execute(sql, (id, user)).fetchone()
+            if row is not None:
+                found[id] = row[0]
+                size += len(row[0])
+            if size > MAX_CONTEXT_BYTES:
+                raise ContextTooLargeError
+        return found
+
+    def context(self, user: str, id: str) -> list[bytes]:
+        """The items of a finished response and of all responses before it, in their order.
+
+        Raises NotStoredError, UnfinishedError and ContextTooLargeError.
+        """
+        chain: dict[int, None] = {}
+        size = 0
+        next_id: str | None = id
+        while next_id is not None:
+            row = self._connection.execute(
+                "SELECT number, status, previous FROM responses WHERE user = ? AND id = ?",
+                (user, next_id),
+            ).fetchone()
+            if row is None or row[0] in chain:
+                raise NotStoredError(next_id)
+            if row[1] not in ("completed", "incomplete"):
+                raise UnfinishedError(next_id, row[1])
+            chain[row[0]] = None
+            size += self._bytes_of_items(row[0])
+            if size > MAX_CONTEXT_BYTES:
+                raise ContextTooLargeError
+            next_id = row[2]
+        with self._transaction() as run:
+            sql = "UPDATE responses SET used = ? WHERE number = ?"
+            now = time.time()
+            run.executemany(sql, [(now, number) for number in chain])
+        sql = "SELECT data FROM items WHERE response = ? ORDER BY place"
+        rows = (self._connection.execute(sql, (number,)) for number in reversed(chain))
+        return [data for found in rows for (data,) in found]
+
+    def given(self, user: str, id: str) -> list[bytes]:
+        """The items of a response's own input."""
+        return [
+            data
+            for (data,) in self._connection.execute(
+                "SELECT data FROM items JOIN responses ON response = number"
+                " WHERE user = ? AND responses.id = ? AND given ORDER BY place",
+                (user, id),
+            )
+        ]
+
+    def append(self, user: str, id: str, owner: str, first: int, events: bytes, count: int) -> bool:
+        """Adds ``count`` events, of which the first has the number ``first``, and renews the lease
+        of ``owner``. Returns False if ``owner`` does not generate the response any more."""
+        with self._transaction() as run:
+            number = self._owned(user, id, owner)
+            if number is None:
+                return False
+            run.execute(
+                "UPDATE responses SET status = 'in_progress', lease = ? WHERE number = ?",
+                (time.time() + LEASE_S, number),
+            )
+            self._add_events(number, first, events, count)
+            self._shrink(user)
+            return self._owned(user, id, owner) is not None
+
+    def finish(
+        self,
+        user: str,
+        response: Stored,
+        owner: str,
+        items: Sequence[Item],
+        first: int,
+        events: bytes,
+        count: int,
+    ) -> bool:
+        """Stores the answer, the items and the last events of a response in the background.
+        Returns False if ``owner`` does not generate the response any more."""
+        with self._transaction() as run:
+            number = self._owned(user, response.id, owner)
+            if number is None:
+                return False
+            [body] = run.execute(
+                "SELECT coalesce(length(body), 0) + length(answer) FROM responses WHERE number = ?",
+                (number,),
+            ).fetchone()
+            [place] = run.execute(
+                "SELECT count(*) FROM items WHERE response = ?", (number,)
+            ).fetchone()
+            _insert_items(run, number, items, place)
+            run.execute(
+                "UPDATE responses SET status = ?, answer = ?, body = NULL, owner = NULL,"
+                " size = size + ?, used = ? WHERE number = ?",
+                (
+                    response.status,
+                    response.answer,
+                    len(response.answer) + _size_of(items) - body,
+                    time.time(),
+                    number,
+                ),
+            )
+            self._add_events(number, first, events, count)
+            self._shrink(user)
+            return True
+
+    def adopt(self, user: str, id: str, owner: str) -> Stored | None:
+        """Makes ``owner`` generate an unfinished response whose lease has expired. None if another
+        gateway generates the response, or if it is finished."""
+        with self._transaction() as run:
+            found = self.find(user, id)
+            if found is None or not found.expired or found.body is None:
+                return None
+            run.execute(
+                "UPDATE responses SET owner = ?, lease = ? WHERE user = ? AND id = ?",
+                (owner, time.time() + LEASE_S, user, id),
+            )
+            return found
+
+    def release(self, user: str, id: str, owner: str) -> None:
+        """Ends the lease of ``owner``, so that another gateway may continue at once."""
+        with self._transaction() as run:
+            run.execute(
+                "UPDATE responses SET lease = 0 WHERE user = ? AND id = ? AND owner = ?",
+                (user, id, owner),
+            )
+
+    def cancel(self, user: str, id: str) -> Stored | None:
+        """Cancels a response that is not finished; returns the response."""
+        with self._transaction() as run:
+            found = self.find(user, id)
+            if found is None or not found.active:
+                return found
+            answer = msgspec.json.decode(found.answer)
+            answer["status"] = found.status = "cancelled"
+            found.answer = msgspec.json.encode(answer)
+            run.execute(
+                "UPDATE responses SET status = ?, answer = ?, body = NULL, owner = NULL"
+                " WHERE user = ? AND id = ?",
+                (found.status, found.answer, user, id),
+            )
+            return found
+
+    def events(self, user: str, id: str, after: int) -> list[tuple[int, bytes]]:
+        """The next groups of events after the event with the number ``after``: the number of the
+        first event of each, and the events."""
+        return self._connection.execute(
+            "SELECT first, data FROM events JOIN responses ON response = number"
+            " WHERE user = :user AND id = :id AND responses.events > :next AND first >= (SELECT"
+            " max(e.first) FROM events AS e WHERE e.response = number AND e.first <= :next)"
+            " ORDER BY first LIMIT :limit",
+            {"user": user, "id": id, "next": after + 1, "limit": EVENT_GROUPS},
+        ).fetchall()
+
+    def _owned(self, user: str, id: str, owner: str) -> int | None:
+        row = self._connection.execute(
+            "SELECT number FROM responses WHERE user = ? AND id = ? AND owner = ?"
+            " AND status IN (?, ?)",
+            (user, id, owner, *ACTIVE),
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+    def _add_events(self, number: int, first: int, events: bytes, count: int) -> None:
+        if not count:
+            return
+        run = self._connection
+        run.execute("INSERT INTO events VALUES (?, ?, ?)", (number, first, events))
+        run.execute(
+            "UPDATE responses SET events = ?, size = size + ? WHERE number = ?",
+            (first + count, len(events) + OVERHEAD_BYTES, number),
+        )
+
+    def _bytes_of_items(self, number: int) -> int:
+        [size] = self._connection.execute(
+            "SELECT coalesce(sum(length(data)), 0) FROM items WHERE response = ?", (number,)
+        ).fetchone()
+        return int(size)
+
+    def _shrink(self, user: str) -> None:
+        """Deletes responses until the bounds are met."""
+        run = self._connection
+        while True:
+            row = run.execute(
+                "SELECT bytes, responses FROM users WHERE user = ?", (user,)
+            ).fetchone()
+            if row is None or (row[0] <= MAX_BYTES_OF_ONE and row[1] <= MAX_RESPONSES_OF_ONE):
+                break
+            self._delete_oldest(user)
+        while True:
+            [total] = run.execute("SELECT coalesce(sum(bytes), 0) FROM users").fetchone()
+            if total <= MAX_BYTES:
+                break
+            [largest] = run.execute("SELECT user FROM users ORDER BY bytes DESC LIMIT 1").fetchone()
+            self._delete_oldest(largest)
+
+    def _delete_oldest(self, user: str) -> None:
+        # Finished responses are deleted first.
+        self._connection.execute(
+            "DELETE FROM responses WHERE number = (SELECT number FROM responses WHERE user = ?"
+            " ORDER BY status IN (?, ?), used LIMIT 1)",
+            (user, *ACTIVE),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        run = self._connection
+        run.execute("BEGIN IMMEDIATE")
+        try:
+            yield run
+        except BaseException:
+            run.execute("ROLLBACK")
+            raise
+        run.execute("COMMIT")
+
+
+def _size_of(items: Sequence[Item]) -> int:
+    return sum(OVERHEAD_BYTES + len(item.data) for item in items)
+
+
+def _insert_items(run: sqlite3.Connection, number: int, items: Sequence[Item], place: int) -> None:
+    run.executemany(
+        "INSERT INTO items VALUES (?, ?, ?, ?, ?)",
+        [(number, place + i, one.given, one.id, one.data) for i, one in enumerate(items)],
+    )

@@ -1,0 +1,107 @@
+"""Inputs that refer to stored items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..errors import ApiError, invalid_field
+from .database import (
+    MAX_CONTEXT_BYTES,
+    ContextTooLargeError,
+    NotStoredError,
+    UnfinishedError,
+)
+from .responses import StoredResponses
+
+
+async def resolved(stored: StoredResponses, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An input with items in place of references. Raises ApiError 400 for an unknown item, or if
+    the items are too large together.
+
+    Some clients send back only the id of a reasoning item. If the item is stored, its thinking is
+    added.
+    """
+    ids = [id for item in given if isinstance(id := item.get("id"), str) and _refers(item)]
+    found: dict[str, bytes] = {}
+    if ids:
+        try:
+            found = await stored.call(lambda database, user: database.items(user, ids))
+        except ContextTooLargeError:
+            raise _too_large("input") from None
+    return list(replaced(found, given))
+
+
+def replaced(
+    stored: Mapping[str, bytes], given: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The items of an input, with those of ``stored`` in place of references to them."""
+    size = 0
+    for place, item in enumerate(given):
+        id = item.get("id")
+        data = stored.get(id) if isinstance(id, str) else None
+        if not _refers(item):
+            yield item
+            continue
+        if data is None:
+            if item.get("type") == "reasoning":
+                yield item
+                continue
+            raise invalid_field(
+                f"input[{place}].id",
+                f"input[{place}]: the item {id!r} is not stored; send the item itself",
+            )
+        size += len(data)
+        if size > MAX_CONTEXT_BYTES:
+            raise _too_large(f"input[{place}].id")
+        yield msgspec.json.decode(data)
+
+
+async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, Any]]:
+    """The items of the response ``previous`` and of all responses before it. Raises ApiError
+    400."""
+    try:
+        found = await stored.call(lambda database, user: database.context(user, previous))
+    except UnfinishedError as error:
+        raise invalid_field(
+            "previous_response_id",
+            f"the response {error.id!r} is {error.status}; continue a response that is completed "
+            "or incomplete",
+        ) from None
+    except NotStoredError as error:
+        raise ApiError(
+            400,
+            f"the response {error.id!r} is not stored: it was deleted, or dropped to make room, or "
+            "belongs to another API key; send the whole conversation as 'input'",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        ) from None
+    except ContextTooLargeError:
+        raise _too_large("previous_response_id") from None
+    return [msgspec.json.decode(data) for data in found]
+
+
+def _too_large(param: str) -> ApiError:
+    return invalid_field(
+        param,
+        f"{param}: the stored items of this input have more than {MAX_CONTEXT_BYTES} bytes "
+        "together; begin a new conversation, and refer to each item only once",
+    )
+
+
+def _refers(item: dict[str, Any]) -> bool:
+    """Whether an item stands for a stored one."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind == "reasoning" and not _has_text(item))
+
+
+def _has_text(item: dict[str, Any]) -> bool:
+    """Whether a reasoning item has content or a summary."""
+    return any(
+        not isinstance(part, dict) or part.get("text")
+        for name in ("content", "summary")
+        if isinstance(parts := item.get(name), list)
+        for part in parts
+    )

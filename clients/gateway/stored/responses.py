@@ -1,0 +1,67 @@
+"""The stored responses for the event loop: users take turns at the database, which a thread
+reads and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import ApiError
+from ..turns import Turns, current_user
+from .database import Database
+from .running import Running
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StoredResponses:
+    """The stored responses, as one gateway process sees them. Each call is for the user of the
+    current task."""
+
+    def __init__(self, folder: Path) -> None:
+        self.owner = secrets.token_hex(8)
+        """The name of this process among the gateways that generate responses."""
+        self.running = Running()
+        self._folder = folder
+        self._turns = Turns()
+        self._database: Database | None = None
+
+    async def call(self, work: Callable[[Database, str], T]) -> T:
+        """The result of ``work`` with the database and the current user, on a thread. Raises
+        ApiError 503 if the database fails."""
+        user = current_user.get()
+        async with self._turns.of(user):
+            # A cancelled task must not leave a thread at the database.
+            working = asyncio.ensure_future(asyncio.to_thread(self._work, work, user))
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                await asyncio.wait((working,))
+                raise
+            except sqlite3.Error as error:
+                log.error("the stored responses in %s cannot be used: %s", self._folder, error)
+                raise ApiError(
+                    503,
+                    "responses cannot be stored or read at the moment; send store=false, or try "
+                    "again later",
+                    code="store_failed",
+                    retry_after_s=5.0,
+                ) from None
+
+    def _work(self, work: Callable[[Database, str], T], user: str) -> T:
+        if self._database is None:
+            self._database = Database(self._folder)
+        return work(self._database, user)
+
+    async def close(self) -> None:
+        """Leaves running responses to other gateways and closes the database."""
+        await self.running.close()
+        if self._database is not None:
+            await asyncio.to_thread(self._database.close)

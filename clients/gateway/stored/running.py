@@ -1,0 +1,52 @@
+"""The responses in the background that one gateway process generates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Running:
+    """The tasks of this process that generate responses, by user and id."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._changed: dict[tuple[str, str], asyncio.Event] = {}
+        """Set when a response has new events or has ended. Each event is set once."""
+
+    def start(self, user: str, id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Runs ``work``, which generates a response of ``user``, in the context of this call."""
+        key = user, id
+        task = asyncio.ensure_future(work)
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._ended(key))
+
+    def changes(self, user: str, id: str) -> asyncio.Event | None:
+        """An event that is set at the next change of a response; None if this process does not
+        generate the response."""
+        key = user, id
+        return self._changed.setdefault(key, asyncio.Event()) if key in self._tasks else None
+
+    def notify(self, user: str, id: str) -> None:
+        """Wakes the readers of a response."""
+        changed = self._changed.pop((user, id), None)
+        if changed is not None:
+            changed.set()
+
+    def cancel(self, user: str, id: str) -> None:
+        """Cancels the task of a response, if this process has it."""
+        task = self._tasks.get((user, id))
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancels all tasks, and waits for their ends."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, key: tuple[str, str]) -> None:
+        del self._tasks[key]
+        self.notify(*key)

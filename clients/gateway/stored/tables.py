@@ -1,0 +1,113 @@
+"""The tables of stored responses, and the file that contains them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FILE = "responses.sqlite"
+VERSION = 1
+"""The version of the tables, which the file has as ``user_version``."""
+BUSY_S = 10.0
+"""Time in seconds that a write waits for the write of another gateway."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY,
+    user TEXT NOT NULL,
+    id TEXT NOT NULL,
+    previous TEXT,
+    status TEXT NOT NULL,
+    answer BLOB NOT NULL,
+    body BLOB,
+    background INTEGER NOT NULL,
+    owner TEXT,
+    lease REAL NOT NULL DEFAULT 0,
+    events INTEGER NOT NULL DEFAULT 0,
+    size INTEGER NOT NULL,
+    used REAL NOT NULL,
+    UNIQUE (user, id)
+);
+CREATE INDEX IF NOT EXISTS oldest ON responses (user, used);
+CREATE TABLE IF NOT EXISTS items (
+    response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
+    place INTEGER NOT NULL,
+    given INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (response, place)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS item_ids ON items (id);
+CREATE TABLE IF NOT EXISTS events (
+    response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
+    first INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (response, first)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS users (
+    user TEXT PRIMARY KEY, bytes INTEGER NOT NULL, responses INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO users VALUES (new.user, new.size, 1)
+    ON CONFLICT DO UPDATE SET bytes = bytes + new.size, responses = responses + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF size ON responses BEGIN
+    UPDATE users SET bytes = bytes + new.size - old.size WHERE user = new.user;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE users SET bytes = bytes - old.size, responses = responses - 1 WHERE user = old.user;
+    DELETE FROM users WHERE user = old.user AND responses = 0;
+END;
+"""
+
+
+def connect(folder: Path) -> sqlite3.Connection:
+    """The database of a run directory, which is created if it does not exist. If the file cannot be
+    used, the database is in memory, and only this process has it."""
+    try:
+        return _opened(folder / FILE)
+    except (OSError, sqlite3.Error) as error:
+        log.warning(
+            "responses are stored only in the memory of this gateway: cannot use %s: %s",
+            folder / FILE,
+            error,
+        )
+        return _with_tables(_connection(":memory:"))
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # SQLite gives its further files the permissions of this one.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    connection = _connection(str(path))
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        return _with_tables(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connection(path: str) -> sqlite3.Connection:
+    # The calls of a connection take turns, on any thread.
+    connection = sqlite3.connect(
+        path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA secure_delete = ON")
+    return connection
+
+
+def _with_tables(connection: sqlite3.Connection) -> sqlite3.Connection:
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):
+        raise sqlite3.DatabaseError(
+            f"the file has version {version} of the tables; this gateway needs version {VERSION}"
+        )
+    connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+    return connection

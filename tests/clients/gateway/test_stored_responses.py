@@ -1,0 +1,332 @@
+"""Stored responses: later requests continue them, and other users do not see them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.stored import database as bounds
+from tokenbus.clients.gateway.stored.database import (
+    ContextTooLargeError,
+    Database,
+    Item,
+    NotStoredError,
+    Stored,
+    UnfinishedError,
+)
+from tokenbus.clients.gateway.stored.references import replaced
+from tokenbus.clients.gateway.stored.tables import FILE
+
+from ...processes import Bus, Gateway
+from .openai_requests import MODEL, openai_client
+from .stepped import SteppedWorker, stepped_worker
+
+BODY = b'{"model": "stepped"}'
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    found = Database(tmp_path)
+    yield found
+    found.close()
+
+
+def stored(id: str, previous: str | None = None, status: str = "completed") -> Stored:
+    return Stored(id, status, json.dumps({"id": id, "status": status}).encode(), previous)
+
+
+def item(id: str, text: str = "x", given: bool = False) -> Item:
+    return Item(id, json.dumps({"id": id, "text": text}).encode(), given)
+
+
+def ids(found: list[bytes]) -> list[str]:
+    return [json.loads(data)["id"] for data in found]
+
+
+def test_a_response_belongs_to_its_user(database: Database) -> None:
+    database.save("ann", stored("1"), [item("i")])
+    assert database.find("ben", "1") is None
+    assert database.items("ben", ["i"]) == {}
+    assert not database.delete("ben", "1")
+    assert database.cancel("ben", "1") is None
+    with pytest.raises(NotStoredError):
+        database.context("ben", "1")
+    assert set(database.items("ann", ["i"])) == {"i"}
+    assert database.delete("ann", "1")
+    assert database.items("ann", ["i"]) == {}
+
+
+def test_a_conversation_is_followed_to_its_beginning(database: Database) -> None:
+    database.save("ann", stored("1"), [item("a", given=True), item("b")])
+    database.save("ann", stored("2", "1"), [item("c", given=True), item("d")])
+    assert ids(database.context("ann", "2")) == ["a", "b", "c", "d"]
+    assert ids(database.given("ann", "2")) == ["c"]
+    database.save("ann", stored("3", "2", "failed"), [])
+    with pytest.raises(UnfinishedError):
+        database.context("ann", "3")
+    database.delete("ann", "1")
+    with pytest.raises(NotStoredError) as missing:
+        database.context("ann", "2")
+    assert missing.value.id == "1"
+
+
+def test_a_response_that_continues_itself_is_refused(database: Database) -> None:
+    database.save("ann", stored("1", "1"), [])
+    with pytest.raises(NotStoredError):
+        database.context("ann", "1")
+
+
+def test_responses_that_were_not_used_are_dropped_first(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_RESPONSES_OF_ONE", 2)
+    database.save("ann", stored("1"), [])
+    database.save("ann", stored("2"), [])
+    database.context("ann", "1")
+    database.save("ann", stored("3"), [])
+    assert [id for id in "123" if database.find("ann", id)] == ["1", "3"]
+
+
+def test_the_user_with_the_most_bytes_makes_room(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_BYTES_OF_ONE", 20_000)
+    monkeypatch.setattr(bounds, "MAX_BYTES", 19_000)
+    database.save("small", stored("s"), [item("s")])
+    for number in range(5):
+        database.save("large", stored(str(number)), [item(str(number), "x" * 8000)])
+    assert database.find("small", "s") is not None
+    assert [n for n in range(5) if database.find("large", str(n))] == [4]
+    assert not database.save("large", stored("huge"), [item("huge", "x" * 20_000)])
+    assert database.find("large", "huge") is None
+
+
+def test_the_items_of_an_input_are_bounded(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_CONTEXT_BYTES", 100)
+    database.save("ann", stored("1"), [item("a", "x" * 60)])
+    database.save("ann", stored("2", "1"), [item("b", "x" * 60)])
+    assert ids(database.context("ann", "1")) == ["a"]
+    with pytest.raises(ContextTooLargeError):
+        database.context("ann", "2")
+    with pytest.raises(ContextTooLargeError):
+        database.items("ann", ["a", "b"])
+
+
+def test_references_are_replaced() -> None:
+    found = {"1": b'{"x":1}'}
+    reference: dict[str, Any] = {"type": "item_reference", "id": "1"}
+    assert list(replaced(found, [reference])) == [{"x": 1}]
+    cut: dict[str, Any] = {"type": "reasoning", "id": "1", "content": [{"text": ""}]}
+    whole = {**cut, "summary": [{"type": "summary_text", "text": "t"}]}
+    assert list(replaced(found, [cut, whole])) == [{"x": 1}, whole]
+    for kept in ({**cut, "id": [1]}, {**cut, "id": "2"}):
+        assert list(replaced(found, [kept])) == [kept]
+    with pytest.raises(ApiError, match="is not stored"):
+        list(replaced(found, [{**reference, "id": "2"}]))
+
+
+def test_one_gateway_generates_a_response_at_a_time(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Database(tmp_path)
+    started = Stored("1", "queued", b'{"status":"queued"}', None, True, BODY)
+    database.save("ann", started, [], "first")
+    assert database.append("ann", "1", "first", 0, b"data: 0\n\n", 1)
+    assert not other.append("ann", "1", "second", 1, b"data: 1\n\n", 1)
+    assert other.adopt("ann", "1", "second") is None
+    database.release("ann", "1", "first")
+    taken = other.adopt("ann", "1", "second")
+    assert taken is not None
+    assert (taken.events, taken.body) == (1, BODY)
+    assert not database.append("ann", "1", "first", 1, b"data: 1\n\n", 1)
+    assert other.append("ann", "1", "second", 1, b"data: 1\n\ndata: 2\n\n", 2)
+    assert other.finish("ann", stored("1"), "second", [item("o")], 3, b"data: 3\n\n", 1)
+    assert [first for first, _ in database.events("ann", "1", -1)] == [0, 1, 3]
+    assert [first for first, _ in database.events("ann", "1", 1)] == [1, 3]
+    assert database.events("ann", "1", 3) == []
+    assert ids(database.context("ann", "1")) == ["o"]
+    found = database.cancel("ann", "1")
+    assert found is not None
+    assert found.status == "completed"
+    other.close()
+
+
+def test_a_file_that_cannot_be_used_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sqlite3.connect(tmp_path / FILE) as newer:
+        newer.execute("PRAGMA user_version = 9")
+    found = Database(tmp_path)
+    assert "has version 9 of the tables" in caplog.text
+    assert found.save("ann", stored("1"), [])
+    found.close()
+
+
+def test_only_the_owner_may_read_the_file(database: Database, tmp_path: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{FILE}*")} == {0o600}
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+
+def post(gateway: Gateway, input: Any, **more: Any) -> Any:
+    body = {"model": MODEL, "input": input, "max_output_tokens": 4, "temperature": 0, **more}
+    return httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=300).json()
+
+
+@pytest.mark.process
+def test_a_conversation_continues_a_stored_response(gateway: Gateway) -> None:
+    first = post(gateway, "hello")
+    second = post(gateway, "more", previous_response_id=first["id"])
+    asked = {"role": "user", "content": "hello"}
+    more = {"role": "user", "content": "more"}
+    sent = post(gateway, [asked, *first["output"], more])
+    referred = post(
+        gateway, [asked, {"type": "item_reference", "id": first["output"][0]["id"]}, more]
+    )
+    assert second["previous_response_id"] == first["id"]
+    tokens = sent["usage"]["input_tokens"]
+    assert (second["usage"]["input_tokens"], referred["usage"]["input_tokens"]) == (tokens, tokens)
+    unstored = post(gateway, "hello", store=False)
+    assert (first["store"], unstored["store"]) == (True, False)
+    refused = post(gateway, "x", previous_response_id=unstored["id"])["error"]
+    assert (refused["code"], refused["param"]) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    wrong = post(gateway, [{"type": "item_reference", "id": unstored["output"][0]["id"]}])
+    assert wrong["error"]["param"] == "input[0].id"
+
+
+@pytest.mark.process
+def test_a_stored_response_is_read_and_deleted(gateway: Gateway) -> None:
+    with openai_client(gateway) as api:
+        first = api.responses.create(
+            model=MODEL, input="hello", max_output_tokens=2, metadata={"job": "7"}
+        )
+        assert api.responses.retrieve(first.id) == first
+        assert first.metadata == {"job": "7"}
+        second = api.responses.create(
+            model=MODEL,
+            input="more",
+            max_output_tokens=2,
+            previous_response_id=first.id,
+        )
+        listed = list(api.responses.input_items.list(second.id, order="asc", limit=2))
+        assert [one.type for one in listed] == ["message"] * 3
+        newest = api.responses.input_items.list(second.id, limit=1)
+        assert newest.has_more
+        assert newest.data == listed[-1:]
+        with pytest.raises(openai.BadRequestError, match="in the background"):
+            api.responses.cancel(first.id)
+        with pytest.raises(openai.BadRequestError, match="events of"):
+            list(api.responses.retrieve(first.id, stream=True))
+        api.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(first.id)
+        assert len(list(api.responses.input_items.list(second.id))) == 1
+
+
+# --- in the background ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stepped(processes: None) -> Iterator[tuple[Bus, SteppedWorker, str]]:
+    """A bus with a worker whose steps are the test's, and the path of a file of API keys."""
+    with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 100) as worker:
+        keys = bus.folder / "api-keys"
+        names = ("ann", "ben")
+        keys.write_text(
+            "".join(f"{one} {hashlib.sha256(one.encode()).hexdigest()}\n" for one in names)
+        )
+        bus.wait_for_models("stepped")
+        yield bus, worker, str(keys)
+
+
+def client(gateway: Gateway, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120.0)
+
+
+@pytest.mark.process
+def test_a_response_in_the_background_outlives_its_gateway(
+    stepped: tuple[Bus, SteppedWorker, str],
+) -> None:
+    bus, worker, keys = stepped
+    first, second = (bus.start_gateway(api_keys=keys) for _ in range(2))
+    with client(first, "ann") as ann, client(second, "ann") as other, client(second, "ben") as ben:
+        begun = ann.responses.create(
+            model="stepped", input="hi", background=True, stream=True, max_output_tokens=9
+        )
+        running = worker.begun()
+        running.step(3)
+        seen = []
+        for event in begun:
+            seen.append(event)
+            if len([one for one in seen if one.type == "response.output_text.delta"]) == 3:
+                break
+        begun.close()
+        head: Any = seen[0]
+        id = head.response.id
+        assert [one.type for one in seen[:3]] == [
+            "response.created",
+            "response.queued",
+            "response.in_progress",
+        ]
+        with pytest.raises(openai.NotFoundError):
+            ben.responses.retrieve(id)
+        with pytest.raises(openai.NotFoundError):
+            ben.responses.cancel(id)
+        assert other.responses.retrieve(id).status in ("queued", "in_progress")
+        first.process.kill()
+        with sqlite3.connect(bus.folder / FILE) as database:
+            # Passes the time after which the lease has expired.
+            database.execute("UPDATE responses SET lease = 0 WHERE id = ?", (id,))
+        rest = other.responses.retrieve(id, stream=True, starting_after=seen[3].sequence_number)
+        found = [next(rest)]
+        assert worker.attached() == running.request
+        running.send_again()
+        running.step(2, "length")
+        found += list(rest)
+    numbers = [one.sequence_number for one in found]
+    assert numbers == list(range(4, 4 + len(found)))
+    assert found[0] == seen[4]
+    last: Any = found[-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    assert (last.response.output_text, last.response.id) == ("xxxxx", id)
+    assert last.response.created_at == head.response.created_at
+
+
+@pytest.mark.process
+def test_a_response_in_the_background_is_cancelled(
+    stepped: tuple[Bus, SteppedWorker, str],
+) -> None:
+    bus, worker, keys = stepped
+    first, second = (bus.start_gateway(api_keys=keys) for _ in range(2))
+    with client(first, "ann") as ann, client(second, "ann") as other:
+        begun = ann.responses.create(model="stepped", input="hi", background=True)
+        running = worker.begun()
+        assert begun.status == "queued"
+        assert begun.background is True
+        # The gateway without the task cancels the response.
+        assert other.responses.cancel(begun.id).status == "cancelled"
+        assert worker.cancelled() == running.request
+        assert list(ann.responses.retrieve(begun.id, stream=True))[-1].type != "response.completed"
+        assert ann.responses.cancel(begun.id).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="is cancelled"):
+            other.responses.create(model="stepped", input="more", previous_response_id=begun.id)
+        failing = ann.responses.create(model="stepped", input="hi", background=True)
+        assert worker.begun().request != running.request
+        ann.responses.delete(failing.id)
+        assert worker.cancelled()
+        with pytest.raises(openai.BadRequestError, match="store"):
+            ann.responses.create(model="stepped", input="hi", background=True, store=False)
