@@ -228,6 +228,6 @@ def _controllers(world: World) -> None:
         no_waiting(world),
     ):
         streams = [client.generate(f"The {i} ", **options) for i in range(8)]  # type: ignore[arg-type]
-        texts = [stream.text for stream in streams]
+        texts = [stream.text() for stream in streams]
     for text in texts:
         world.expect(re.fullmatch(REGEX, text) is not None, f"not under its regex: {text!r}")

@@ -77,7 +77,7 @@ async def _read_runs(front: str, pipe: Connection) -> None:
 
 
 async def _whole(stream: AsyncStream) -> int:
-    return len(await stream.tokens)
+    return len(await stream.tokens())
 
 
 async def _each(stream: AsyncStream) -> int:

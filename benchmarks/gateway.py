@@ -155,7 +155,7 @@ async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) ->
         stream = client.generate(
             PROMPT, model=running.model, max_tokens=tokens, ignore_eos=True, text=True
         )
-        assert len(await stream.tokens) == tokens
+        assert len(await stream.tokens()) == tokens
 
     began = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(STREAMS)))

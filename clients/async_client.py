@@ -14,10 +14,9 @@ from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, 
 from .base_client import BaseClient
 from .calls import Call
 from .lanes import Delivery, hand_out
-from .recording import Recorder, note_buffer
+from .recording import Recorder
 from .request_options import (
     ASK_S,
-    DRAIN_S,
     UPLOAD_S,
     EmbedOptions,
     GenerateOptions,
@@ -26,8 +25,6 @@ from .request_options import (
     ScoreOptions,
     buffer_call,
     delete_call,
-    drain_call,
-    drained_requests,
     embed_call,
     generate_call,
     model_info_call,
@@ -50,7 +47,7 @@ class AsyncClient(BaseClient):
     async with AsyncClient() as client:
         async for token in client.generate("def add(a, b):", max_tokens=20):
             print(token.text, end="")
-        print(await client.generate("def add(a, b):").text)
+        print(await client.generate("def add(a, b):").text())
     """
 
     def __init__(
@@ -115,19 +112,19 @@ class AsyncClient(BaseClient):
 
         Raises RequestError if the model does not give embeddings.
         """
-        answer = await self._ask(embed_call(inputs, options))
+        answer = await self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
         return answer.embedded
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""
-        answer = await self._ask(model_info_call(model, timeout_s))
+        answer = await self.ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
 
     async def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
         """The tokenizer of a model; see ``Client.tokenizer``."""
-        answer = await self._ask(tokenizer_call(model, timeout_s))
+        answer = await self.ask(tokenizer_call(model, timeout_s))
         assert isinstance(answer.tokenizer, TokenizerFiles)
         return answer.tokenizer
 
@@ -136,21 +133,19 @@ class AsyncClient(BaseClient):
     ) -> Status:
         """Workers, sessions and queues. ``streams`` adds the live streams that this client may see,
         and ``metrics`` the counters and histograms."""
-        answer = await self._ask(status_call(timeout_s, streams, metrics))
+        answer = await self.ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 
-    async def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Drains the worker of this name and waits for its end; returns the number of requests that
-        it had. Other workers continue the streams; if no other worker can, this worker finishes
-        them."""
-        return drained_requests(await self._ask(drain_call(name, timeout_s)))
+    async def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
+        """Stores a part of prompts at the broker, for ``buffers=[name]``."""
+        await self.ask(buffer_call(name, content, timeout_s))
+        self._sent_buffers[name] = content
 
-    async def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``. None deletes the
-        buffer."""
-        await self._ask(buffer_call(name, content, timeout_s))
-        note_buffer(self._sent_buffers, name, content)
+    async def drop_buffer(self, name: str, *, timeout_s: float = ASK_S) -> None:
+        """Deletes a buffer. The broker also accepts the name of an unknown buffer."""
+        await self.ask(buffer_call(name, None, timeout_s))
+        self._sent_buffers.pop(name, None)
 
     async def upload_controller(
         self,
@@ -161,7 +156,7 @@ class AsyncClient(BaseClient):
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
         """Stores a controller's Wasm module; see ``Client.upload_controller``."""
-        return stored_module(await self._ask(upload_call(wasm, tag, timeout_s, by)))
+        return stored_module(await self.ask(upload_call(wasm, tag, timeout_s, by)))
 
     async def tag_controller(
         self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
@@ -170,15 +165,15 @@ class AsyncClient(BaseClient):
 
         ``by``: as in ``upload_controller``.
         """
-        return stored_module(await self._ask(tag_call(module, tags, timeout_s, by)))
+        return stored_module(await self.ask(tag_call(module, tags, timeout_s, by)))
 
     async def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
         """The uploaded controller modules, the latest first."""
-        return stored_modules(await self._ask(tags_call(timeout_s)))
+        return stored_modules(await self.ask(tags_call(timeout_s)))
 
     async def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
         """Deletes a tag, or a module and all its tags. ``name`` is the tag or the module id."""
-        return stored_module(await self._ask(delete_call(name, timeout_s)))
+        return stored_module(await self.ask(delete_call(name, timeout_s)))
 
     async def close(self) -> None:
         """Ends the session and all of its streams."""
@@ -204,7 +199,9 @@ class AsyncClient(BaseClient):
             )
         self._loops[:] = [loop]
 
-    async def _ask(self, call: Call) -> Msg:
+    async def ask(self, call: Call) -> Msg:
+        """The answer to a call that is not a stream. Other modules of the package use this
+        method."""
         stream = self._stream(call, None)
         await stream.wait()
         return stream.answer or Msg(stream_id=0)

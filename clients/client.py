@@ -14,10 +14,9 @@ from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, 
 from .base_client import BaseClient
 from .calls import Call
 from .lanes import hand_out
-from .recording import Recorder, note_buffer
+from .recording import Recorder
 from .request_options import (
     ASK_S,
-    DRAIN_S,
     UPLOAD_S,
     EmbedOptions,
     GenerateOptions,
@@ -25,8 +24,6 @@ from .request_options import (
     ScoreOptions,
     buffer_call,
     delete_call,
-    drain_call,
-    drained_requests,
     embed_call,
     generate_call,
     model_info_call,
@@ -106,13 +103,13 @@ class Client(BaseClient):
 
         Raises RequestError if the model does not give embeddings.
         """
-        answer = self._ask(embed_call(inputs, options))
+        answer = self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
         return answer.embedded
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""
-        answer = self._ask(model_info_call(model, timeout_s))
+        answer = self.ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
 
@@ -121,7 +118,7 @@ class Client(BaseClient):
 
         Raises RequestError if the tokenizers library cannot read the model's tokenizer.
         """
-        answer = self._ask(tokenizer_call(model, timeout_s))
+        answer = self.ask(tokenizer_call(model, timeout_s))
         assert isinstance(answer.tokenizer, TokenizerFiles)
         return answer.tokenizer
 
@@ -130,21 +127,19 @@ class Client(BaseClient):
     ) -> Status:
         """Workers, sessions and queues. ``streams`` adds the live streams that this client may see,
         and ``metrics`` the counters and histograms."""
-        answer = self._ask(status_call(timeout_s, streams, metrics))
+        answer = self.ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 
-    def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Drains the worker of this name and waits for its end; returns the number of requests that
-        it had. Other workers continue the streams; if no other worker can, this worker finishes
-        them."""
-        return drained_requests(self._ask(drain_call(name, timeout_s)))
+    def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
+        """Stores a part of prompts at the broker, for ``buffers=[name]``."""
+        self.ask(buffer_call(name, content, timeout_s))
+        self._sent_buffers[name] = content
 
-    def buffer(self, name: str, content: Prompt | None, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``. None deletes the
-        buffer."""
-        self._ask(buffer_call(name, content, timeout_s))
-        note_buffer(self._sent_buffers, name, content)
+    def drop_buffer(self, name: str, *, timeout_s: float = ASK_S) -> None:
+        """Deletes a buffer. The broker also accepts the name of an unknown buffer."""
+        self.ask(buffer_call(name, None, timeout_s))
+        self._sent_buffers.pop(name, None)
 
     def upload_controller(
         self,
@@ -160,7 +155,7 @@ class Client(BaseClient):
         stored, only the tag is added. ``by`` is shown with the tag; a program that serves several
         users passes the user's name. Raises RequestError if the module is not valid.
         """
-        return stored_module(self._ask(upload_call(wasm, tag, timeout_s, by)))
+        return stored_module(self.ask(upload_call(wasm, tag, timeout_s, by)))
 
     def tag_controller(
         self, module: str, *tags: str, by: str = "", timeout_s: float = ASK_S
@@ -169,15 +164,15 @@ class Client(BaseClient):
 
         ``by``: as in ``upload_controller``.
         """
-        return stored_module(self._ask(tag_call(module, tags, timeout_s, by)))
+        return stored_module(self.ask(tag_call(module, tags, timeout_s, by)))
 
     def controllers(self, *, timeout_s: float = ASK_S) -> list[StoredModule]:
         """The uploaded controller modules, the latest first."""
-        return stored_modules(self._ask(tags_call(timeout_s)))
+        return stored_modules(self.ask(tags_call(timeout_s)))
 
     def delete_controller(self, name: str, *, timeout_s: float = ASK_S) -> StoredModule:
         """Deletes a tag, or a module and all its tags. ``name`` is the tag or the module id."""
-        return stored_module(self._ask(delete_call(name, timeout_s)))
+        return stored_module(self.ask(delete_call(name, timeout_s)))
 
     def close(self) -> None:
         """Ends the session and all of its streams."""
@@ -194,7 +189,9 @@ class Client(BaseClient):
     ) -> None:
         self.close()
 
-    def _ask(self, call: Call) -> Msg:
+    def ask(self, call: Call) -> Msg:
+        """The answer to a call that is not a stream. Other modules of the package use this
+        method."""
         stream = Stream(self, self._connection, call, None)
         stream.wait()
         return stream.answer or Msg(stream_id=0)

@@ -157,7 +157,7 @@ def _one(front: str, console: Console) -> None:
             if token.text is not UNSET:
                 console.print(token.text, style="cyan", end="", markup=False)
         seconds = time.monotonic() - started
-        count = len(stream.tokens)
+        count = len(stream.tokens())
     console.print(
         f"\n{count} tokens in {seconds:.2f} s, the first after {(first or 0) * 1000:.0f} ms",
         style="dim",
@@ -215,7 +215,7 @@ def _steered(front: str, console: Console) -> None:
     with Client(front) as client:
         for prompt, choices in STEERED.items():
             stream = client.generate(prompt, controller="choice", controller_arg=choices)
-            shown = Text(f"  {prompt}", style="bold").append(stream.text, style="green")
+            shown = Text(f"  {prompt}", style="bold").append(stream.text(), style="green")
             console.print(shown, Text(f"  allowed: {', '.join(choices)}", style="dim"))
 
 

@@ -244,7 +244,7 @@ def again(
     try:
         for number, buffer in enumerate(recording.buffers):
             name = f"replay-{secrets.token_hex(4)}-{number}"
-            client.buffer(name, buffer.text if buffer.tokens is None else buffer.tokens)
+            client.buffer(name, buffer.tokens or buffer.text or [])
             names.append(name)
         prompt = request.prompt if request.prompt is not None else []
         with client.generate(prompt, buffers=names, **options) as stream:
@@ -252,16 +252,7 @@ def again(
     finally:
         for name in names:
             with suppress(TokenbusError):
-                client.buffer(name, None)
-
-
-def note_buffer(sent: dict[str, Prompt], name: str, content: Prompt | None) -> None:
-    """Stores in ``sent`` the content of a buffer that a client has sent, or removes a deleted
-    buffer. Recordings of the client take their buffers from ``sent``."""
-    if content is None:
-        sent.pop(name, None)
-    else:
-        sent[name] = content
+                client.drop_buffer(name)
 
 
 def first_difference(

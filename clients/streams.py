@@ -6,9 +6,9 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ..protocol.columns import plain_entry
 from ..protocol.errors import Code, SlowClientError, TokenbusError
@@ -175,7 +175,6 @@ class Stream(_Reader):
         call.take = take
         connection.submit(call)
 
-    @property
     def text(self) -> str:
         """The text of the first sequence, read to its end.
 
@@ -184,7 +183,6 @@ class Stream(_Reader):
         check_text(self._call)
         return next((s.text for s in self.wait()), "")
 
-    @property
     def tokens(self) -> list[int]:
         """The tokens of the first sequence, read to its end."""
         return next((s.tokens for s in self.wait()), [])
@@ -332,19 +330,17 @@ class AsyncStream(_Reader):
                 self._waiters.remove(waiter)
             raise
 
-    @property
-    def text(self) -> Coroutine[Any, Any, str]:
-        """``await stream.text``: the text of the first sequence, read to its end.
+    async def text(self) -> str:
+        """The text of the first sequence, read to its end.
 
         Raises ValueError if the request did not ask for text.
         """
         check_text(self._call)
-        return self._text()
+        return next((s.text for s in await self.wait()), "")
 
-    @property
-    def tokens(self) -> Coroutine[Any, Any, list[int]]:
-        """``await stream.tokens``: the tokens of the first sequence, read to its end."""
-        return self._tokens()
+    async def tokens(self) -> list[int]:
+        """The tokens of the first sequence, read to its end."""
+        return next((s.tokens for s in await self.wait()), [])
 
     async def arrived(self) -> list[Token]:
         """All entries that have arrived; waits for at least one. Returns ``[]`` after the last.
@@ -400,9 +396,3 @@ class AsyncStream(_Reader):
         at: TracebackType | None,
     ) -> None:
         self.close()
-
-    async def _text(self) -> str:
-        return next((s.text for s in await self.wait()), "")
-
-    async def _tokens(self) -> list[int]:
-        return next((s.tokens for s in await self.wait()), [])

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ...protocol.settings import Settings
+from ..operator import Operator
 from .exits import OK
 from .options import add_connection, client_for
 
@@ -28,6 +29,6 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Drains one worker and waits until the worker has ended."""
     with client_for(settings) as client:
-        requests = client.drain_worker(args.worker)
+        requests = Operator(client).drain_worker(args.worker)
     print(f"{args.worker} has left; it had {requests} requests")
     return OK

@@ -132,7 +132,7 @@ def _answer(client: Client, line: str, args: argparse.Namespace, console: Consol
         console.print(" [cancelled]", style="dim", markup=False)
         return OK
     if args.trace:
-        print(prompt + stream.text)
+        print(prompt + stream.text())
     sequences = stream.sequences
     print()
     for extra in sequences[1:]:

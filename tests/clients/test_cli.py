@@ -47,7 +47,7 @@ def test_generate_prints_the_text_and_nothing_else(bus: Bus) -> None:
     done = tokenbus(bus, "generate", PROMPT, "--max-tokens", "12")
     assert (done.returncode, done.stderr) == (0, "")
     with bus.client() as client:
-        assert done.stdout == client.generate(PROMPT, max_tokens=12).text + "\n"
+        assert done.stdout == client.generate(PROMPT, max_tokens=12).text() + "\n"
 
 
 def test_generate_reads_the_prompt_from_stdin_and_prints_json(bus: Bus) -> None:
@@ -97,7 +97,7 @@ def test_the_interactive_client_takes_parameters_at_the_line_s_end(bus: Bus) -> 
     lines = f"{PROMPT} max_tokens=5 ignore_eos=true\n\n{PROMPT} temperature=hot\nHello there\n"
     done = tokenbus(bus, "client", stdin=lines)
     with bus.client() as client:
-        text = client.generate(PROMPT, max_tokens=5, ignore_eos=True).text
+        text = client.generate(PROMPT, max_tokens=5, ignore_eos=True).text()
     assert PROMPT + text in done.stdout
     assert "temperature: expected a number, not 'hot'" in done.stderr
     assert done.returncode == 0

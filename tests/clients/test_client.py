@@ -54,8 +54,8 @@ def test_tokens_stream_and_their_texts_make_the_text(client: Client) -> None:
     entries = list(stream)
     assert [e.pos for e in entries] == list(range(20))
     assert [e.finish_reason for e in entries] == [None] * 19 + ["length"]
-    assert "".join(e.text for e in entries if isinstance(e.text, str)) == stream.text
-    assert stream.tokens == [e.token for e in entries]
+    assert "".join(e.text for e in entries if isinstance(e.text, str)) == stream.text()
+    assert stream.tokens() == [e.token for e in entries]
     [sequence] = stream.sequences
     assert sequence.cumulative_logprob == pytest.approx(sum(e.logprob or 0 for e in entries))
 
@@ -67,7 +67,7 @@ def test_a_program_without_a_system_prints_the_remedy_while_it_waits() -> None:
     program = (
         f"from tokenbus.clients import Client\n"
         f"with Client({front!r}) as client:\n"
-        f"    print(client.generate('x').text)"
+        f"    print(client.generate('x').text())"
     )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -86,10 +86,10 @@ def test_token_ids_in_give_token_ids_out(client: Client) -> None:
         assert isinstance(entry.top_logprobs, dict)
         assert len(entry.top_logprobs) == 3
         assert entry.token in entry.top_logprobs
-    assert len(stream.tokens) == 4
+    assert len(stream.tokens()) == 4
     assert [len(top) for top in stream.sequences[0].top_logprobs] == [3] * 4
     with pytest.raises(ValueError, match="text=True"):
-        _ = stream.text
+        _ = stream.text()
 
 
 @pytest.mark.parametrize(
@@ -134,18 +134,18 @@ def test_tokens_in_columns_are_those_that_entries_give(
 
 
 def test_many_streams_share_one_connection(client: Client) -> None:
-    alone = client.generate(PROMPT, max_tokens=15, ignore_eos=True).tokens
+    alone = client.generate(PROMPT, max_tokens=15, ignore_eos=True).tokens()
     streams = [client.generate(PROMPT, max_tokens=15, ignore_eos=True) for _ in range(50)]
-    assert all(s.tokens == alone for s in streams)
+    assert all(s.tokens() == alone for s in streams)
     assert client.status().sessions >= 1
 
 
 def test_streams_may_be_read_by_many_threads(client: Client) -> None:
-    wanted = client.generate(PROMPT, max_tokens=15, ignore_eos=True).text
+    wanted = client.generate(PROMPT, max_tokens=15, ignore_eos=True).text()
     texts: list[str] = []
 
     def read() -> None:
-        texts.append(client.generate(PROMPT, max_tokens=15, ignore_eos=True).text)
+        texts.append(client.generate(PROMPT, max_tokens=15, ignore_eos=True).text())
 
     threads = [threading.Thread(target=read) for _ in range(8)]
     for thread in threads:
@@ -162,7 +162,7 @@ def test_leaving_the_only_loop_over_a_stream_cancels(client: Client) -> None:
 
 
 def test_a_stream_that_was_read_in_part_goes_on_where_it_was_left(client: Client) -> None:
-    wanted = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens
+    wanted = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens()
     stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True)
     read = [next(iter(stream)).token]
     gc.collect()
@@ -173,7 +173,7 @@ def test_a_stream_that_was_read_in_part_goes_on_where_it_was_left(client: Client
             break
     read.append(next(stream).token)
     assert read == wanted[:21]
-    assert stream.tokens == wanted
+    assert stream.tokens() == wanted
     assert list(stream) == []
 
 
@@ -184,7 +184,7 @@ def test_reading_a_closed_stream_raises(client: Client) -> None:
     with pytest.raises(RuntimeError, match="closed before its end"):
         next(stream)
     with pytest.raises(RuntimeError, match="closed before its end"):
-        _ = stream.text
+        _ = stream.text()
     assert stream.sequences[0].tokens == [first]
 
 
@@ -231,7 +231,7 @@ def test_a_callback_that_raises_ends_no_other_read(client: Client) -> None:
     stream._call.take([System(event="queued", message="as a broker sends it")])
     with pytest.raises(LookupError):
         list(stream)
-    assert len(stream.tokens) == 5
+    assert len(stream.tokens()) == 5
 
 
 def test_dropping_the_stream_cancels(client: Client) -> None:
@@ -281,43 +281,43 @@ def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
 
 
 def test_stop_strings_and_stop_tokens_end_the_stream(client: Client) -> None:
-    text = client.generate(PROMPT, max_tokens=60, ignore_eos=True).text
+    text = client.generate(PROMPT, max_tokens=60, ignore_eos=True).text()
     stop = text[10:14]
     stream = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=["\0", stop])
-    assert stream.text == text[: text.index(stop)]
+    assert stream.text() == text[: text.index(stop)]
     assert (stream.sequences[0].finish_reason, stream.sequences[0].stop) == ("stop", stop)
-    [first, token, *_] = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens
+    [first, token, *_] = client.generate(PROMPT, max_tokens=60, ignore_eos=True).tokens()
     named = client.generate(PROMPT, max_tokens=60, ignore_eos=True, stop=[token])
-    assert (named.tokens, named.sequences[0].stop) == ([first, token], token)
+    assert (named.tokens(), named.sequences[0].stop) == ([first, token], token)
 
 
 def test_a_seed_decides_and_its_absence_varies(client: Client) -> None:
     options: Any = {"max_tokens": 20, "temperature": 1.5, "ignore_eos": True}
-    seeded = {client.generate(PROMPT, seed=4, **options).text for _ in range(3)}
-    free = {client.generate(PROMPT, **options).text for _ in range(3)}
+    seeded = {client.generate(PROMPT, seed=4, **options).text() for _ in range(3)}
+    free = {client.generate(PROMPT, **options).text() for _ in range(3)}
     assert len(seeded) == 1
     assert len(free) == 3
 
 
 def test_buffers_are_sent_once_and_named_often(client: Client) -> None:
-    whole = client.generate(PROMPT + "    return", max_tokens=8, ignore_eos=True).tokens
+    whole = client.generate(PROMPT + "    return", max_tokens=8, ignore_eos=True).tokens()
     client.buffer("start", PROMPT)
     rest = client.generate("    return", buffers=["start"], max_tokens=8, ignore_eos=True)
-    assert len(rest.tokens) == 8
+    assert len(rest.tokens()) == 8
     ids = [5, 6, 7]
     client.buffer("ids", ids)
-    named = client.generate([8, 9], buffers=["ids"], max_tokens=8, ignore_eos=True).tokens
-    assert named == client.generate([*ids, 8, 9], max_tokens=8, ignore_eos=True).tokens
+    named = client.generate([8, 9], buffers=["ids"], max_tokens=8, ignore_eos=True).tokens()
+    assert named == client.generate([*ids, 8, 9], max_tokens=8, ignore_eos=True).tokens()
     assert whole
-    client.buffer("ids", None)
+    client.drop_buffer("ids")
     with pytest.raises(RequestError, match="no buffer 'ids'"):
         client.generate([8], buffers=["ids"]).wait()
 
 
 def test_what_a_stream_made_can_be_kept_as_a_buffer(client: Client) -> None:
-    first = client.generate([5, 6, 7], max_tokens=8, ignore_eos=True, save="kept").tokens
-    going_on = client.generate([8], buffers=["kept"], max_tokens=8, ignore_eos=True).tokens
-    at_once = client.generate([5, 6, 7, *first, 8], max_tokens=8, ignore_eos=True).tokens
+    first = client.generate([5, 6, 7], max_tokens=8, ignore_eos=True, save="kept").tokens()
+    going_on = client.generate([8], buffers=["kept"], max_tokens=8, ignore_eos=True).tokens()
+    at_once = client.generate([5, 6, 7, *first, 8], max_tokens=8, ignore_eos=True).tokens()
     assert going_on == at_once
 
 
@@ -398,7 +398,7 @@ async def test_async_streams_interleave(bus: Bus) -> None:
             async for _ in stream:
                 order.append(number)
                 await meeting.wait()
-            return await stream.text
+            return await stream.text()
 
         texts = await asyncio.gather(*map(read, range(8)))
     assert len(set(texts)) == 1
@@ -407,7 +407,7 @@ async def test_async_streams_interleave(bus: Bus) -> None:
 
 async def test_async_text_score_info_and_errors(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
-        text = await client.generate(PROMPT, max_tokens=5, ignore_eos=True).text
+        text = await client.generate(PROMPT, max_tokens=5, ignore_eos=True).text()
         assert text
         scores = await client.score("import ", "os")
         assert scores.total < 0
@@ -444,7 +444,7 @@ async def test_what_has_arrived_is_read_in_one_piece(bus: Bus) -> None:
 
 async def test_an_async_stream_goes_on_where_it_was_left(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
-        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens
+        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens()
         stream = client.generate(PROMPT, max_tokens=30, ignore_eos=True)
         read = [(await anext(aiter(stream))).token]
         gc.collect()
@@ -452,19 +452,19 @@ async def test_an_async_stream_goes_on_where_it_was_left(bus: Bus) -> None:
             read.append(entry.token)
             break
         assert read == wanted[:2]
-        assert await stream.tokens == wanted
+        assert await stream.tokens() == wanted
 
 
 async def test_a_wait_for_an_entry_that_is_given_up_leaves_the_stream_as_it_is(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
-        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens
+        wanted = await client.generate(PROMPT, max_tokens=30, ignore_eos=True).tokens()
         stream = client.generate(PROMPT, max_tokens=30, ignore_eos=True)
         waiting = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await stream.tokens == wanted
+        assert await stream.tokens() == wanted
 
 
 async def test_reading_a_closed_async_stream_raises(bus: Bus) -> None:
@@ -491,8 +491,8 @@ async def test_a_callback_of_one_async_stream_that_raises_disturbs_no_other(bus:
         refusing._call.take([System(event="queued", message="as a broker sends it")])
         with pytest.raises(LookupError):
             await anext(refusing)
-        assert len(await other.tokens) == 5
-        assert len(await refusing.tokens) == 5
+        assert len(await other.tokens()) == 5
+        assert len(await refusing.tokens()) == 5
 
 
 async def test_leaving_the_only_loop_over_an_async_stream_cancels(bus: Bus) -> None:
@@ -576,7 +576,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
         alone = client.generate(
             [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True
         )
-        assert alone.tokens == got[number][i][1]
+        assert alone.tokens() == got[number][i][1]
     assert idle(client)
 
 
@@ -635,4 +635,4 @@ async def test_a_stream_that_nobody_reads_is_cancelled_at_its_bound(bus: Bus) ->
             await unread.wait()
         assert len(unread.sequences[0].tokens) <= 50
         read = client.generate(PROMPT, max_tokens=200, ignore_eos=True)
-        assert len(await read.tokens) == 200
+        assert len(await read.tokens()) == 200

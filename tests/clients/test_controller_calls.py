@@ -127,10 +127,10 @@ def test_the_loop_of_the_guide_prints_what_holds(
     )
     assert len(code.splitlines()) == 3
     name = client.upload_controller(SPLICES).module
-    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text
+    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text()
     stream = client.generate(PROMPT, controller=name, max_tokens=8, ignore_eos=True)
     exec(code, {"stream": stream})
-    assert capsys.readouterr().out == f"{free}\n{stream.text}"
+    assert capsys.readouterr().out == f"{free}\n{stream.text()}"
     client.delete_controller(name)
 
 
@@ -157,7 +157,7 @@ def test_forks_are_a_tree_and_may_go_back_beyond_their_beginning(client: Client)
     stream = client.generate(PROMPT, controller=name, max_tokens=8, ignore_eos=True)
     parent, fork = stream.wait()
     assert (parent.parent, fork.parent) == (None, 0)
-    assert (parent.text, parent.tokens) == (free.text, free.tokens)
+    assert (parent.text, parent.tokens) == (free.text(), free.tokens())
     assert fork.tokens[:3] == [parent.tokens[0], 0x41, 0x42]
     assert len(fork.tokens) == len(fork.texts) == 8
     assert fork.texts[0] == parent.texts[0]

@@ -138,8 +138,8 @@ def test_what_is_taken_back_is_marked_and_nothing_is_printed_twice(
     file = tmp_path / "splices.wasm"
     file.write_bytes(SPLICES)
     client.upload_controller(file, "splices")
-    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text
-    text = client.generate(PROMPT, controller="splices", max_tokens=8, ignore_eos=True).text
+    free = client.generate(PROMPT, max_tokens=3, ignore_eos=True).text()
+    text = client.generate(PROMPT, controller="splices", max_tokens=8, ignore_eos=True).text()
     shown = f"{free}\n--- 3 tokens removed\n{text}\n"
     more = ("--max-tokens", "8", "--set", "ignore_eos=true")
     assert text[:2] == "ab"

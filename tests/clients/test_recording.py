@@ -87,7 +87,7 @@ def test_buffers_of_the_prompt_go_along(client: Client, file: Path) -> None:
     client.buffer("ids", [7, 8, 9])
     given = {"buffers": ["recorded", "ids"], "max_tokens": 6}
     client.generate(PROMPT, record=file, **given).wait()  # type: ignore[arg-type]
-    client.buffer("recorded", None)
+    client.drop_buffer("recorded")
     recording = read_recording(file)
     assert [buffer.text for buffer in recording.buffers] == ["import os\n", None]
     assert_the_same_again(client, recording)

@@ -35,13 +35,13 @@ def text(entries: list[Any]) -> str:
 
 def test_generate_in_text_mode(lmtp: Lmtp, client: Client) -> None:
     entries = lmtp.stream("GENERATE", prompt=PROMPT, text=True, max_tokens=12)
-    assert text(entries) == client.generate(PROMPT, max_tokens=12).text
+    assert text(entries) == client.generate(PROMPT, max_tokens=12).text()
     assert [entry.get("pos", 0) for entry in entries] == list(range(len(entries)))
 
 
 def test_generate_with_token_ids(lmtp: Lmtp, client: Client) -> None:
     entries = lmtp.stream("GENERATE", prompt=IDS, max_tokens=12)
-    assert tokens(entries) == client.generate(IDS, max_tokens=12).tokens
+    assert tokens(entries) == client.generate(IDS, max_tokens=12).tokens()
     assert not any("text" in entry for entry in entries)
 
 
@@ -53,7 +53,7 @@ def test_several_sequences_of_one_prompt(lmtp: Lmtp, client: Client) -> None:
 
 
 def test_streams_interleave_and_each_is_whole(lmtp: Lmtp, client: Client) -> None:
-    expected = client.generate(IDS, max_tokens=20, ignore_eos=True).tokens
+    expected = client.generate(IDS, max_tokens=20, ignore_eos=True).tokens()
     options: dict[str, Any] = {"prompt": IDS, "max_tokens": 20, "ignore_eos": True}
     received: dict[int, list[int]] = {lmtp.begin("GENERATE", **options): [] for _ in range(6)}
     while any(len(got) < 20 for got in received.values()):
@@ -65,7 +65,7 @@ def test_streams_interleave_and_each_is_whole(lmtp: Lmtp, client: Client) -> Non
 
 
 def test_a_stop_string_ends_a_sequence(lmtp: Lmtp, client: Client) -> None:
-    whole = client.generate(PROMPT, max_tokens=12).text
+    whole = client.generate(PROMPT, max_tokens=12).text()
     stop = whole[len(whole) // 2]
     entries = lmtp.stream("GENERATE", prompt=PROMPT, text=True, max_tokens=12, stop=[stop])
     assert entries[-1]["finish_reason"] == "stop"
@@ -148,7 +148,7 @@ def test_ping(lmtp: Lmtp) -> None:
 def test_a_prompt_of_buffers(lmtp: Lmtp, client: Client) -> None:
     lmtp.send("BUFFER", name="a", tokens=IDS)
     entries = lmtp.stream("GENERATE", buffers=["a", "a"], prompt=[5], max_tokens=4, save="b")
-    assert tokens(entries) == client.generate([*IDS, *IDS, 5], max_tokens=4).tokens
+    assert tokens(entries) == client.generate([*IDS, *IDS, 5], max_tokens=4).tokens()
     more = lmtp.stream("SCORE", buffers=["b"], scored=[7])
     whole = [*IDS, *IDS, 5, *tokens(entries)]
     assert more[0]["logprob"] == pytest.approx(client.score(whole, [7]).logprobs[0])
@@ -247,5 +247,5 @@ def test_a_stream_goes_on_over_another_connection(transport: Transport, client: 
         received += second.receive()[1]
     second.send("CANCEL", stream_id=stream_id)
     second.rest_of(stream_id)
-    expected = client.generate(IDS, max_tokens=30, ignore_eos=True).tokens
+    expected = client.generate(IDS, max_tokens=30, ignore_eos=True).tokens()
     assert tokens(received)[:30] == expected

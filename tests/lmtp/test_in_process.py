@@ -17,7 +17,7 @@ PROMPT = "def add(a, b):"
 def test_the_python_client_works_as_with_any_address(system: InProcess) -> None:
     with Client(system.address) as client:
         stream = client.generate(PROMPT, max_tokens=20, controller="regex", controller_arg="[0-9]+")
-        assert stream.text.isdecimal()
+        assert stream.text().isdecimal()
         assert client.status().sessions >= 1
 
 
@@ -25,7 +25,7 @@ def test_the_python_client_works_as_with_any_address(system: InProcess) -> None:
 async def test_so_does_the_asynchronous_one(system: InProcess) -> None:
     async with AsyncClient(system.address) as client:
         streams = [client.generate(PROMPT, max_tokens=5) for _ in range(5)]
-        texts = {await stream.text for stream in streams}
+        texts = {await stream.text() for stream in streams}
     assert len(texts) == 1
 
 

@@ -33,7 +33,7 @@ def test_the_base_install_runs_the_client_and_the_broker(python: str, bus: Bus) 
     code = (
         "import sys; from tokenbus.clients import Client\n"
         "with Client(sys.argv[1]) as client:\n"
-        "    print(len(client.generate([5], max_tokens=4, ignore_eos=True).tokens))"
+        "    print(len(client.generate([5], max_tokens=4, ignore_eos=True).tokens()))"
     )
     environment = clean_environment()
     done = subprocess.run(
@@ -49,4 +49,4 @@ def test_the_base_install_runs_the_client_and_the_broker(python: str, bus: Bus) 
         own.start_worker()
         own.wait_for_models("embedded")
         with own.client() as client:
-            assert len(client.generate([5], max_tokens=4, ignore_eos=True).tokens) == 4
+            assert len(client.generate([5], max_tokens=4, ignore_eos=True).tokens()) == 4

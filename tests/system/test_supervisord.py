@@ -113,12 +113,12 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
 ) -> None:
     _, front, _, http, _ = (checkout / "tokenbus.toml").read_text().split('"')
     with Client(front, patience_s=WAIT_S) as client:
-        text = client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=WAIT_S).text
+        text = client.generate("import ", max_tokens=3, ignore_eos=True, retry_s=WAIT_S).text()
         assert text, (checkout / "output").read_text()
         steered = client.generate(
             "import ", controller="choice", controller_arg=["os", "sys"], retry_s=WAIT_S
         )
-        assert steered.text in ("os", "sys")
+        assert steered.text() in ("os", "sys")
         until(lambda: live(http), WAIT_S, "the gateway answers")
         until(
             lambda: (
@@ -137,13 +137,13 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
             "controller": "regex",
             "controller_arg": "[a-z]{800}",
         }
-        wanted = [client.generate([5, 6], **options).tokens for options in (plain, constrained)]
+        wanted = [client.generate([5, 6], **options).tokens() for options in (plain, constrained)]
         for program in ("broker", "state-worker:*", "controller-worker:*"):
             streams = [client.generate([5, 6], **options) for options in (plain, constrained)]
             for stream in streams:
                 next(iter(stream))
             assert "started" in ctl(checkout, "restart", program)
-            assert [stream.tokens for stream in streams] == wanted, program
+            assert [stream.tokens() for stream in streams] == wanted, program
     run_dir = RunDir(checkout / "run")
     # The gateway is two: one that supervisord waits for, and one that serves.
     assert len(started_by(run_dir)) == 6

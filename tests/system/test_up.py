@@ -52,7 +52,7 @@ def test_up_serves_and_ctrl_c_finishes_a_stream_and_leaves_nothing(start: Start)
     with Client(system.front, patience_s=300) as client:
         roles = sorted(w.role for w in client.status().workers)
         assert roles == ["controller", "gpu", "gpu", "state"]
-        assert client.generate("import ", **STEERED).text in ("os", "sys")
+        assert client.generate("import ", **STEERED).text() in ("os", "sys")
         pids = system.processes()
         assert len(pids) == 5
         stream = client.generate("import ", max_tokens=600, ignore_eos=True, retry_s=0)
@@ -61,7 +61,7 @@ def test_up_serves_and_ctrl_c_finishes_a_stream_and_leaves_nothing(start: Start)
         system.process.send_signal(signal.SIGINT)
         for _ in entries:
             pass
-        assert len(stream.tokens) == 600
+        assert len(stream.tokens()) == 600
     assert system.process.wait(300) == 0
     assert not [pid for pid in pids if alive(pid)]
     assert "all processes have ended" in system.output
@@ -94,7 +94,7 @@ def test_a_system_without_controller_workers_refuses_requests_that_need_one_and_
                     with Client(front, patience_s=300) as client:
                         assert [w.role for w in client.status().workers] == ["gpu"]
                         with pytest.raises(UnavailableError, match="no controller worker"):
-                            _ = client.generate("import ", controller="choice", retry_s=0).text
+                            _ = client.generate("import ", controller="choice", retry_s=0).text()
                     command = [TOKENBUS, "down", "--run-dir", str(folder / "run")]
                     down = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder)
         assert process.wait(300) == 0, output[-3000:]
@@ -112,7 +112,7 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
     with Client(system.front, patience_s=300) as client:
         before = {w.pid for w in client.status().workers}
         options: GenerateOptions = {"max_tokens": 400, "ignore_eos": True, "retry_s": 0}
-        wanted = client.generate([5, 6], **options).tokens
+        wanted = client.generate([5, 6], **options).tokens()
         rolling = subprocess.Popen(
             [
                 TOKENBUS,
@@ -130,8 +130,8 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         rounds = 0
         while rolling.poll() is None or not rounds:
             streams = [client.generate([5, 6], **options) for _ in range(4)]
-            assert [stream.tokens for stream in streams] == [wanted] * 4
-            assert client.generate("import ", **STEERED | {"retry_s": 0}).text in ("os", "sys")
+            assert [stream.tokens() for stream in streams] == [wanted] * 4
+            assert client.generate("import ", **STEERED | {"retry_s": 0}).text() in ("os", "sys")
             rounds += 1
         assert rolling.stdout is not None
         assert rolling.returncode == 0, rolling.stdout.read()
@@ -207,9 +207,9 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(workers() - before) == 3, 120.0, "all workers are there again")
-        assert client.generate("import ", **STEERED).text in ("os", "sys")
+        assert client.generate("import ", **STEERED).text() in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
-        assert client.generate("import ", **STEERED).text in ("os", "sys")
+        assert client.generate("import ", **STEERED).text() in ("os", "sys")
     assert system.end() == 0
 
 

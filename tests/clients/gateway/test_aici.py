@@ -187,7 +187,7 @@ def test_a_tag_may_be_given_alone_and_name_a_module_too(aici: AiciClient) -> Non
 def test_a_run_is_read_to_its_end(aici: AiciClient, steered: Bus) -> None:
     read = aici.run("mid log hello", prompt=PROMPT)
     with steered.client() as client:
-        free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).text
+        free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).text()
         model = client.model_info().name
     assert read.head["model"] == model
     assert read.head["id"].startswith("run-")

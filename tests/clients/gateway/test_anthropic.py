@@ -67,7 +67,7 @@ def calls_of(message: Message) -> list[ToolUseBlock]:
 def test_a_message_is_what_the_bus_generates(claude: Anthropic, steered: Bus) -> None:
     message = create(claude)
     with steered.client() as client:
-        text = client.generate("User: Add two numbers.\nAssistant:", max_tokens=8).text
+        text = client.generate("User: Add two numbers.\nAssistant:", max_tokens=8).text()
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
     assert message.id.startswith("msg_")
     assert text_of(message) == text
@@ -127,7 +127,9 @@ def test_an_answer_continues_the_last_message_of_the_assistant(
     begun = [*HELLO, {"role": "assistant", "content": "def add("}]
     with steered.client() as client:
         prompt = "User: Add two numbers.\nAssistant: def add("
-        assert text_of(create(claude, messages=begun)) == client.generate(prompt, max_tokens=8).text
+        assert (
+            text_of(create(claude, messages=begun)) == client.generate(prompt, max_tokens=8).text()
+        )
 
 
 def test_system_turns_and_blocks_reach_the_prompt(claude: Anthropic) -> None:

@@ -52,13 +52,13 @@ def test_the_first_token_is_the_tokenizers_and_the_text_goes_on_behind_the_promp
 ) -> None:
     with steered.client() as client:
         stream = client.generate(PROMPT, **healed.options)
-        assert stream.tokens == [healed.wanted]
-        assert stream.text == healed.rest
+        assert stream.tokens() == [healed.wanted]
+        assert stream.text() == healed.rest
         assert stream.sequences[0].prompt_tokens == len(healed.prompt)
         plain = client.generate(PROMPT, **{**healed.options, "heal_prompt": False})
-        assert plain.text != healed.rest
+        assert plain.text() != healed.rest
         ids = client.generate(healed.prompt, text=True, **healed.options)
-        assert (ids.tokens, ids.text) == ([healed.wanted], healed.rest)
+        assert (ids.tokens(), ids.text()) == ([healed.wanted], healed.rest)
         longer = client.generate(PROMPT, **{**healed.options, "max_tokens": 12, "n": 2})
         assert sum(entry.token is not None for entry in longer) == 24
         assert {one.tokens[0] for one in longer.sequences} == {healed.wanted}
@@ -70,10 +70,10 @@ def test_a_constraint_holds_behind_the_prompt(steered: Bus, healed: Healed) -> N
     with steered.client() as client:
         given = {**healed.options, "max_tokens": 30}
         stream = client.generate(PROMPT, controller="regex", controller_arg="urn [ab];", **given)
-        assert stream.text in ("urn a;", "urn b;")
+        assert stream.text() in ("urn a;", "urn b;")
         assert stream.sequences[0].finish_reason == "stop"
         stopped = client.generate(PROMPT, stop=["rn"], **given)
-        assert stopped.text == healed.rest.partition("rn")[0]
+        assert stopped.text() == healed.rest.partition("rn")[0]
 
 
 def test_the_doors_have_it(gateway: Gateway, healed: Healed) -> None:

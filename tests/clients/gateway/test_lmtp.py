@@ -66,7 +66,7 @@ def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> No
     with steered.client() as client:
         for number, entries in enumerate(received["generated"]):
             expected = client.generate([263, 305 + number], max_tokens=6, temperature=0.0)
-            assert [entry["token"] for entry in entries] == expected.tokens
+            assert [entry["token"] for entry in entries] == expected.tokens()
             assert all(len(entry["top_logprobs"]) >= 2 for entry in entries)
         for number, entries in enumerate(received["scored"]):
             scores = client.score([263, 305 + number], [7, number])
@@ -96,7 +96,7 @@ def test_the_query_of_lmql_in_the_docs_runs_as_it_stands(
     )
     assert done.returncode == 0, done.stderr
     with steered.client() as client:
-        expected = client.generate("def add(a, b):\n    return ", max_tokens=7).text
+        expected = client.generate("def add(a, b):\n    return ", max_tokens=7).text()
     assert done.stdout.rstrip("\n").endswith(expected)
 
 

@@ -97,10 +97,10 @@ def test_requests_of_all_clients_are_counted(observed: Bus, door: Gateway) -> No
     before = scrape(door)
     ended = total(before, "request_success_total")
     with observed.client() as client:
-        free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).tokens
+        free = client.generate(PROMPT, max_tokens=6, ignore_eos=True).tokens()
         steered = client.generate(
             PROMPT, max_tokens=6, controller="regex", controller_arg="[a-z]{4,60}"
-        ).tokens
+        ).tokens()
     generated = len(free) + len(steered) + completion(door).json()["usage"]["completion_tokens"]
     # One before its first token, and one after it at least: a round may be for several tokens.
     rounds = total(before, "controller_rounds_total") + 2

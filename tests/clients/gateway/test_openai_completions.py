@@ -153,7 +153,7 @@ def test_logprobs_in_the_form_of_completions(api: openai.OpenAI, bus_client: Cli
 
 
 def test_an_echo_has_the_scores_of_the_prompt(api: openai.OpenAI, bus_client: Client) -> None:
-    ids = [int(t) for t in bus_client.generate(PROMPT, max_tokens=6).tokens]
+    ids = [int(t) for t in bus_client.generate(PROMPT, max_tokens=6).tokens()]
     scores = bus_client.score(ids[:1], ids[1:])
     answer = complete(api, ids, echo=True, logprobs=1, max_tokens=0)
     [choice] = answer.choices

@@ -136,7 +136,7 @@ def test_twenty_four_streams_at_once_steered_and_free_have_the_tokens_that_each_
         system.client.generate(p, **o, **kinds[i % 4], timeout_s=300)
         for i, (p, o) in enumerate(zip(prompts, options, strict=True))
     ]
-    assert [stream.tokens for stream in streams] == alone
+    assert [stream.tokens() for stream in streams] == alone
 
 
 @steered
@@ -466,7 +466,7 @@ def test_without_a_controller_worker_a_stream_that_wants_one_is_refused(client: 
     with pytest.raises(UnavailableError, match="no controller worker is running") as caught:
         client.generate(PROMPT, controller="choice", retry_s=0).wait()
     assert caught.value.code == "no_worker"
-    assert len(client.generate(PROMPT, max_tokens=3, ignore_eos=True).tokens) == 3
+    assert len(client.generate(PROMPT, max_tokens=3, ignore_eos=True).tokens()) == 3
 
 
 def test_sequences_that_a_client_asks_for_have_a_controller_each(system: System) -> None:

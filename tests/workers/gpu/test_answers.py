@@ -37,7 +37,7 @@ def running(shared: InProcess) -> Iterator[InProcess]:
     yield shared
     assert shared.alive
     with shared.bus.client() as client:
-        assert len(client.generate([5, 6], max_tokens=3, ignore_eos=True).tokens) == 3
+        assert len(client.generate([5, 6], max_tokens=3, ignore_eos=True).tokens()) == 3
     shared.wait_until_idle()
 
 
@@ -90,7 +90,7 @@ def test_a_request_that_cannot_be_begun_after_its_model_was_loaded_is_answered(
             client.generate(BAD, model="embedded", max_tokens=3, timeout_s=300).wait()
         assert running.alive
         stream = client.generate([5, 6], model="embedded", max_tokens=3, ignore_eos=True)
-        assert len(stream.tokens) == 3
+        assert len(stream.tokens()) == 3
         running.wait_until_idle()
 
 
@@ -124,8 +124,8 @@ def test_the_largest_top_k_keeps_all_tokens(running: InProcess) -> None:
     """Such a number does not fit into a tensor."""
     options: Any = {"max_tokens": 5, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     with running.bus.client() as client:
-        wanted = client.generate([7], top_k=2**31, **options).tokens
-        assert client.generate([7], top_k=2**64 - 1, **options).tokens == wanted
+        wanted = client.generate([7], top_k=2**31, **options).tokens()
+        assert client.generate([7], top_k=2**64 - 1, **options).tokens() == wanted
 
 
 def test_a_controller_argument_that_cannot_be_sent_on_is_refused_by_name(
@@ -189,7 +189,7 @@ def test_code_of_a_checkpoint_that_exits_ends_its_own_load_alone(
             client.generate([5], model="embedded", timeout_s=300).wait()
         assert caught.value.code == "model_load_failed"
         stream = client.generate([5], model="embedded", max_tokens=3, ignore_eos=True)
-        assert len(stream.tokens) == 3
+        assert len(stream.tokens()) == 3
 
 
 @pytest.mark.process
@@ -207,7 +207,7 @@ def test_models_that_were_in_use_when_another_was_loaded_are_evicted_later(
             client.generate([5], model=name, max_tokens=50, ignore_eos=True) for name in names
         ]
         for stream in streams:
-            assert len(stream.tokens) == 50
+            assert len(stream.tokens()) == 50
         until(lambda: sum(map(len, loaded(client))) == 1, 300, "one model is left")
 
 

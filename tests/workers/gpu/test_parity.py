@@ -72,13 +72,13 @@ def shape_client(shape_bus: Bus) -> Iterator[Client]:
 
 def test_greedy_alone_equals_generate(served: Served, shape_client: Client) -> None:
     options: Any = {"model": served.name, "max_tokens": NEW, "ignore_eos": True}
-    served.check([shape_client.generate(p, **options).tokens for p in served.prompts])
+    served.check([shape_client.generate(p, **options).tokens() for p in served.prompts])
 
 
 def test_greedy_all_at_once_equals_generate(served: Served, shape_client: Client) -> None:
     options: Any = {"model": served.name, "max_tokens": NEW, "ignore_eos": True}
     streams = [shape_client.generate(p, **options) for p in served.prompts]
-    served.check([s.tokens for s in streams])
+    served.check([s.tokens() for s in streams])
 
 
 def test_score_equals_a_plain_forward(served: Served, shape_client: Client) -> None:
@@ -115,5 +115,5 @@ def test_each_of_n_sequences_is_sampled_for_itself(served: Served, shape_client:
     four = [s.tokens for s in stream.wait()]
     assert len(four) == 4
     assert len({tuple(t) for t in four}) == 4
-    first = shape_client.generate(served.prompts[5], temperature=1.0, **options).tokens
+    first = shape_client.generate(served.prompts[5], temperature=1.0, **options).tokens()
     assert four[0] == first

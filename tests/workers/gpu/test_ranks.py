@@ -42,7 +42,7 @@ def test_greedy_tokens_are_those_of_generate(spread: Client) -> None:
     streams = [spread.generate(p, max_tokens=12, ignore_eos=True) for p in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):
         wanted = shapes.greedy(model, prompt, 12)
-        assert shapes.same_tokens(model, prompt, wanted, stream.tokens)
+        assert shapes.same_tokens(model, prompt, wanted, stream.tokens())
 
 
 def test_sampled_tokens_are_those_of_one_rank(spread: Client, client: Client) -> None:
@@ -61,7 +61,7 @@ def test_scores_are_those_of_one_rank(spread: Client, client: Client) -> None:
 def test_bad_requests_disturb_no_rank(spread: Client) -> None:
     with pytest.raises(RequestError):
         spread.generate([5, 9999]).wait()
-    assert len(spread.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
+    assert len(spread.generate([5], max_tokens=3, ignore_eos=True).tokens()) == 3
 
 
 @pytest.fixture
@@ -112,5 +112,5 @@ def test_the_folder_of_a_model_can_be_spread(tmp_path: Path) -> None:
         bus.start_worker()
         bus.wait_for_models(name)
         with bus.client() as client:
-            tokens = client.generate([5, 6, 7], max_tokens=10, ignore_eos=True).tokens
+            tokens = client.generate([5, 6, 7], max_tokens=10, ignore_eos=True).tokens()
     assert tokens == shapes.greedy(shapes.make("qwen2"), [5, 6, 7], 10)

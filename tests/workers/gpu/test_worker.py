@@ -63,7 +63,7 @@ def test_models_are_loaded_on_demand_and_the_least_recently_used_is_evicted(
             stream = client.generate(
                 [5, 6], model=name, max_tokens=3, ignore_eos=True, on_system=notices.append
             )
-            assert len(stream.tokens) == 3
+            assert len(stream.tokens()) == 3
             loading = [n for n in notices if n.event == "loading"]
             assert loading
             assert all(n.model == name for n in loading)
@@ -95,7 +95,7 @@ def test_paths_within_the_folder_of_the_allow_list_are_loaded(paths: Bus, folder
     with paths.client() as client:
         for name in ("allowed/good", "allowed/../allowed/good"):
             stream = client.generate([5], model=f"{folder}/{name}", max_tokens=1, ignore_eos=True)
-            assert len(stream.tokens) == 1
+            assert len(stream.tokens()) == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_and_the_worker_continues(
@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_the_worker_continues(
             client.generate([5], model=str(folder / "broken")).wait()
         assert caught.value.code == "model_load_failed"
         stream = client.generate([5], model="embedded", max_tokens=3, ignore_eos=True)
-        assert len(stream.tokens) == 3
+        assert len(stream.tokens()) == 3
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only(on_demand: Bus, folder: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_draining_worker_finishes_its_streams_and_takes_no_new_ones() -> None:
             old.send(signal.SIGTERM)
             for _ in entries:
                 pass
-            assert len(stream.tokens) == 900
+            assert len(stream.tokens()) == 900
             assert old.wait() == 0
             bus.workers.remove(old)
             # On a busy machine the stream may have ended before the signal came.
             assert re.search(r"draining [01] streams", old.log)
-            assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens) == 3
+            assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens()) == 3
 
 
 def _dealer(bus: Bus) -> Any:
@@ -189,5 +189,5 @@ def test_a_stream_is_picked_up_again_on_a_new_connection(bus: Bus) -> None:
         got += [e["token"] for e in entries]
         over = entries[-1]["finish_reason"] is not None
     with bus.client() as client:
-        assert got == client.generate([5, 6], max_tokens=900, ignore_eos=True).tokens
+        assert got == client.generate([5, 6], max_tokens=900, ignore_eos=True).tokens()
     new.close(0)

@@ -206,7 +206,7 @@ def test_streams_go_on_beside_schemas_that_explode(steered: Bus) -> None:
                 temperature=0,
                 controller="regex",
                 controller_arg="[a-z ]{200}",
-            ).tokens
+            ).tokens()
 
         alone = beside()
         with ThreadPoolExecutor(len(some)) as threads:

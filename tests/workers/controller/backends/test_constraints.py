@@ -541,7 +541,7 @@ def test_streams_match_their_pattern(client: Client, pattern: str) -> None:
 @pytest.mark.parametrize("constraint", ["regex", "yacc"])
 def test_a_wrong_argument_is_the_clients_error(client: Client, constraint: str) -> None:
     with pytest.raises(RequestError, match=r"missing|unexpected character"):
-        _ = client.generate("x", controller=constraint, controller_arg="(a").text
+        _ = client.generate("x", controller=constraint, controller_arg="(a").text()
 
 
 def test_schemas_and_lark_grammars_steer_streams(client: Client) -> None:

@@ -25,7 +25,7 @@ class Neighbour:
     def __init__(self, client: Client, controller: str | None = None) -> None:
         self._client, self._controller = client, controller
         with client.generate(PROMPT, **self._options()) as stream:
-            self._wanted = stream.tokens
+            self._wanted = stream.tokens()
         assert len(self._wanted) == TOKENS
         self.received = 0
         """Tokens, of all of its streams."""

@@ -24,7 +24,7 @@ def test_a_mask_at_the_very_end_of_memory_is_a_mask(system: System) -> None:
 
 def test_bits_beyond_the_vocabulary_mean_nothing(system: System) -> None:
     # All the ones that there are, the rest of the last word included.
-    free = system.client.generate("x = 1", max_tokens=5, ignore_eos=True).tokens
+    free = system.client.generate("x = 1", max_tokens=5, ignore_eos=True).tokens()
     name = system.upload(guest(mid=set_word(MASK_AT, MASK)))
     [sequence] = system.undisturbed(lambda: system.run(name))
     assert sequence.tokens == free
