@@ -32,14 +32,17 @@ from ..protocol.messages import (
     TokenizerFiles,
 )
 from .async_client import AsyncClient
+from .chats import AsyncChat, Chat
 from .client import Client
 from .request_options import GenerateOptions, RequestOptions, ScoreOptions
 from .results import GeneratedSequence, Scores
 from .streams import AsyncStream, Stream
 
 __all__ = [
+    "AsyncChat",
     "AsyncClient",
     "AsyncStream",
+    "Chat",
     "Client",
     "Code",
     "ConnectionLostError",

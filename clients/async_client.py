@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from .base_client import BaseClient
 from .calls import Call
+from .chats import AsyncChat, Chats, Messages, Tools
 from .lanes import Delivery, hand_out
 from .recording import Recorder
 from .request_options import (
@@ -70,6 +72,7 @@ class AsyncClient(BaseClient):
         """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
+        self._chats: Chats | None = None
         loops: list[asyncio.AbstractEventLoop] = []
         self._loops = loops
 
@@ -97,6 +100,20 @@ class AsyncClient(BaseClient):
             recorder.served_by = lambda: _model_info(model)
         return self._stream(call, options.get("on_system"), recorder)
 
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncChat:
+        """The answer to a conversation; see ``Client.chat``."""
+        if self._chats is None:
+            self._chats = Chats(weakref.proxy(self))
+        prepared = await self._chats.prepare(messages, tools, tool_choice, options)
+        return AsyncChat(self.generate(prepared.ids, **options), prepared)
+
     async def score(
         self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]
     ) -> Scores:
@@ -115,6 +132,11 @@ class AsyncClient(BaseClient):
         answer = await self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
         return answer.embedded
+
+    async def models(self, *, timeout_s: float = ASK_S) -> list[str]:
+        """The names of the loaded models, sorted."""
+        status = await self.status(timeout_s=timeout_s)
+        return sorted({name for worker in status.workers for name in worker.models})
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from ..protocol.errors import TokenbusError
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
 from .base_client import BaseClient
 from .calls import Call
+from .chats import BlockingChats, Chat, Messages, Tools
 from .lanes import hand_out
 from .recording import Recorder
 from .request_options import (
@@ -64,6 +65,7 @@ class Client(BaseClient):
         key: OwnKey | None = None,
     ) -> None:
         super().__init__(front, hand_out, patience_s, key)
+        self._chats: BlockingChats | None = None
 
     def generate(
         self,
@@ -91,6 +93,25 @@ class Client(BaseClient):
         recorder.begin(call, model, self._sent_buffers)
         return Stream(self, self._connection, call, options.get("on_system"), recorder)
 
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Chat:
+        """The answer to a conversation, whose ``messages`` and ``tools`` are OpenAI's.
+
+        The options are those of ``generate``; the default of ``max_tokens`` is the rest of the
+        context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function, as OpenAI's.
+        Needs the extra ``gateway``. Raises RequestError if the conversation is not valid.
+        """
+        if self._chats is None:
+            self._chats = BlockingChats(self)
+        prepared = self._chats.prepare(messages, tools, tool_choice, options)
+        return Chat(self.generate(prepared.ids, **options), prepared)
+
     def score(self, prompt: Prompt, scored: Prompt, **options: Unpack[ScoreOptions]) -> Scores:
         """The log-probability of each token of ``scored``, given all tokens before it."""
         call = score_call(prompt, scored, options)
@@ -106,6 +127,11 @@ class Client(BaseClient):
         answer = self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
         return answer.embedded
+
+    def models(self, *, timeout_s: float = ASK_S) -> list[str]:
+        """The names of the loaded models, sorted."""
+        status = self.status(timeout_s=timeout_s)
+        return sorted({name for worker in status.workers for name in worker.models})
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
         """The properties of a model, which is loaded if it is served on demand."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -16,7 +17,6 @@ from ...protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ...protocol.messages import ModelInfo, TokenizerFiles
 from ...protocol.model_names import Aliases
 from ...protocol.text_bounds import TextBound, TokenSize, size_of_tokenizer
-from .. import AsyncClient
 from .token_bytes import bytes_of, decoders
 from .tokenization import Tokenization
 
@@ -162,10 +162,20 @@ def _naming(asked: str, model: str) -> Iterator[None]:
         raise
 
 
+class ModelSource(Protocol):
+    """A client of the bus, or a part of it."""
+
+    async def model_info(self, model: str = "", *, timeout_s: float = ...) -> ModelInfo:
+        """The properties of a model."""
+
+    async def tokenizer(self, model: str = "", *, timeout_s: float = ...) -> TokenizerFiles:
+        """The tokenizer of a model."""
+
+
 class ModelTable:
     """Requests models from the bus and caches the answers. Tokenizers are cached by fingerprint."""
 
-    def __init__(self, client: AsyncClient, aliases: Aliases) -> None:
+    def __init__(self, client: ModelSource, aliases: Aliases) -> None:
         self._client = client
         self.aliases = aliases
         self._models: dict[str, tuple[float, ServedModel]] = {}

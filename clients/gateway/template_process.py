@@ -196,7 +196,8 @@ def _cut_at_tag(text: str) -> str:
     return kept if text.startswith(_TAG, place) else kept.rstrip()
 
 
-def _answer(request: dict[str, Any]) -> dict[str, str]:
+def answer_of(request: dict[str, Any]) -> dict[str, str]:
+    """The text of a rendered template, or the reason why it cannot be rendered."""
     if "keywords" in request:
         # jsonschema takes 100 ms to import, and few requests need it.
         from .schema_check import states_of
@@ -214,7 +215,7 @@ def _serve(source: IO[bytes], target: IO[bytes]) -> None:
         request = json.loads(source.read(LENGTH.unpack(head)[0]))
         limit = math.ceil(time.process_time() + CPU_S)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        answer = json.dumps(_answer(request)).encode()
+        answer = json.dumps(answer_of(request)).encode()
         target.write(LENGTH.pack(len(answer)) + answer)
         target.flush()
 

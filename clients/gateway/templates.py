@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from ...protocol.errors import Code
 from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
-from .template_process import CPU_S, LENGTH
+from .template_process import CPU_S, LENGTH, answer_of
 from .turns import Turns, current_user
 
 WALL_S = 120.0
@@ -46,8 +46,8 @@ class Templates:
     def __init__(self, trust_requests: bool = False) -> None:
         """``trust_requests``: whether requests may contain templates."""
         self._trust_requests = trust_requests
-        self._of_models = _Renderer()
-        self._of_requests = _Renderer()
+        self._of_models: Renderer = _RenderingProcess()
+        self._of_requests: Renderer = _RenderingProcess()
 
     async def render(
         self,
@@ -140,7 +140,34 @@ class TemplateRefusalError(TemplateError):
     """The template itself has raised an error, for example about the order of the messages."""
 
 
-class _Renderer:
+class Renderer(Protocol):
+    """Renders templates."""
+
+    async def ask(self, request: bytes) -> dict[str, str]:
+        """The answer of ``template_process`` to a request; raises ApiError."""
+
+    async def end(self) -> None:
+        """Ends the renderer's process, if it has one."""
+
+
+class OwnTemplates(Templates):
+    """Renders the conversations of one program in the process of the program, in Jinja's sandbox
+    as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__(trust_requests=True)
+        self._of_models = self._of_requests = _InProcess()
+
+
+class _InProcess:
+    async def ask(self, request: bytes) -> dict[str, str]:
+        return answer_of(json.loads(request))
+
+    async def end(self) -> None:
+        """There is no process."""
+
+
+class _RenderingProcess:
     """One rendering process, restarted after a template has ended it."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ def test_a_client_gets_the_tokenizer_of_a_model(client: Client) -> None:
     assert files.chat_template == ""
     ids = Tokenizer.from_str(files.json).encode(PROMPT).ids
     stream = client.generate(ids, max_tokens=8, text=True)
-    assert stream.text() == client.generate(PROMPT, max_tokens=8).text
-    assert stream.tokens() == client.generate(PROMPT, max_tokens=8).tokens
+    assert stream.text() == client.generate(PROMPT, max_tokens=8).text()
+    assert stream.tokens() == client.generate(PROMPT, max_tokens=8).tokens()
 
 
 @pytest.mark.anyio

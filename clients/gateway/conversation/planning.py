@@ -9,12 +9,12 @@ import msgspec
 
 from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
-from ..context import Gateway
 from ..leniency import Ignored
 from ..models import ServedModel
 from ..templates import template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
+from .resources import Resources
 from .schemas import Checked, Checks, enforceable
 from .tools import Calling, calling
 from .truncation import fitting_ids
@@ -41,13 +41,13 @@ class Prepared:
 
 
 async def prepare(
-    gateway: Gateway, name: str, conversation: Conversation, ignored: Ignored
+    resources: Resources, name: str, conversation: Conversation, ignored: Ignored
 ) -> Prepared:
     """Renders a conversation for the model ``name``, and plans its answer. Raises ApiError."""
-    model = await gateway.models.get(name)
+    model = await resources.models.get(name)
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)
-    ids = await fitting_ids(gateway, model, conversation, ignored)
+    ids = await fitting_ids(resources, model, conversation, ignored)
     checked: dict[str, Checked] = {}
     if called is not None:
         loose = {tool.name for tool in conversation.tools if not tool.strict}
@@ -63,7 +63,7 @@ async def prepare(
         form = _form(model, ids, conversation, wanted, ignored)
     if form is not None:
         constraint = _of_form(form, wanted, rules, own)
-    checks = Checks(gateway.templates, form, checked_text, checked)
+    checks = Checks(resources.templates, form, checked_text, checked)
     return Prepared(model, ids, form, constraint, checks)
 
 

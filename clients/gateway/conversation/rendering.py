@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from ..bodies import check_inner
-from ..context import Gateway
 from ..errors import invalid_field
 from ..leniency import Ignored
 from ..models import ServedModel
@@ -16,14 +15,15 @@ from ..templates import TemplateRefusalError, Templates, template_of
 from . import tools
 from .order import arrangements, without_developers
 from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
+from .resources import Resources
 
 
 async def prompt_ids(
-    gateway: Gateway, model: ServedModel, conversation: Conversation, ignored: Ignored
+    resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
     """The token ids of a conversation. Its turns are arranged if the template refuses their order.
     Raises ApiError 400 if the template refuses every arrangement."""
-    text, _ = await rendered(gateway.templates, model, conversation, ignored)
+    text, _ = await rendered(resources.templates, model, conversation, ignored)
     return await model.tokenize(text, special=conversation.rendering.special)
 
 

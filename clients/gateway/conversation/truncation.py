@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....protocol.errors import Code, RequestError
-from ..context import Gateway
 from ..leniency import Ignored
 from ..models import ServedModel
 from .parts import Conversation, Result, Turn, of_kind
 from .rendering import prompt_ids
+from .resources import Resources
 
 
 async def fitting_ids(
-    gateway: Gateway, model: ServedModel, conversation: Conversation, ignored: Ignored
+    resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
     """The token ids of a conversation, shortened as its ``fitting`` says. Raises ApiError 400."""
     how, context = conversation.fitting, model.info.context_length
     if how.reserve is None:
-        whole = await prompt_ids(gateway, model, conversation, ignored)
+        whole = await prompt_ids(resources, model, conversation, ignored)
         return last_tokens(whole, how.last_tokens, context)
     # A greater reserve would leave no room for the conversation.
     room = context - min(how.reserve if how.reserve > 0 else 1, max(1, context // 2))
@@ -29,7 +29,7 @@ async def fitting_ids(
         """The token ids without the ``count`` oldest exchanges; None if they do not fit."""
         rest = without(conversation, begins, count)
         try:
-            fitting = await prompt_ids(gateway, model, rest, ignored)
+            fitting = await prompt_ids(resources, model, rest, ignored)
         except RequestError as error:
             if error.code != Code.PROMPT_TOO_LONG:
                 raise
@@ -51,7 +51,7 @@ async def fitting_ids(
     if count:
         ignored.add(f"truncation: the oldest {count} exchanges are left out")
     if found is None:
-        found = await prompt_ids(gateway, model, without(conversation, begins, count), ignored)
+        found = await prompt_ids(resources, model, without(conversation, begins, count), ignored)
     return found
 
 
