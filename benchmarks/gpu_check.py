@@ -1,8 +1,8 @@
 """Checks and measures the engine on a GPU. ``gpu_check.md`` has the commands.
 
 Each stage runs in its own process with a time limit, and writes each figure immediately to
-``results.jsonl``, as one line of JSON. ``--dry`` runs all stages on a CPU with small models. If
-Triton is installed, its interpreter then runs the kernels.
+``results.jsonl``, as one line of JSON. ``--dry`` runs all stages on a CPU with small models, in two
+processes. If Triton is installed, its interpreter then runs the kernels.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ LINKS = ROOT / "build" / "gpu_check"
 """A folder for PYTHONPATH, in which ``tokenbus`` links to the packages of this checkout."""
 PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
 DRY_LIMIT_S = 540.0
-"""Time limit of a stage in a dry run, in seconds. The limit is long because the machine may be
+"""Time limit of a process in a dry run, in seconds. The limit is long because the machine may be
 busy."""
+PASSED = "passed"
+"""The outcome of a stage that has found no fault."""
 DRY_JOBS = 2
-"""Number of stages that a dry run runs at the same time."""
+"""Number of processes that share the stages of a dry run."""
 
 
 class Stage(NamedTuple):
@@ -80,14 +82,15 @@ def _write_metadata() -> None:
     (folder / "METADATA").write_text("\n".join(lines))
 
 
-def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> bool:
-    """Runs one stage in a process; returns whether it passed."""
-    limit = DRY_LIMIT_S if dry else STAGES[number].limit_s
-    command = [sys.executable, __file__, "--inside", str(number), "--results", str(results)]
-    began, error = time.monotonic(), ""
-    process = subprocess.Popen(
-        command + ["--dry"] * dry, env=dict(own), cwd=ROOT, start_new_session=True
-    )
+def run_stages(numbers: Sequence[int], dry: bool, results: Path, own: Mapping[str, str]) -> bool:
+    """Runs stages in one process, one after another; returns whether all passed. A failed stage
+    ends the process."""
+    limit = DRY_LIMIT_S if dry else sum(STAGES[number].limit_s for number in numbers)
+    command = [sys.executable, __file__, "--results", str(results)] + ["--dry"] * dry
+    for number in numbers:
+        command += ["--inside", str(number)]
+    error = ""
+    process = subprocess.Popen(command, env=dict(own), cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(limit)
         if status:
@@ -97,12 +100,21 @@ def run_stage(number: int, dry: bool, results: Path, own: Mapping[str, str]) -> 
     finally:
         # All processes of the stage are in the stage's session.
         _end(process)
-    seconds = round(time.monotonic() - began, 1)
-    line = {"stage": number, "name": "stage", "value": error or "passed", "seconds": seconds}
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if error else []
+    passed = {line["stage"] for line in lines if line["value"] == PASSED}
+    for number in numbers if error else ():
+        if number not in passed:
+            _report(number, results, error)
+            error = "an earlier stage failed in its process"
+    return not error
+
+
+def _report(number: int, results: Path, value: str, **more: float) -> None:
+    """Writes the outcome of a stage to the results and the terminal."""
+    line = {"stage": number, "name": "stage", "value": value, **more}
     with results.open("a") as file:
         file.write(json.dumps(line) + "\n")
-    print(f"stage {number} ({STAGES[number].title}): {line['value']}, {seconds} s", flush=True)
-    return not error
+    print(f"stage {number} ({STAGES[number].title}): {value}", *more.values(), flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -122,6 +134,7 @@ def inside(number: int, dry: bool, results: Path) -> None:
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     stage = STAGES[number]
+    began = time.monotonic()
     world = World(number, dry, results, DRY_LIMIT_S if dry else stage.limit_s)
     try:
         importlib.import_module(stage.module).run(world)
@@ -129,6 +142,7 @@ def inside(number: int, dry: bool, results: Path) -> None:
     except (Exception, SystemExit) as error:
         world.record("error", f"{type(error).__name__}: {error}")
         raise
+    _report(number, results, PASSED, seconds=round(time.monotonic() - began, 1))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -139,7 +153,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dry", action="store_true", help="run on a CPU with small models")
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), metavar="FILE")
-    parser.add_argument("--inside", type=int, choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--inside", type=int, action="append", choices=STAGES, help=argparse.SUPPRESS
+    )
     return parser.parse_args(arguments)
 
 
@@ -148,19 +164,21 @@ def main() -> int:
     options = parse()
     results = options.results.resolve()
     if options.inside:
-        inside(options.inside, options.dry, results)
+        for number in options.inside:
+            inside(number, options.dry, results)
         return 0
     own = environment(options.dry)
     numbers = options.stage or list(STAGES)
 
-    def run(number: int) -> bool:
-        return run_stage(number, options.dry, results, own)
+    def run(numbers: Sequence[int]) -> bool:
+        return run_stages(numbers, options.dry, results, own)
 
     if options.dry:
+        shares = [numbers[first::DRY_JOBS] for first in range(min(DRY_JOBS, len(numbers)))]
         with ThreadPoolExecutor(DRY_JOBS) as jobs:
-            passed = list(jobs.map(run, numbers))
+            passed = list(jobs.map(run, shares))
     else:
-        passed = [run(number) for number in numbers]
+        passed = [run([number]) for number in numbers]
     return 0 if all(passed) else 1
 
 

@@ -23,14 +23,15 @@ def check(results: Path, *arguments: str, **environment: str) -> tuple[int, list
     return done.returncode, [json.loads(line) for line in results.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_passes_on_a_cpu_and_writes_its_figures(stage: int, tmp_path: Path) -> None:
-    status, lines = check(tmp_path / "results.jsonl", "--dry", "--stage", str(stage))
+@pytest.mark.parametrize("stages", [STAGES[:4], STAGES[4:]])
+def test_each_stage_passes_on_a_cpu_and_writes_its_figures(stages: range, tmp_path: Path) -> None:
+    chosen = [part for stage in stages for part in ("--stage", str(stage))]
+    status, lines = check(tmp_path / "results.jsonl", "--dry", *chosen)
     assert status == 0, lines
-    *figures, last = lines
-    assert (last["name"], last["value"]) == ("stage", "passed")
-    assert {line["stage"] for line in lines} == {stage}
-    assert len(figures) > 1
+    for stage in stages:
+        *figures, last = [line for line in lines if line["stage"] == stage]
+        assert (last["name"], last["value"]) == ("stage", "passed")
+        assert len(figures) > 1
 
 
 def test_without_a_gpu_the_first_stage_fails_and_says_why(tmp_path: Path) -> None:
