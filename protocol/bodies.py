@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .errors import Code, RequestError, TokenbusError
+from .expected_values import plain
 from .messages import Error
 
 Encoding = Literal["json", "msgpack"]
@@ -68,7 +69,7 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
         text = str(error)
         found = _PATH.search(text)
         path = found.group(1) if found else "$"
-        what = text[: found.start()] if found else text
+        what = plain(text[: found.start()] if found else text)
         raise RequestError(Code.INVALID_FIELD, f"{what} at {path}", path=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(Code.BAD_MESSAGE, f"the body is not valid {encoding}: {error}") from None
