@@ -122,10 +122,10 @@ class Attaches:
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
         """Handles a worker's report of a stream. ``sent``: the entries that the worker has sent, as
-        a body of TOKEN. A held ATTACH for it is answered at once, as the worker may be in a long
-        step.
+        a body of TOKEN. A held ATTACH for the stream is answered at once, because the worker may be
+        in a long step.
 
-        The ATTACH is also forwarded to the worker if the worker uses another encoding than the
+        The ATTACH is forwarded to the worker instead if the worker uses another encoding than the
         client now accepts. ``flags``: the header flags of the encoding that the worker uses.
         """
         held = self._take(request.session, request.stream_id)

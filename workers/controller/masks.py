@@ -47,7 +47,7 @@ class MaskRows:
             return None
 
     def take_spare(self) -> int | None:
-        """A free row for an optional use. None if fewer than half of the rows are free."""
+        """A free row for an optional use. None if at most half of the rows are free."""
         return self.take() if 2 * len(self._free) > self._rows else None
 
     def view(self, row: int) -> memoryview:
