@@ -83,10 +83,10 @@ def _add_run(actions: Any) -> None:
         allow_abbrev=False,
         help="generate under a controller",
         description="Generates under a controller. If no system is running, the command starts one "
-        "with the embedded model for this run. A name that ends with .wasm, .c, .py or .js or "
-        "contains a / is a file. Any other name is a tag, a module id, a built-in controller or a "
-        "served MODULE:NAME. The module of a file is deleted after the run unless it was stored "
-        "before.",
+        "with the embedded model for this run. A name that ends with .wasm, .c, .py, .js or .ts, "
+        "or contains a /, is a file. Any other name is a tag, a module id, a built-in controller "
+        "or a served MODULE:NAME. The module of a file is deleted after the run unless it was "
+        "stored before.",
     )
     parser.add_argument("program", metavar="FILE|TAG|ID", help="the controller")
     parser.add_argument(

@@ -12,9 +12,11 @@ import tempfile
 from pathlib import Path
 
 from ...protocol.scripts import LANGUAGES, language_of, marked_script
+from . import type_eraser
+from .type_eraser import TypeScriptFault, erase_types
 
 SCRIPT_SUFFIXES = tuple(suffix for group in LANGUAGES.values() for suffix in group)
-SUFFIXES = (".wasm", ".c", *SCRIPT_SUFFIXES)
+SUFFIXES = (".wasm", ".c", *SCRIPT_SUFFIXES, *type_eraser.SUFFIXES)
 """A name is a file name if it has one of these suffixes or contains a "/"."""
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
@@ -48,7 +50,8 @@ def is_file(name: str) -> bool:
 
 
 def read_module(file: Path) -> bytes:
-    """Reads a Wasm file or a script, or compiles a C file; raises FileFault.
+    """Reads a Wasm file or a script, or compiles a C file; raises FileFault. A script in TypeScript
+    is returned without its types.
 
     Prints the compiler's warnings on stderr.
     """
@@ -59,7 +62,22 @@ def read_module(file: Path) -> bytes:
     language = language_of(file.suffix)
     if language is not None:
         return marked_script(content, language)
+    if file.suffix in type_eraser.SUFFIXES:
+        return marked_script(_without_types(file, content), "javascript")
     return _compiled(file) if file.suffix == ".c" else content
+
+
+def _without_types(file: Path, content: bytes) -> bytes:
+    """A script in TypeScript as JavaScript."""
+    try:
+        return erase_types(content)
+    except TypeScriptFault as error:
+        raise FileFault(f"{file}: {error}") from None
+    except ModuleNotFoundError:
+        raise FileFault(
+            f"{file} is in TypeScript, and no parser is installed; use "
+            "pip install 'tokenbus[typescript]'"
+        ) from None
 
 
 def _compiled(source: Path) -> bytes:

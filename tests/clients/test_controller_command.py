@@ -59,6 +59,40 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
     assert tokenbus(steered, "run", "cli").returncode == 4
 
 
+ANSWER = """\
+import type { Context } from "tokenbus";
+
+interface Answer {
+  number: number;
+}
+
+async function main(ctx: Context): Promise<void> {
+  const text: string = await ctx.gen({ regex: "[0-9]", maxTokens: 2 });
+  const answer = { number: Number(text) } as Answer;
+  ctx.log("digit", answer.number < 10);
+}
+"""
+
+
+def test_a_script_in_typescript_runs_and_its_errors_name_the_line(
+    steered: Bus, tmp_path: Path
+) -> None:
+    file = tmp_path / "answer.ts"
+    file.write_text(ANSWER)
+    run = tokenbus(steered, "run", str(file), "--prompt", PROMPT, "--max-tokens", "8", "--json")
+    [sequence] = json.loads(run.stdout)["sequences"]
+    assert (run.stderr, sequence["error"]) == ("", None)
+    assert sequence["logs"].splitlines()[-1] == "digit true"
+    file.write_text(ANSWER.replace("answer.number < 10", "missing as number"))
+    run = tokenbus(steered, "run", str(file), "--max-tokens", "8")
+    assert "line 10: ReferenceError: 'missing' is not defined" in run.stderr
+    file.write_text(ANSWER.replace("interface Answer {", "enum Answer {"))
+    run = tokenbus(steered, "run", str(file))
+    assert run.stderr.count("\n") == 1
+    assert f"{file}: line 4: SyntaxError" in run.stderr
+    assert run.returncode == tokenbus(steered, "run", str(tmp_path / "none.ts")).returncode != 0
+
+
 def test_served_python_controllers_are_listed(steered: Bus, tmp_path: Path) -> None:
     line = re.compile(r"^listed_own:main  served by (controller-\S+)$", re.MULTILINE)
     with serving_main(steered, tmp_path, "listed_own"):
