@@ -8,7 +8,9 @@ from functools import partial
 from ...protocol.errors import Code, RequestError
 from ...protocol.metrics import Series
 from .backends.constraints import Constraints
+from .guests.runtime import RemoteProgram
 from .interface import Program
+from .python.script import ScriptProgram as ServedScript
 from .runtime import GuestRuntime
 from .scripts.controller import ScriptProgram
 from .scripts.sources import IN_ARGUMENT
@@ -40,7 +42,9 @@ class Programs:
         tenant, or a session without a key, whose guests are separate from those of others."""
         served = self._runtime.served(owner, name)
         if served is not None:
-            return served
+            # Only scripts ask the worker for texts.
+            runs_scripts = isinstance(served, RemoteProgram | ServedScript)
+            return self._scripted(served) if runs_scripts else served
         if self._store is None:
             raise RequestError(
                 Code.UNKNOWN_CONTROLLER,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -144,7 +145,9 @@ class ControllerWorker:
             if served is None
             else None
         )
-        self._programs = Programs(served) if served is not None else self._stored_programs()
+        self._programs = (
+            self._stored_programs() if served is None else self._served_programs(served)
+        )
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
@@ -195,10 +198,16 @@ class ControllerWorker:
         if most:
             setup = Setup(self._limits, user=GuestUser.named(name) if name else None)
             runtime = ProcessRuntime(setup, most)
-        kept = self._settings.run_folder / "grammars"
-        bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
-        constraints = Constraints(self._engine, kept, bounds)
+        constraints = self._constraints(self._settings.run_folder / "grammars")
         return Programs(runtime, self._store, constraints)
+
+    def _served_programs(self, served: GuestRuntime) -> Programs:
+        # Several such workers may run next to each other, so they do not share a folder.
+        return Programs(served, None, self._constraints(None))
+
+    def _constraints(self, folder: Path | None) -> Constraints:
+        bounds = Bounds(self._limits.compile_s, self._limits.compile_bytes)
+        return Constraints(self._engine, folder, bounds)
 
     # --- the loop -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -12,10 +13,13 @@ from typing import Any
 from ....protocol.errors import Code, ControllerError
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
+from ..scripts.generation import Generate as GeneratedText
 from . import script_constraints
 from .arguments import parsed, special_token
+from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
+from .delegated_text import Delegated, text_of_options
 from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
@@ -78,6 +82,9 @@ class Context:
         choice: Sequence[str] | None = None,
         json_schema: dict[str, object] | str | None = None,
         lark: str | None = None,
+        yacc: str | None = None,
+        substring: str | None = None,
+        substring_end: str | None = None,
         allow: TokenSet | Iterable[int] | None = None,
         stop_at: str | Sequence[str] | None = None,
         max_tokens: int | None = None,
@@ -85,9 +92,15 @@ class Context:
     ) -> str:
         """Generates text with the model, and returns it.
 
-        At most one constraint may be given: ``regex`` (Rust's syntax; matches the whole text),
-        ``choice`` (one of these texts), ``json_schema``, ``lark`` (llguidance's dialect), or
-        ``allow`` (only these tokens).
+        At most one constraint may be given:
+
+        - ``regex`` (Rust's syntax; matches the whole text)
+        - ``choice`` (one of these texts)
+        - ``json_schema``
+        - ``lark`` (llguidance's dialect)
+        - ``yacc`` (a grammar)
+        - ``substring`` (a part of this text, which ``substring_end`` follows if it is given)
+        - ``allow`` (only these tokens)
 
         Generation ends in one of these cases:
 
@@ -121,6 +134,8 @@ class Context:
             "choice": options,
             "json_schema": schema,
             "lark": lark,
+            "yacc": yacc,
+            "substring": substring,
             "allow": allowed,
         }
         kinds = {name: value for name, value in given.items() if value is not None}
@@ -128,8 +143,16 @@ class Context:
             raise _wrong(f"gen({', '.join(kinds)}): only one of these is allowed at a time")
 
         added = bias_of(bias, self._host.vocabulary.size, "gen(bias=…)")
+        rest: dict[str, object] = {
+            "substring_end": substring_end,
+            "stop_at": stops or None,
+            "max_tokens": max_tokens,
+        }
+        delegated = _delegated(kinds | rest)
 
         def make(question: Question) -> Operation:
+            if delegated is not None:
+                return Delegated(question, self._host.vocabulary, delegated, added)
             return Generate(
                 question,
                 self._host.vocabulary,
@@ -139,7 +162,6 @@ class Context:
                 added,
             )
 
-        rest: dict[str, object] = {"stop_at": stops or None, "max_tokens": max_tokens}
         if added is not None:
             rest["bias"] = zlib.crc32(added.encoded())
         text = await self._ask(make, "gen", **kinds, **rest)
@@ -197,6 +219,19 @@ class Context:
         assert isinstance(seq, int)
         return seq
 
+    @property
+    def eos(self) -> int:
+        """The first end-of-sequence token; -1 if the model does not have one."""
+        return self._host.vocabulary.eos
+
+    def tokenize(self, text: str | bytes) -> list[int]:
+        """The tokens of a text, without special tokens."""
+        return self._host.vocabulary.tokenize(text.encode() if isinstance(text, str) else text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are not UTF-8 are replaced."""
+        return b"".join(map(self._host.vocabulary.token, tokens)).decode("utf-8", "replace")
+
     def token_set(self, test: Callable[[bytes], bool]) -> TokenSet:
         """The tokens whose bytes pass a test, for ``gen(allow=…)``."""
         return TokenSet.where(self._host.vocabulary, test)
@@ -216,8 +251,7 @@ class Context:
 
     def text_since(self, label: Label) -> str:
         """The text after a label; bytes that are not UTF-8 are replaced."""
-        tokens = self._transcript.tokens[_position("text_since(label)", label) :]
-        return b"".join(map(self._host.vocabulary.token, tokens)).decode("utf-8", "replace")
+        return self.text(self._transcript.tokens[_position("text_since(label)", label) :])
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Prints to the sequence's log, which the client receives with its tokens."""
@@ -338,6 +372,16 @@ def _position(what: str, label: object) -> int:
     if not isinstance(label, Label):
         raise _wrong(f"{what} with {label!r}; expected a label from ctx.label()")
     return label.position
+
+
+def _delegated(options: dict[str, object]) -> GeneratedText | None:
+    """The text of a call of ``gen`` whose constraint only the worker has; None for other texts."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given.keys() & {"yacc", "substring", "substring_end"}:
+        return None
+    # The frames: this function, gen, and the function of the script that awaits gen.
+    code = (frame := sys._getframe(2)).f_code
+    return text_of_options(given, place(code.co_filename, frame.f_lineno, code.co_name))
 
 
 def _options(choice: object) -> tuple[str, ...]:

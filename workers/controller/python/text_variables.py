@@ -25,6 +25,10 @@ class Vars:
         stored = self.read(name)
         return default if stored is None else text_of(name, stored)
 
+    def has(self, name: str) -> bool:
+        """Whether a variable exists."""
+        return name in self
+
     def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable; with ``when_version_is``, only at this version (0: it must not
         exist)."""

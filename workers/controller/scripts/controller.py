@@ -22,6 +22,7 @@ from ..interface import (
     Controller,
     DecidesAhead,
     Program,
+    RunsAhead,
 )
 from .generation import Generate, Generation, decode_generate, failed
 
@@ -130,6 +131,13 @@ class ScriptController:
         if self._generation is not None:
             self._generation.close()
         self._guest.close()
+
+    # --- interface.RunsAhead --------------------------------------------------------------------
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the guest agrees, which a class may do, and a script cannot."""
+        return isinstance(self._guest, RunsAhead) and self._guest.takes_drafts
 
     # --- interface.DecidesAhead -----------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,21 +16,19 @@ import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
-from ..biases import Bias
 from ..host import Host, Stored, Written
-from ..interface import Action, Answer, Controller
+from ..interface import Controller
 from ..limits import Limits
 from ..python.author_calls import AuthorCalls
 from ..python.bias_values import bias_of
 from ..python.context import Context, Label
+from ..python.delegated_text import Delegated, text_of_options
 from ..python.operations import Operation
 from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
 from ..wasm.instance import Template
-from .generation import Generate
 from .python_session import Asked, Printed, PythonSession, library, template_of
 
-KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
 TOKENS_READ = 256
 """Number of tokens whose bytes a script reads at once, for ``ctx.token_set``."""
 
@@ -178,13 +176,14 @@ class PythonContext(Context):
         if given.get("allow") is not None:
             return await self.gen(**given)
         options = {key: value for key, value in given.items() if value is not None}
-        bias = bias_of(options.pop("bias", None), self._host.vocabulary.size, "gen(bias=…)")
-        generate = msgspec.json.encode(_generate(options))
+        vocabulary = self._host.vocabulary
+        bias = bias_of(options.pop("bias", None), vocabulary.size, "gen(bias=…)")
+        asked = text_of_options(options)
 
         def make(question: Question) -> Operation:
-            return _Delegated(question, self._host, generate, bias)
+            return Delegated(question, vocabulary, asked, bias)
 
-        text = await self._ask(make, "gen", arguments=generate)
+        text = await self._ask(make, "gen", arguments=msgspec.json.encode(asked))
         assert isinstance(text, bytes)
         return text.decode("utf-8", "replace")
 
@@ -229,46 +228,6 @@ class PythonGuest(ScriptController):
         super().__init__(name, function, host, transcript)
         assert isinstance(self._context, PythonContext)
         self._calls = self._context.calls = GuestCalls(name, host)
-
-
-class _Delegated(Operation):
-    """A text that the worker generates; the answer is the text, as bytes."""
-
-    def __init__(self, question: Question, host: Host, generate: bytes, bias: Bias | None) -> None:
-        super().__init__(question)
-        self._host = host
-        self._answer = Answer(Action.GENERATE, bias=bias, generate=generate)
-
-    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Asks the worker."""
-        return self._answer
-
-    def post_process(self, tokens: Sequence[int]) -> None:
-        """Finishes with the tokens of the whole text."""
-        self._finish(b"".join(map(self._host.vocabulary.token, tokens)))
-
-
-def _generate(options: dict[str, Any]) -> Generate:
-    """The arguments of ``gen``; raises ControllerError for an invalid argument."""
-    stops, most = options.pop("stop_at", None), options.pop("max_tokens", None)
-    end = options.pop("substring_end", None)
-    stops = [stops] if isinstance(stops, str) else list(stops or ())
-    if any(not isinstance(stop, str) or not stop for stop in stops):
-        raise _wrong(f"gen(stop_at={stops!r}); expected text that is not empty")
-    if most is not None and (not isinstance(most, int) or most < 1):
-        raise _wrong(f"gen(max_tokens={most!r}); expected a number, at least 1")
-    unknown = [name for name in options if name not in KINDS]
-    if unknown or len(options) > 1:
-        right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
-        raise _wrong(f"gen({', '.join(options)}); expected {right}")
-    for kind, value in options.items():
-        if kind == "substring":
-            value = {"text": value}
-            if end is not None:
-                kind, value = "combination", {"sequence": [{"substring": value["text"]}, end]}
-        argument = value if isinstance(value, str) else json.dumps(value)
-        return Generate(kind, argument, stops, most)  # type: ignore[arg-type]
-    return Generate(None, "", stops, most)
 
 
 def _made(value: Any) -> Any:

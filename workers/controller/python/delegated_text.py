@@ -1,0 +1,72 @@
+"""Texts that the worker generates for a script (``scripts.controller``), under its built-in
+constraints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ....protocol.errors import Code, ControllerError
+from ..biases import Bias
+from ..host import Vocabulary
+from ..interface import Action, Answer
+from ..scripts.generation import Generate
+from .operations import Operation
+from .transcript import Question
+
+KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
+"""The constraints of ``gen``, of which a text has at most one."""
+
+
+class Delegated(Operation):
+    """A text that the worker generates; the answer is the text, as bytes."""
+
+    def __init__(
+        self, question: Question, vocabulary: Vocabulary, text: Generate, bias: Bias | None
+    ) -> None:
+        super().__init__(question)
+        self._vocabulary = vocabulary
+        generate = msgspec.json.encode(text)
+        self._answer = Answer(Action.GENERATE, bias=bias, generate=generate)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Asks the worker."""
+        return self._answer
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes with the tokens of the whole text."""
+        self._finish(b"".join(map(self._vocabulary.token, tokens)))
+
+
+def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
+    """The text of the arguments of ``gen`` that are not None; raises ControllerError for a wrong
+    one. ``place``: the place of the call in the script, for errors."""
+    given = dict(options)
+    stops, most = given.pop("stop_at", None), given.pop("max_tokens", None)
+    end = given.pop("substring_end", None)
+    stops = [stops] if isinstance(stops, str) else list(stops or ())
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise _wrong(f"gen(stop_at={stops!r}); right would be text that is not empty")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise _wrong(f"gen(max_tokens={most!r}); right would be a number, at least 1")
+    unknown = [name for name in given if name not in KINDS]
+    if unknown or len(given) > 1:
+        right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
+        raise _wrong(f"gen({', '.join(given)}); right would be {right}")
+    if end is not None and "substring" not in given:
+        raise _wrong("gen(substring_end=…) without substring; right would be both")
+    for kind, value in given.items():
+        if kind == "substring" and end is not None:
+            kind, value = "combination", {"sequence": [{"substring": value}, end]}
+        elif kind == "substring":
+            value = {"text": value}
+        argument = value if isinstance(value, str) else json.dumps(value)
+        return Generate(kind, argument, stops, most, place)  # type: ignore[arg-type]
+    return Generate(None, "", stops, most, place)
+
+
+def _wrong(message: str) -> ControllerError:
+    return ControllerError(Code.CONTROLLER_FAILED, message)
