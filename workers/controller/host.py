@@ -83,6 +83,29 @@ class Variables(Protocol):
         """Appends to a variable, which is created if it does not exist."""
 
 
+class NextTokens(NamedTuple):
+    """The tokens that may follow a text under a constraint."""
+
+    mask: bytes
+    """Bit i of the little-endian u32 words is set if token i may follow, or if it ends a text that
+    may end here."""
+    may_end: bool
+    """Whether the text may end here."""
+    ends: bool
+    """Whether no token but the end may follow."""
+
+
+class Questions(Protocol):
+    """The built-in constraints, for scripts that ask about single tokens."""
+
+    def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
+        """The tokens that may follow ``text`` under the constraint ``kind`` with an argument.
+
+        Raises TokenbusError if the argument is not valid, or if the constraint does not allow the
+        text.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class Host:
     """The environment of one sequence's controller."""
@@ -101,6 +124,8 @@ class Host:
     """Whether end-of-sequence tokens do not end the sequence, whatever its controller does."""
     memory: TenantMemory | None = None
     """The account that guests of this sequence count towards; None: they are not counted."""
+    questions: Questions | None = None
+    """Answers a script's questions about constraints; None for other controllers."""
     distributions: Sequence[Distribution] = ()
     """The distribution of each token that the last post_process got; empty if the tokens were
     appended, or if the controller did not query them. ``Rounds`` sets this before each

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 from wasmtime import Engine, Module
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
-from ..host import Host, Stored, Vocabulary, Written
+from ..host import Host, NextTokens, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
 from ..logs import Log
 from ..runtime import program_of
+from ..wasm.aici_storage import NAME_BYTES
 from ..wasm.compiled_modules import Loaded
 from ..wasm.sandbox import HOST_STACK_BYTES, TICK_S
 from . import messages
@@ -95,6 +96,16 @@ class _Variables:
         """Appends to a variable, or only to the given version of it."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
+
+
+class _Questions:
+    """The constraints of the worker."""
+
+    def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
+        """Asks about a text."""
+        asked = messages.encode(messages.ConstrainedText(argument, list(text)))
+        told = _ask("next_tokens", kind[:NAME_BYTES], asked)
+        return NextTokens(told.value or b"", told.ok, bool(told.version))
 
 
 class _Memory:
@@ -262,6 +273,7 @@ class GuestProcess:
             spec.max_tokens,
             spec.ignore_eos,
             self._memory if spec.counted else None,  # type: ignore[arg-type]
+            _Questions(),
         )
         return host, log
 

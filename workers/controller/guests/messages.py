@@ -117,8 +117,11 @@ class Told(Message):
     """The worker's answer to an ``Asked``."""
 
     ok: bool = True
+    """Whether a variable was written, or whether a text under a constraint may end."""
     version: int = 0
+    """The version of a variable, or 1 if a text under a constraint must end."""
     value: bytes | None = None
+    """A variable's value, or the mask of the next tokens."""
     error: Fault | None = None
 
 
@@ -196,12 +199,22 @@ class Done(Message):
     """CPU time that the request took."""
 
 
-Question = Literal["get", "set", "append", "memory"]
+class ConstrainedText(Struct, array_like=True):
+    """A text under a constraint with an argument."""
+
+    argument: str
+    tokens: list[TokenId]
+
+
+Question = Literal["get", "set", "append", "memory", "next_tokens"]
 
 
 class Asked(Message):
-    """A question of a guest to its worker during a call: ``get``, ``set`` or ``append`` of a
-    variable, or ``memory`` (``number`` bytes)."""
+    """A question of a guest to its worker during a call.
+
+    ``get``, ``set`` or ``append`` of a variable; ``memory`` (``number`` bytes); ``next_tokens`` of
+    the constraint ``name``, whose ``value`` is a ``ConstrainedText``.
+    """
 
     handle: int
     what: Question
@@ -214,4 +227,5 @@ FromGuest = Done | Asked
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_guest = msgspec.msgpack.Decoder(ToGuest).decode
+decode_text = msgspec.msgpack.Decoder(ConstrainedText).decode
 decode_from_guest = msgspec.msgpack.Decoder(FromGuest).decode

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
 from ..interface import Answer, Batch
@@ -37,6 +39,7 @@ from .messages import (
     Prompt,
     ToGuest,
     Told,
+    decode_text,
 )
 from .process import Cause, GuestDied, GuestProcess
 from .recording import Begun, Call, Recording, addressed, repetitions
@@ -197,8 +200,10 @@ class RemoteController:
     def answer(self, asked: Asked) -> Told:
         """Answers a question of the guest; raises TokenbusError if the question is refused."""
         variables = self._variables
-        # In a batch, the other sequences would also wait for the state worker.
+        # In a batch, the other sequences would also wait for the answer.
         self._waits = True
+        if asked.what == "next_tokens":
+            return self._next_tokens(asked)
         if asked.what == "get":
             stored = variables.get(asked.name)
             if stored is None:
@@ -207,6 +212,18 @@ class RemoteController:
         write = variables.append if asked.what == "append" else variables.set
         written = write(asked.name, asked.value, asked.number)
         return Told(written.ok, written.version, written.value)
+
+    def _next_tokens(self, asked: Asked) -> Told:
+        questions = self._host.questions
+        if questions is None:
+            # Only a compromised process asks for a controller that is not a script.
+            raise ControllerError(Code.CONTROLLER_FAILED, "only a script asks about constraints")
+        try:
+            text = decode_text(asked.value)
+        except msgspec.MsgspecError as error:
+            raise ControllerError(Code.CONTROLLER_FAILED, f"next_tokens: {error}") from None
+        mask, may_end, ends = questions.next_tokens(asked.name, text.argument, text.tokens)
+        return Told(may_end, int(ends), mask)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
         """Records a round that ran in a batch, and its outcome; returns whether it was usual."""

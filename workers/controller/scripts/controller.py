@@ -6,7 +6,7 @@ controller of a built-in constraint, and calls the guest again with the tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
@@ -18,18 +18,16 @@ from ..interface import (
     Batch,
     Batched,
     Constraint,
-    ConstraintProgram,
     Controller,
     DecidesAhead,
     Program,
     RunsAhead,
 )
 from .generation import Generate, Generation, decode_generate, failed
+from .next_tokens import ConstraintQuestions, FindConstraint
 
 MAX_EMPTY_TEXTS = 256
 """Maximum texts without a token that a script generates one after another in one round."""
-
-FindConstraint = Callable[[str], ConstraintProgram | None]
 
 
 class ScriptProgram:
@@ -42,16 +40,30 @@ class ScriptProgram:
 
     def start(self, host: Host) -> Controller:
         """Creates a guest; raises TokenbusError if the script fails."""
-        return ScriptController(self._guests.start(host), host, self._constraints)
+        questions = ConstraintQuestions(self._constraints, host)
+        host.questions = questions
+        try:
+            guest = self._guests.start(host)
+        except BaseException:
+            questions.close()
+            raise
+        return ScriptController(guest, host, self._constraints, questions)
 
 
 class ScriptController:
     """The controller of one sequence."""
 
-    def __init__(self, guest: Controller, host: Host, constraints: FindConstraint) -> None:
+    def __init__(
+        self,
+        guest: Controller,
+        host: Host,
+        constraints: FindConstraint,
+        questions: ConstraintQuestions,
+    ) -> None:
         self._guest = guest
         self._host = host
         self._constraints = constraints
+        self._questions = questions
         self._generation: Generation | None = None
         self._length = 0
         """Number of tokens after the prompt."""
@@ -74,6 +86,7 @@ class ScriptController:
         held, self._held = self._held, None
         if held is not None:
             return held
+        self._questions.renew()
         generation = self._generation
         if generation is not None and not generation.ended:
             return generation.pre_process()
@@ -114,13 +127,21 @@ class ScriptController:
             self._detour = 0 if self._detour == 2 else self._detour
             return CONTINUE
         if self._generation is None:
+            self._questions.renew()
             return self._guest.post_process(tokens, backtrack)
         self._generation.post_process(tokens, backtrack)
         return CONTINUE
 
     def fork(self, host: Host) -> ScriptController:
         """Copies the guest and the text."""
-        other = ScriptController(self._guest.fork(host), host, self._constraints)
+        questions = ConstraintQuestions(self._constraints, host)
+        host.questions = questions
+        try:
+            guest = self._guest.fork(host)
+        except BaseException:
+            questions.close()
+            raise
+        other = ScriptController(guest, host, self._constraints, questions)
         other._length, other._held, other._detour = self._length, self._held, self._detour
         if self._generation is not None:
             other._generation = self._generation.fork(host)
@@ -131,6 +152,7 @@ class ScriptController:
         if self._generation is not None:
             self._generation.close()
         self._guest.close()
+        self._questions.close()
 
     # --- interface.RunsAhead --------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from ....protocol.errors import Code, ControllerError, RequestError
 from ..limits import Limits
 from ..wasm.exported_state import with_exported_state
 from ..wasm.instance import Guest, Template
-from ..wasm.native import START, NativeState, _linker
+from ..wasm.native import START, NativeState
 from ..wasm.wasm_binary import GLOBAL, read
+from .imports import linker_of
 from .snapshot import custom_section, read_custom, with_memory
 
 BOOT_SECTION = "tokenbus.boot"
@@ -103,7 +104,7 @@ def booted(wasm: bytes) -> bytes:
     config.epoch_interruption = True
     config.memory_may_move = False
     machine = wasmtime.Engine(config)
-    template = Template(_linker(machine), wasmtime.Module(machine, exported), machine)
+    template = Template(linker_of(machine), wasmtime.Module(machine, exported), machine)
     # The boot calls no function that uses the host.
     state = NativeState(None)  # type: ignore[arg-type]
     guest = state.guest = Guest(template, state, Limits(init_s=BOOT_S))

@@ -11,8 +11,9 @@ from ..host import Host
 from ..interface import Action, Answer, Controller
 from ..limits import Limits
 from ..wasm.instance import Guest, Template
-from ..wasm.native import START, NativeController, NativeState, _linker
+from ..wasm.native import START, NativeController, NativeState
 from .engines import BACKTRACK, put_text, words
+from .imports import linker_of
 
 GENERATE = 5
 """The result of mid_process that asks the worker to generate a text. The list of the answer has
@@ -28,7 +29,7 @@ class ScriptModule:
     ) -> None:
         """``module``: the interpreter after its boot. ``text``: the script; None: the argument of
         the request is the script."""
-        self._template = Template(_linker(engine), module, engine)
+        self._template = Template(linker_of(engine), module, engine)
         self._text = text
 
     def start(self, host: Host) -> Controller:

@@ -325,6 +325,11 @@ class Guest:
         self._ticked_at -= seconds
         self.check_time()
 
+    def exclude(self, seconds: float) -> None:
+        """Does not count CPU time that this thread spent in a host function for the worker."""
+        if self._ticked_at is not None:
+            self._ticked_at += seconds
+
     def charge(self, size: int) -> None:
         """Counts the work of a host function before the work is done. ``size``: the work as a
         number of copied bytes."""

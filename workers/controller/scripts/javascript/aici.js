@@ -70,10 +70,63 @@ class MidProcessResult extends Decision {
   static bias(set) { return decide.sample({ allow: set }); }
   static splice(backtrack, tokens) { return decide.splice(backtrack, tokens); }
   static stop() { return decide.stop(); }
-  static noop() { return decide.sample(); }
+  static noop() { return NOOP; }
+}
+
+// A constraint on a text that grows by tokens; this one allows every token.
+class Constraint {
+  #kind = "";
+  #argument = "";
+  #text = [];
+  #answer = null;
+  constrain(kind, argument) {
+    if (typeof argument !== "string" || !argument)
+      throw new TypeError(`${this.constructor.name} with ${show(argument)}; right would be text`);
+    this.#kind = kind;
+    this.#argument = argument;
+    return this;
+  }
+  #look() {
+    if (this.#answer === null && this.#kind) {
+      const [flags, mask] = host.nextTokens(this.#kind, this.#argument, this.#text);
+      this.#answer = { mayEnd: (flags & 1) !== 0, ends: (flags & 2) !== 0, set: new TokenSet() };
+      this.#answer.set.words = new Uint32Array(mask);
+    } else if (this.#answer === null) {
+      this.#answer = { mayEnd: true, ends: false, set: new TokenSet().setAll(true) };
+    }
+    return this.#answer;
+  }
+  eosAllowed() { return this.#look().mayEnd; }
+  eosForced() { return this.#look().ends; }
+  tokenAllowed(token) { return this.#look().set.has(token); }
+  appendToken(token) {
+    if (token === host.word(EOS)) return;
+    this.#text.push(token);
+    this.#answer = null;
+  }
+  allowTokens(set) { set.words.set(this.#look().set.words); }
+}
+
+class RegexConstraint extends Constraint {
+  constructor(pattern) { super().constrain("regex", CONSTRAINTS.regex(pattern)); }
+}
+
+class CfgConstraint extends Constraint {
+  constructor(grammar) { super().constrain("yacc", grammar); }
+}
+
+class SubStrConstraint extends Constraint {
+  constructor(template, stopAt = '"') {
+    super().constrain("combination", JSON.stringify({ sequence: [{ substring: template }, stopAt] }));
+  }
+}
+
+class ChooseConstraint extends Constraint {
+  constructor(options) { super().constrain("choice", JSON.stringify(options)); }
 }
 
 class NextToken {
+  finished = false;
   preProcess() {}
   midProcess() { return decide.sample(); }
   postProcess(backtrack, tokens) {}
@@ -82,7 +135,30 @@ class NextToken {
   then(resolve, reject) { return this.run().then(resolve, reject); }
 }
 
-Object.assign(aici, { Label, TokenSet, NextToken, MidProcessResult, Buffer: Bytes });
+// Samples a token that the constraint of makeConstraint() allows, or ends the text.
+class ConstrainedToken extends NextToken {
+  #constraint = null;
+  constructor(makeConstraint) {
+    super();
+    this.makeConstraint = makeConstraint;
+  }
+  midProcess() {
+    this.#constraint ??= this.makeConstraint();
+    const set = new TokenSet();
+    this.#constraint.allowTokens(set);
+    if (!set.numSet()) set.add(host.word(EOS));
+    return MidProcessResult.bias(set);
+  }
+  postProcess(backtrack, tokens) {
+    for (const token of tokens) this.#constraint.appendToken(token);
+    if (this.#constraint.eosForced()) this.finished = true;
+  }
+}
+
+Object.assign(aici, {
+  Label, TokenSet, NextToken, MidProcessResult, Buffer: Bytes, ConstrainedToken, Constraint,
+  RegexConstraint, CfgConstraint, SubStrConstraint, ChooseConstraint,
+});
 Object.assign(globalThis, aici, { Controller, decide, console: {
   log, info: log, warn: log, error: log, debug: log } });
 

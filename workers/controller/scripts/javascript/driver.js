@@ -163,8 +163,16 @@ class Steps extends Operation {
     this.appended = null;
   }
   pre() { return decided(this.object.preProcess(), "preProcess"); }
-  mid(group) { return decided(this.object.midProcess(), "midProcess"); }
+  mid(group) {
+    const decision = this.object.midProcess();
+    if (decision === NOOP) {
+      this.post([], 0);
+      return CONTINUE;
+    }
+    return decided(decision, "midProcess");
+  }
   post(tokens, backtrack) {
+    this.object.finished = tokens.includes(host.word(EOS));
     this.object.postProcess(backtrack, tokens);
     this.finish(tokens);
   }
@@ -241,6 +249,9 @@ const decide = {
       bias: bias_of(bias),
     }),
 };
+
+// The round goes on with the next call of the script, without a token.
+const NOOP = new Decision(CONTINUE);
 
 const MAY = {
   preProcess: [STOP, CONTINUE, SUSPEND, FORK, SPLICE],

@@ -31,10 +31,17 @@ int32_t host_var_set(const char *name, uint32_t n, const void *value, uint32_t s
 IMPORT("var_append")
 int32_t host_var_append(const char *name, uint32_t n, const void *value, uint32_t size,
                         int32_t when, uint32_t *version);
+// For scripts only: the tokens that may follow a text under a built-in constraint. Returns flags, or
+// REFUSED and the length of an error, which is written in place of the mask.
+IMPORT("next_tokens")
+uint32_t host_next_tokens(const char *kind, uint32_t kind_n, const char *argument, uint32_t n,
+                          const uint32_t *text, uint32_t count, void *mask, uint32_t size);
 
 enum { VERSION, INBOX, INBOX_SIZE, COUNT, BACKTRACK, SEQ, ARG, VOCABULARY };
 enum { N = 8, LIST, DROP, MASK, EOS, MAX_TOKENS, BIAS, PAIRS };
 enum { FIRST_INBOX = 4096, STACK_BYTES = 192 * 1024 };
+
+static const uint32_t REFUSED = 0x80000000;
 
 static uint32_t block[16];
 static uint32_t first_inbox[FIRST_INBOX / 4];
@@ -299,6 +306,34 @@ NATIVE(js_var_write) {
     return written;
 }
 
+// nextTokens(kind, argument, text): [flags, mask].
+NATIVE(js_next_tokens) {
+    bytes kind, argument;
+    uint32_t n;
+    uint32_t *text = numbers_of(argv[2], &n);
+    if (!text) return JS_EXCEPTION;
+    size_t size = 4 * ((block[VOCABULARY] + 31) / 32);
+    void *mask = malloc(size);
+    if (!mask) return JS_ThrowOutOfMemory(ctx);
+    if (!bytes_of(argv[0], &kind) || !bytes_of(argv[1], &argument)) return JS_EXCEPTION;
+    uint32_t flags =
+        host_next_tokens((const char *)kind.data, kind.size, (const char *)argument.data,
+                         argument.size, text, n, mask, size);
+    release(&kind);
+    release(&argument);
+    free(text);
+    if (flags & REFUSED) {
+        JS_ThrowTypeError(ctx, "%.*s", (int)(flags & ~REFUSED), (const char *)mask);
+        free(mask);
+        return JS_EXCEPTION;
+    }
+    JSValue found = JS_NewArray(ctx);
+    JS_SetPropertyUint32(ctx, found, 0, JS_NewInt64(ctx, flags));
+    JS_SetPropertyUint32(ctx, found, 1, JS_NewArrayBufferCopy(ctx, mask, size));
+    free(mask);
+    return found;
+}
+
 NATIVE(js_jobs) {
     run_jobs();
     return JS_UNDEFINED;
@@ -370,6 +405,7 @@ static const JSCFunctionListEntry host_functions[] = {
     JS_CFUNC_DEF("tokens", 1, js_tokens),     JS_CFUNC_DEF("count", 1, js_count),
     JS_CFUNC_DEF("drop", 1, js_drop),         JS_CFUNC_DEF("mask", 1, js_mask),
     JS_CFUNC_DEF("bias", 2, js_bias),         JS_CFUNC_DEF("generate", 1, js_generate),
+    JS_CFUNC_DEF("nextTokens", 3, js_next_tokens),
 };
 
 // --- modules -------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""The functions that QuickJS imports: those of every module, and questions about constraints."""
+
+from __future__ import annotations
+
+import array
+import time
+
+from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..wasm.host_functions import HostFunction, linkers, running
+from ..wasm.native import FUNCTIONS, NativeState
+
+MAX_ARGUMENT_BYTES = 1024 * 1024
+"""Maximum bytes of a constraint's argument."""
+MAX_ERROR_BYTES = 240
+"""Maximum bytes of an error. QuickJS cuts off longer ones."""
+QUESTION_BYTES = 65_536
+"""Work of a question, as a number of copied bytes (``Guest.charge``)."""
+MAY_END, ENDS, REFUSED = 1, 2, 0x8000_0000
+"""The flags of the answer."""
+
+
+def _next_tokens(
+    state: NativeState,
+    kind: int,
+    kind_size: int,
+    argument: int,
+    size: int,
+    text: int,
+    count: int,
+    mask: int,
+    mask_size: int,
+) -> int:
+    guest, questions = state.guest, state.host.questions
+    if questions is None:
+        raise ControllerError(Code.CONTROLLER_FAILED, "this worker has no constraints")
+    if size > MAX_ARGUMENT_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the argument of a constraint has {size} bytes; at most {MAX_ARGUMENT_BYTES} are "
+            "allowed",
+        )
+    guest.charge(QUESTION_BYTES + size + 4 * count)
+    name = guest.read(kind, kind_size).decode("utf-8", "replace")
+    given = guest.read(argument, size).decode("utf-8", "replace")
+    tokens = array.array("I", guest.read(text, 4 * count)).tolist()
+    began_s = time.thread_time()
+    try:
+        found = questions.next_tokens(name, given, tokens)
+    except TokenbusError as error:
+        if error.code == Code.CONTROLLER_TIMEOUT:
+            raise
+        # The script gets an exception, which has the line.
+        message = error.message.encode()[: min(mask_size, MAX_ERROR_BYTES)]
+        guest.write(mask, message)
+        return REFUSED + len(message)
+    finally:
+        # A constraint may be a guest too, which has run on this thread.
+        running.guest = guest
+        guest.exclude(time.thread_time() - began_s)
+    guest.write_part(mask, found.mask, mask_size)
+    return MAY_END * found.may_end + ENDS * found.ends
+
+
+linker_of = linkers(
+    {**FUNCTIONS, ("tokenbus", "next_tokens"): HostFunction("iiiiiiii", "i", _next_tokens)}
+)
+"""The linker of an engine."""
