@@ -20,6 +20,9 @@ class Operation:
     operation.
     """
 
+    posts = False
+    """Whether the script runs at once when post_process has finished the operation."""
+
     def __init__(self, question: Question) -> None:
         self.question = question
         self.finished = False
@@ -35,6 +38,10 @@ class Operation:
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Called after tokens were appended, which the transcript already has."""
+
+    def after_post(self) -> Answer:
+        """The answer of the controller's post_process, if the operation before has ``posts``."""
+        return CONTINUE
 
     def resume(self, other: Operation) -> None:
         """Takes over the state of the same operation of another sequence."""

@@ -106,9 +106,12 @@ class ScriptController:
         """Records the tokens and passes them to the current operation."""
         with self._calls.during("post_process"):
             self._transcript.change(tokens, backtrack)
-            if not self._detour.passes() and self._operation is not None:
-                self._operation.post_process(tokens)
-            return CONTINUE
+            operation = self._operation
+            if self._detour.passes() or operation is None:
+                return CONTINUE
+            operation.post_process(tokens)
+            runs = operation.finished and operation.posts
+            return self._current().after_post() if runs else CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
         """A controller that replays the script up to the operation for which this controller waits.

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import wasmtime
@@ -27,6 +29,7 @@ from ..python.operations import Operation
 from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
 from ..wasm.instance import Template
+from .python_decisions import STEPS, step_of
 from .python_session import Asked, Printed, PythonSession, library, template_of
 
 TOKENS_READ = 256
@@ -102,7 +105,10 @@ class PythonContext(Context):
         renews = replaying or number != self.calls.number
         limit_s = self._host.limits.round_s if renews else None
         session.guest.host_bytes = self._transcript.stored_bytes
-        return session.resume(answer, limit_s, time.thread_time() - began_s)
+        # The worker bounds the time of its constraints itself.
+        asks = asked.text.startswith('["next_tokens"')
+        spent_s = 0.0 if asks else time.thread_time() - began_s
+        return session.resume(answer, limit_s, spent_s)
 
     async def answer(self, asked: Asked) -> str:
         """The answer to a call of the script, as JSON. Raises ControllerError if the script has
@@ -120,6 +126,8 @@ class PythonContext(Context):
                 value = await self._generate(**named)
             elif name == "fixed":
                 await self.fixed(self._short(given[0]), *given[1:], **named)
+            elif name in STEPS:
+                value = await self._step(name, *given)
             elif name in _AWAITED:
                 value = await getattr(self, name)(*given, **named)
             else:
@@ -139,6 +147,8 @@ class PythonContext(Context):
                 return getattr(self, name)(*given)
             case "vars.read" | "vars.get" | "vars.set" | "vars.append":
                 return getattr(self.vars, name.removeprefix("vars."))(*given)
+            case "next_tokens":
+                return self._next_tokens(*given)
             case "arg":
                 return json.dumps(self.arg)
             case "size":
@@ -157,6 +167,19 @@ class PythonContext(Context):
                 pieces = [vocabulary.token(number) for number in numbers]
                 return [[len(piece) for piece in pieces], b"".join(pieces)]
         raise ControllerError(Code.CONTROLLER_FAILED, f"the context has no call {name!r}")
+
+    def _next_tokens(self, kind: str, argument: str, text: list[int]) -> list[Any]:
+        """The answer to a question about a constraint."""
+        questions = self._host.questions
+        if questions is None:
+            raise _wrong("this worker has no constraints")
+        return list(questions.next_tokens(kind, argument, text))
+
+    async def _step(self, name: str, *given: Any) -> Any:
+        """Waits for a step that the script decides itself."""
+        make = partial(step_of, self._host, name, given)
+        short = [crc32(each) if isinstance(each, bytes) else str(each) for each in given]
+        return await self._ask(make, name, given=tuple(short) or None)
 
     def _short(self, text: Any) -> Any:
         """A text to tokenize; raises ControllerError if it is too long for a round."""

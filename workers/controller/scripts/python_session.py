@@ -7,6 +7,7 @@ script, which has the controller's services.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -42,11 +43,21 @@ _PARTS = {
 }
 
 
+_NEEDS = {
+    "steps": r"aici|\bController\b",
+    "classes": r"\bController\b",
+    "aici": "aici",
+    "tokenbus": "tokenbus",
+}
+"""The parts of the library after the context, in their order, and a pattern of the scripts
+that need each part."""
+
+
 def library(script: str) -> str:
     """The text that defines the context of a script, and the modules that the script may import.
     The interpreter compiles the text for every sequence and every fork."""
-    more = [name for name in ("aici", "tokenbus") if name in script]
-    return "\n".join(_PARTS[name] for name in ("context", *more))
+    more = [part for part, pattern in _NEEDS.items() if re.search(pattern, script)]
+    return "\n".join(_PARTS[part] for part in ("context", *more))
 
 
 class Asked(NamedTuple):

@@ -1,0 +1,98 @@
+"""The operations of a script that decides single steps itself: of a class with the four calls, and
+of AICI's ``NextToken``.
+
+A script waits until its controller gets to pre_process (``AtPre``) or mid_process (``AtMid``), and
+answers that call with the next operation. After the tokens of a step, it runs its own post_process
+at once and answers with ``Posted``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..interface import CONTINUE, STOP, SUSPEND, Answer
+from .operations import Operation
+from .token_set import TokenSet
+from .transcript import Question
+
+
+class AtPre(Operation):
+    """Waits for pre_process."""
+
+    def pre_process(self) -> Answer:
+        """Finishes, so that the script decides in this call."""
+        self._finish()
+        return CONTINUE
+
+
+class AtMid(Operation):
+    """Waits for mid_process; the answer is the fork group."""
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Finishes, so that the script decides in this call."""
+        self._finish(list(fork_group))
+        return None
+
+
+class Suspend(Operation):
+    """Suspends the sequence once."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__(question)
+        self._suspended = False
+
+    def pre_process(self) -> Answer:
+        """Suspends; finishes when the sequence is woken."""
+        if self._suspended:
+            self._finish()
+        self._suspended = True
+        return SUSPEND
+
+    def resume(self, other: Operation) -> None:
+        """Takes over whether the sequence is suspended."""
+        assert isinstance(other, Suspend)
+        self._suspended = other._suspended
+
+
+class Step(Operation):
+    """Samples or appends tokens; the answer is these tokens."""
+
+    posts = True
+
+    def __init__(
+        self, question: Question, decision: Answer, mask: TokenSet | None, in_pre: bool
+    ) -> None:
+        """``in_pre``: whether the decision is one of pre_process."""
+        super().__init__(question)
+        self._decision = decision
+        self._mask = mask
+        self._in_pre = in_pre
+
+    def pre_process(self) -> Answer:
+        """The decision, if it is one of pre_process."""
+        return self._decision if self._in_pre else CONTINUE
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """The decision with its mask, if it is one of mid_process."""
+        if self._in_pre:
+            return None
+        if self._mask is not None:
+            mask[:] = self._mask.mask
+        return self._decision
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes with the tokens."""
+        self._finish(list(tokens))
+
+
+class Posted(Operation):
+    """The answer of the script's own post_process."""
+
+    def __init__(self, question: Question, stops: bool) -> None:
+        super().__init__(question)
+        self._answer = STOP if stops else CONTINUE
+
+    def after_post(self) -> Answer:
+        """Finishes with the decision."""
+        self._finish()
+        return self._answer
