@@ -11,8 +11,12 @@ const ARGUMENTS = {
   yacc: ["Grammar", "An LR(1) grammar in yacc's form, or a name: json, c, sql_select, …"],
   json_schema: ["JSON schema", "The text is one value that the schema allows."],
   choice: ["Choices", "One choice on each line."],
+  python: ["Script", "async def main(ctx) or class Main(Controller), in MicroPython."],
+  javascript: ["Script", "async function main(ctx) or class Main extends Controller."],
   controller: ["Argument", "The argument of the controller."],
 };
+/** The controllers that run the script in their argument. */
+const SCRIPTS = { python: "gh:microsoft/aici/pyctrl", javascript: "gh:microsoft/aici/jsctrl" };
 const FIELDS = ["max_tokens", "temperature", "seed", "n", "top_logprobs"];
 const LABELLED = ["model", ...FIELDS];
 
@@ -111,7 +115,8 @@ export class Composer extends EventTarget {
     if (code === "unknown_controller" || field === "controller") {
       return this.#faultAt(this.#kind === "controller" ? "controller" : "request", message);
     }
-    if (this.#kind && (field === "controller_arg" || (code === "invalid_field" && !field))) {
+    const inScript = this.#kind in SCRIPTS && /\bline \d+: /.test(message);
+    if (inScript || (this.#kind && (field === "controller_arg" || (code === "invalid_field" && !field)))) {
       return this.#argumentFault(message);
     }
     if (field === "prompt") return this.#faultAt("prompt", message);
@@ -184,7 +189,7 @@ export class Composer extends EventTarget {
     }
     // The page shows the seed, so that the same tokens can be generated again.
     request.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-    if (this.#kind) request.controller = this.#kind;
+    if (this.#kind) request.controller = SCRIPTS[this.#kind] ?? this.#kind;
     if (this.#kind === "controller") request.controller = byId("controller").value.trim();
     if (this.#kind === "choice") {
       request.controller_arg = this.#editor.text.split("\n").filter((line) => line !== "");

@@ -54,6 +54,36 @@ sum
     argument: "yes\nno\nit depends",
   },
   {
+    name: "Fields of a record, by a script in Python",
+    kind: "python",
+    prompt: "user = ",
+    argument: `async def main(ctx):
+    await ctx.fixed('{"name": "')
+    name = await ctx.gen(regex="[a-z]{3,8}")
+    await ctx.fixed('", "id": ')
+    number = await ctx.gen(regex="[1-9][0-9]{0,3}")
+    await ctx.fixed("}")
+    ctx.log(name, int(number))
+`,
+  },
+  {
+    name: "The shorter of two, by a script in JavaScript",
+    kind: "javascript",
+    prompt: "def ",
+    argument: `async function main(ctx) {
+  const start = ctx.label();
+  const i = await ctx.fork(2);
+  const name = await ctx.gen({ regex: "[a-z_]{2,16}", maxTokens: 8 });
+  ctx.vars.set("name" + i, name);
+  if (i > 0) return;
+  const other = await ctx.waitVar("name1");
+  const shorter = other.length < name.length ? other : name;
+  await ctx.fixed(shorter + "():", { following: start });
+  ctx.log("chosen", shorter);
+}
+`,
+  },
+  {
     name: "The longest of four, by forks",
     kind: "controller",
     module: "best_of",

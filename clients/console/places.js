@@ -8,6 +8,7 @@ export function placeOf(kind, message, text) {
   const at =
     pairOf(text, /\bline (\d+),? column (\d+)/.exec(message)) ??
     pairOf(text, kind === "lark" ? /\b(\d+)\((\d+)\):/.exec(message) : null) ??
+    (kind === "python" || kind === "javascript" ? lineOf(text, message) : null) ??
     (kind === "regex" ? spanOf(text, message) : null) ??
     (kind === "json_schema" ? wordOf(text, message) : null);
   if (!at) return null;
@@ -24,6 +25,17 @@ function pairOf(text, match) {
   for (let i = 0; i < line; i++) start += lines[i].length + 1;
   start += offsetOf(lines[line], Number(match[2]) - 1);
   return { start, end: wordEnd(text, start) };
+}
+
+/** Parses "line 3: ", and marks the whole line without its indentation. */
+function lineOf(text, message) {
+  const match = /\bline (\d+): /.exec(message);
+  const lines = text.split("\n");
+  if (!match || Number(match[1]) > lines.length) return null;
+  const line = Number(match[1]) - 1;
+  const start = lines.slice(0, line).reduce((at, each) => at + each.length + 1, 0);
+  const indented = lines[line].length - lines[line].trimStart().length;
+  return { start: start + indented, end: start + lines[line].length };
 }
 
 /** Parses "(pattern '…', at 3)" and "the part '…' at 3 to 19". Positions count characters from 0. */

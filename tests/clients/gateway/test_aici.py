@@ -484,3 +484,51 @@ def test_appended_tokens_are_counted_when_they_are_computed() -> None:
     usage.add(entry(1, logprob=None, backtrack=2))
     usage.add(entry(2))
     assert (usage.sampled, usage.processed) == (3, 14)
+
+
+SCRIPTS = {
+    "pyctrl": """
+import pyaici.server as aici
+
+async def main():
+    prompt = await aici.GetPrompt()
+    await aici.FixedTokens("one ")
+    number = await aici.gen_text(regex="[0-9]{2}", store_var="n")
+    print(len(prompt) == aici.get_prompt_len(), number)
+
+aici.start(main())
+""",
+    "jsctrl": """
+async function main() {
+  const prompt = await getPrompt();
+  await $`one `;
+  const number = await gen({ regex: /[0-9]{2}/, storeVar: "n" });
+  console.log(prompt.length === getPromptLen(), number);
+}
+start(main);
+""",
+}
+
+
+@pytest.mark.parametrize("controller", SCRIPTS)
+def test_aicis_command_line_runs_a_script(aici: AiciClient, controller: str) -> None:
+    """The fields that ``aici run FILE`` sends, and what it reads of each part."""
+    body = {
+        "controller": f"gh:microsoft/aici/{controller}",
+        "controller_arg": SCRIPTS[controller],
+        "max_tokens": 60,
+        "temperature": 0.0,
+    }
+    head, *parts = aici._events("/v1/run", body)
+    assert "forks" not in head
+    usage, read = {}, Read()
+    for part in parts:
+        usage = part["usage"]
+        for fork in part["forks"]:
+            read.add(fork)
+    assert (usage["ff_tokens"] > 0, usage["sampled_tokens"] > 0) == (True, True)
+    assert (read.errors, read.ends) == ({}, {0: "aici-stop"})
+    number = read.variables["n"]
+    assert re.fullmatch("[0-9]{2}", number)
+    assert read.texts[0] == f"one {number}"
+    assert read.logs[0].lower().splitlines()[-1] == f"true {number}"

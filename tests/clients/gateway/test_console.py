@@ -336,6 +336,24 @@ def test_an_error_of_a_grammar_is_shown_where_it_is(console: Console) -> None:
     console.finished()
 
 
+def test_scripts_run_and_their_errors_are_marked(console: Console) -> None:
+    page = console.page
+    page.locator("#example").select_option(label="Fields of a record, by a script in Python")
+    console.generate(temperature=0)
+    console.finished()
+    text = console.sequence(0).locator(".text").text_content()
+    assert re.search(r'"name": "[a-z]{3,8}", "id": \d{1,4}\}', text), text
+    page.locator("#example").select_option(label="The shorter of two, by a script in JavaScript")
+    console.generate()
+    console.finished()
+    expect(page.get_by_role("region", name="Controller log")).to_contain_text("chosen ")
+    console.choose("Python", "async def main(ctx):\n    await ctx.gen(regex=)\n")
+    console.generate()
+    fault = page.get_by_role("alert").filter(has_text="SyntaxError")
+    expect(fault.get_by_role("button", name="Line 2, column 5")).to_be_visible()
+    expect(page.locator(".under mark")).to_have_text("await ctx.gen(regex=)")
+
+
 def test_an_error_of_another_field_is_shown_at_that_field(console: Console) -> None:
     page = console.page
     page.get_by_role("radio", name="nothing").check()
