@@ -43,6 +43,8 @@ async def main():
     await aici.FixedTokens("one ")
     n = await aici.gen_text(regex="[0-9]{2}", store_var="n")
     aici.check_var("n", n)
+    step = aici.ConstrainedToken(lambda: aici.RegexConstraint("z+"))
+    assert aici.detokenize(await step).strip(b"z") == b""
 
 aici.start(main())
 """
@@ -52,6 +54,8 @@ start(async () => {
   await $`one `;
   const n = await gen({ regex: /[0-9]{2}/, storeVar: "n" });
   checkVar("n", n);
+  const step = new ConstrainedToken(() => new RegexConstraint("z+"));
+  assert(/^z+$/.test(detokenize(await step.run()).decode()));
 });
 """
 
