@@ -28,10 +28,11 @@ $(PY) -m pip install --quiet --editable '.[$(1)]'
 endef
 
 # SGLang's parsers of answers are installed without dependencies, which would replace this project's
-# versions of transformers and openai. pyproject.toml lists the packages that the parsers import.
+# versions of transformers and openai. pyproject.toml lists the packages that the parsers import. The tests
+# import only the schema of Compose files from compose-viz, which needs none of its dependencies.
 $(INSTALLED): pyproject.toml setup.py $(GUEST) $(NATIVE) $(SCRIPTS) $(SDK)
 	$(call with_extra,dev)
-	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1'
+	$(PY) -m pip install --quiet --no-deps 'llm-router-utils==0.8.1' 'compose-viz==0.3.5'
 	touch $@
 
 # Containerfile uses this target. It installs no test tools, and compiles the Python modules, because the

@@ -46,8 +46,8 @@ class Templates:
     def __init__(self, trust_requests: bool = False) -> None:
         """``trust_requests``: whether requests may contain templates."""
         self._trust_requests = trust_requests
-        self._of_models: Renderer = _RenderingProcess()
-        self._of_requests: Renderer = _RenderingProcess()
+        self._of_models: Renderer = RenderingProcess()
+        self._of_requests: Renderer = RenderingProcess()
 
     async def render(
         self,
@@ -167,7 +167,7 @@ class _InProcess:
         """There is no process."""
 
 
-class _RenderingProcess:
+class RenderingProcess:
     """One rendering process, restarted after a template has ended it."""
 
     def __init__(self) -> None:

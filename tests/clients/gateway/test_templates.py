@@ -11,7 +11,12 @@ from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 from tokenbus.clients.gateway.template_process import TemplateFault, render
-from tokenbus.clients.gateway.templates import TemplateError, TemplateRefusalError, Templates
+from tokenbus.clients.gateway.templates import (
+    RenderingProcess,
+    TemplateError,
+    TemplateRefusalError,
+    Templates,
+)
 from tokenbus.clients.gateway.turns import Turns, current_user
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -262,7 +267,9 @@ async def test_a_client_that_leaves_ends_no_rendering(
 
     same = await number()  # Names a function of the process by its address.
     leaving = asyncio.create_task(number())
-    while not templates._of_requests._asked:
+    process = templates._of_requests
+    assert isinstance(process, RenderingProcess)
+    while not process._asked:
         await asyncio.sleep(0)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
