@@ -7,27 +7,19 @@ from pathlib import Path
 
 from .install import FOLDER
 from .local import INTERRUPTED, QUESTIONS, Local, check_turns
+from .recipes import recipe
 
 PROGRAM = FOLDER / "codex" / "node_modules" / ".bin" / "codex"
-CONFIG = """\
-model_provider = "local"
+QUIET = """\
 check_for_update_on_startup = false
-
-[model_providers.local]
-name = "local"
-base_url = "{url}/v1"
-env_key = "OPENAI_API_KEY"
-wire_api = "responses"
-
-[analytics]
-enabled = false
+analytics.enabled = false
 """
 
 
 def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(CONFIG.format(url=local.url))
+    (tmp_path / ".codex" / "config.toml").write_text(QUIET + recipe("Codex", local.url))
     for number, question in enumerate(QUESTIONS):
         again = ["resume", "--last"] if number else []
         command: list[str | Path] = [PROGRAM, "exec", *again, question]

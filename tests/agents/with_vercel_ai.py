@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .install import FOLDER
 from .local import PROGRAMS, Local, check_conversation, conversations
+from .recipes import recipe
 
 
 def test_a_conversation_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
@@ -17,3 +18,9 @@ def test_a_conversation_is_rendered_as_it_was_held(local: Local, tmp_path: Path)
     # The provider for OpenAI's chat sends back no thinking, and that for DeepSeek only the last.
     for prompts, thinking in zip(held, (True, False, True, True, False), strict=True):
         check_conversation(prompts, thinking=thinking)
+
+
+def test_the_recipe_runs_as_it_stands(local: Local, tmp_path: Path) -> None:
+    program = FOLDER / "vercel_ai" / "poem.mjs"
+    program.write_text(recipe("Vercel AI SDK", local.url))
+    assert "Done: that is the answer." in local.run(["node", program], tmp_path).stdout
