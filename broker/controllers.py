@@ -296,7 +296,7 @@ class Controllers:
         self._waiting.remove(request.id)
         if worker is not None:
             self.fill(worker)
-        if not request.steered.served_as:
+        if not request.steered.served_as and not request.steered.has_inputs:
             return
         body = End(requests=[request.id])
         if worker is not None:
@@ -313,10 +313,11 @@ class Controllers:
             return
         if request.steered.worker is not None and request.steered.started:
             self._out.to_worker(request.steered.worker, b"END", End(requests=[request.id]))
-        state = self.state_worker() if request.steered.served_as else None
+        has_state = request.steered.served_as or request.steered.has_inputs
+        state = self.state_worker() if has_state else None
         if state is not None:
             self._out.to_worker(state, b"END", End(requests=[request.id], elsewhere=True))
-        request.steered.served_as = ""
+        request.steered.served_as, request.steered.has_inputs = "", False
 
     def on_drain(self, worker: Worker) -> None:
         """Handles the drain of a worker: controllers that it has not begun are started by another

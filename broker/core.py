@@ -21,6 +21,7 @@ from .drains import Drains
 from .ends import Ends
 from .front import Front
 from .front import Handler as ClientHandler
+from .inputs import Inputs
 from .keyring import revoked
 from .leases import Leases
 from .moves import Moves
@@ -78,8 +79,9 @@ class Broker:
         self._admission = admission = Admission(state, dispatcher, buffers, quotas, ends)
         self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
         drains = Drains(state, placement, controllers)
-        statuses, relay = Statuses(state), Relay(state, controllers, quotas)
-        from_clients = _client_handlers(admission, adoption, buffers, drains, statuses)
+        inputs = Inputs(state, controllers, quotas)
+        statuses, relay = Statuses(state), Relay(state, controllers, quotas, inputs)
+        from_clients = _client_handlers(admission, adoption, buffers, drains, statuses, inputs)
         self._front = Front(state, sessions, dispatcher, ends, from_clients)
         self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas)
         from_workers: Mapping[bytes, WorkerHandler] = dict.fromkeys(RELAYED, relay.on_message) | {
@@ -318,7 +320,12 @@ class Broker:
 
 
 def _client_handlers(
-    admission: Admission, adoption: Adoption, buffers: Buffers, drains: Drains, statuses: Statuses
+    admission: Admission,
+    adoption: Adoption,
+    buffers: Buffers,
+    drains: Drains,
+    statuses: Statuses,
+    inputs: Inputs,
 ) -> Mapping[bytes, ClientHandler]:
     """The handlers of the messages of clients, by type."""
     requests: dict[bytes, ClientHandler] = dict.fromkeys(ROLES, admission.submit)
@@ -327,6 +334,7 @@ def _client_handlers(
         b"CANCEL": adoption.on_cancel,
         b"ATTACH": adoption.on_attach,
         b"BUFFER": buffers.on_buffer,
+        b"INPUT": inputs.on_input,
         b"DRAIN": drains.ask,
         b"STATUS": statuses.on_status,
     }

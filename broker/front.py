@@ -16,6 +16,7 @@ from ..protocol.messages import (
     MAX_ATTACHMENT_BYTES,
     MAX_FRAMES,
     OPERATOR_MESSAGES,
+    InputAnswer,
     StreamId,
 )
 from .dispatch import Dispatcher
@@ -185,7 +186,8 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
         closing: _Closing = decode_as(_Closing, frames[1])
     except RequestError:
         return None
-    return closing.stream_id if closing.attached is None else None
+    ends = closing.attached is None and closing.input is None
+    return closing.stream_id if ends else None
 
 
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
@@ -221,6 +223,8 @@ class _Closing(Struct):
     stream_id: StreamId | None = None
     attached: int | None = None
     """The stream, if the MSG answers an ATTACH."""
+    input: InputAnswer | None = None
+    """The answer, if the MSG answers an INPUT."""
 
 
 def _stream_id(body: bytes) -> int | None:

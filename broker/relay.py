@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..protocol.header import decode_header, encode_header
 from ..protocol.tenants import Tenant
 from .controllers import Controllers
+from .inputs import Inputs, answers_input
 from .outgoing import Outgoing, Side
 from .quotas import Quotas
 from .state import BrokerState
@@ -31,7 +32,10 @@ RELAYED = frozenset(
 class Relay:
     """Passes messages from one worker to another."""
 
-    def __init__(self, state: BrokerState, controllers: Controllers, quotas: Quotas) -> None:
+    def __init__(
+        self, state: BrokerState, controllers: Controllers, quotas: Quotas, inputs: Inputs
+    ) -> None:
+        self._inputs = inputs
         self._state = state
         self._controllers = controllers
         self._quotas = quotas
@@ -39,6 +43,9 @@ class Relay:
     def on_message(self, worker: Worker, frames: list[bytes]) -> None:
         """Passes a message from one worker to another. The sender replaces the receiver as the
         address in its header."""
+        if answers_input(worker, frames):
+            self._inputs.on_answer(frames)
+            return
         message_type, header = frames[0], decode_header(frames[1])
         controllers = self._controllers
         tenant: Tenant | None = None

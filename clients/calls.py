@@ -46,6 +46,27 @@ Request = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class SentInput:
+    """An input for the program of a stream. It is kept until the stream ends, because a repeated
+    request needs all inputs again."""
+
+    number: int
+    text: str
+    answered: Callable[[TokenbusError | None], None]
+    """Called once: with None when the broker has stored the input, or with the error."""
+    stored: bool = False
+    """Whether the broker has confirmed the input in the present attempt."""
+    reported: bool = False
+    """Whether ``answered`` was called."""
+
+    def report(self, error: TokenbusError | None) -> None:
+        """Calls ``answered``, unless it was called before."""
+        if not self.reported:
+            self.reported = True
+            self.answered(error)
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The last event of a call, with the error if the call failed."""
@@ -125,6 +146,14 @@ class Call:
     ATTACH."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
+    inputs: list[SentInput] = field(default_factory=list)
+    """All inputs of the stream, in order."""
+    input_at: float | None = None
+    """When the first input that is not stored is sent again; None if it was not sent yet."""
+    seen_messages: dict[int, int] = field(default_factory=dict)
+    """Number of delivered messages of the program, of all attempts, by sequence."""
+    counted_messages: dict[int, int] = field(default_factory=dict)
+    """Number of messages of the program in this attempt, by sequence."""
     seen: dict[int, int] = field(default_factory=dict)
     """Number of delivered entries of all attempts, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
@@ -149,13 +178,22 @@ class Call:
         self.resend_at = None
         self.received = self.moves = self.repeats = 0
         self.counted.clear()
+        self.counted_messages.clear()
+        self.input_at = None
         self.ends_again.clear()
+        for sent in self.inputs:
+            sent.stored = False
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry."""
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
         self.received += 1
+        if entry.messages:
+            self._drop_seen_messages(entry)
+        if is_report(entry):
+            # Another attempt may distribute the same messages over other entries.
+            return bool(entry.messages)
         number = self.counted.get(entry.seq, 0) + 1
         self.counted[entry.seq] = number
         if number <= self.seen.get(entry.seq, 0):
@@ -165,6 +203,14 @@ class Call:
             entry.live -= self._ended_before()
             self.ends.add(entry.seq)
         return True
+
+    def _drop_seen_messages(self, entry: Token) -> None:
+        """Counts the messages of an entry, and removes those that were delivered before."""
+        counted = self.counted_messages.get(entry.seq, 0)
+        had = self.seen_messages.get(entry.seq, 0)
+        after = self.counted_messages[entry.seq] = counted + len(entry.messages)
+        del entry.messages[: max(0, had - counted)]
+        self.seen_messages[entry.seq] = max(had, after)
 
     def _ended_before(self) -> int:
         """The number of sequences that are live in this attempt although an earlier attempt has
@@ -182,3 +228,9 @@ class Call:
         """Counts entries of a sequence that are all new."""
         self.received += entries
         self.seen[seq] = self.counted[seq] = self.counted.get(seq, 0) + entries
+
+
+def is_report(entry: Token) -> bool:
+    """Whether an entry only has messages, logs or writes of a program."""
+    changes = entry.token is not None or entry.backtrack or entry.parent is not None
+    return not changes and entry.finish_reason is None

@@ -78,6 +78,19 @@ class Connection:
             self._commands.append(lambda session, now: session.cancel(call))
             self._carrier.wake()
 
+    def send_input(
+        self, call: Call, text: str, answered: Callable[[TokenbusError | None], None]
+    ) -> None:
+        """Sends an input to the program of a stream. ``answered`` is called on the connection's
+        thread. Raises RuntimeError if the connection is closed."""
+        with self._lock:
+            if self._closed is not None:
+                raise RuntimeError(self._closed)
+            self._commands.append(
+                lambda session, now: session.send_input(call, text, answered, now)
+            )
+        self._carrier.wake()
+
     @property
     def broker(self) -> str:
         """The address of the broker that the connection currently uses."""

@@ -35,6 +35,8 @@ class GeneratedSequence:
     """The output of the controller."""
     storage: list[Any] = field(default_factory=list)
     """The controller's writes to variables, in order, in the form of AICI's storage commands."""
+    messages: list[str] = field(default_factory=list)
+    """The texts that the program has sent to the client, in order."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token, the most likely tokens and the token itself, with their log-probabilities."""
     finish_reason: str | None = None
@@ -129,6 +131,7 @@ class GeneratedSequence:
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage
+        self.messages += entry.messages
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
             self.code, self.constraint = entry.code, entry.constraint

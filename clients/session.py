@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET
@@ -37,6 +37,8 @@ from ..protocol.messages import (
     Cancel,
     Error,
     Hello,
+    Input,
+    InputAnswer,
     Msg,
     Ping,
     Pong,
@@ -45,7 +47,7 @@ from ..protocol.messages import (
     Welcome,
 )
 from ..protocol.settings import Settings
-from .calls import Call, Ended, Event
+from .calls import Call, Ended, Event, SentInput
 from .lanes import Delivery, Lanes
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,9 @@ HINT_S = 3.0
 GRACE_S = 1.0
 """Seconds after the timeout of a request until the client ends the request itself. The broker
 should end the request before."""
+
+INPUT_AGAIN_S = 1.0
+"""Seconds after which an input without an answer is sent again."""
 
 STREAM_BITS, TRY_BITS = 20, 8
 """The stream ids of a named session have two fields in their lowest ``STREAM_BITS`` bits. The
@@ -184,6 +189,66 @@ class ClientSession:
         if not call.ended:
             call.ended = True
             self._forget(call, "cancelled")
+            self._fail_inputs(call)
+
+    def send_input(
+        self,
+        call: Call,
+        text: str,
+        answered: Callable[[TokenbusError | None], None],
+        now: float,
+    ) -> None:
+        """Sends an input to the program of a stream, after the inputs before it. ``answered`` is
+        called with None when the broker has stored the input, or with an error."""
+        sent = SentInput(len(call.inputs) + 1, text, answered)
+        if call.ended:
+            sent.report(_stream_ended())
+            return
+        call.inputs.append(sent)
+        self._next_input(call, now)
+
+    def _next_input(self, call: Call, now: float) -> None:
+        """Sends the first input that is not stored, unless it has been sent a moment ago."""
+        ready = self._welcomed and call.sent and not call.attaching
+        waiting = next((sent for sent in call.inputs if not sent.stored), None)
+        if waiting is None:
+            call.input_at = None
+        elif ready and (call.input_at is None or now >= call.input_at):
+            call.input_at = now + INPUT_AGAIN_S
+            body = Input(stream_id=call.number, number=waiting.number, text=waiting.text)
+            self._send(b"INPUT", body)
+
+    def _on_input_answer(self, call: Call, answer: InputAnswer, now: float) -> None:
+        """Handles the answer to an input: the next input follows, or the input is sent again."""
+        sent = next((sent for sent in call.inputs if not sent.stored), None)
+        if sent is None or sent.number != answer.number:
+            return
+        if answer.code is None:
+            sent.stored = True
+            sent.report(None)
+            call.input_at = None
+            self._next_input(call, now)
+        elif sent.reported or answer.code in (Code.NO_WORKER, Code.UNKNOWN_STREAM):
+            # If the stream is unknown, the answer to its request follows.
+            call.input_at = now + (answer.retry_after_s or INPUT_AGAIN_S)
+        else:
+            error = error_for(answer.code, answer.message, retry_after_s=answer.retry_after_s)
+            self._drop_input(call, sent, error, now)
+
+    def _drop_input(self, call: Call, sent: SentInput, error: TokenbusError, now: float) -> None:
+        """Removes a refused input. The inputs after it were not sent yet."""
+        call.inputs.remove(sent)
+        for number, later in enumerate(call.inputs, 1):
+            later.number = number
+        sent.report(error)
+        call.input_at = None
+        self._next_input(call, now)
+
+    def _fail_inputs(self, call: Call) -> None:
+        """Reports the end of a stream to the senders of its inputs."""
+        for sent in call.inputs:
+            sent.report(_stream_ended())
+        call.inputs.clear()
 
     def end_all(self, error: TokenbusError) -> None:
         """Ends every call with ``error``."""
@@ -246,6 +311,8 @@ class ClientSession:
         call.sent = True
         call.received_at = now
         call.tries += 1
+        call.input_at = None
+        self._next_input(call, now)
 
     def _send_parts(self, call: Call) -> None:
         message = call.message
@@ -274,6 +341,7 @@ class ClientSession:
         if not call.ended:
             call.ended = True
             self._forget(call, None)
+            self._fail_inputs(call)
             self.ready.append((call, [*events, Ended(error)]))
 
     def _failed(self, call: Call, error: TokenbusError, now: float, tell_broker: bool) -> None:
@@ -374,6 +442,7 @@ class ClientSession:
                 call.ended = True
                 per_call.setdefault(entry.stream_id, (call, []))[1].append(Ended(None))
                 self._forget(call, None)
+                self._fail_inputs(call)
         self.ready += per_call.values()
 
     def _on_welcome(self, welcome: Welcome, now: float) -> None:
@@ -428,7 +497,9 @@ class ClientSession:
             retry_after_s=body.retry_after_s,
         )
         call = self._calls.get(body.stream_id) if body.stream_id is not None else None
-        if call is not None:
+        if call is not None and call.inputs and body.type == "INPUT":
+            self._drop_input(call, _in_flight(call), error, now)
+        elif call is not None:
             if call.attaching and body.code == Code.UNKNOWN_STREAM:
                 if call.base is not None and not call.tries:
                     call.attaching = False
@@ -470,6 +541,10 @@ class ClientSession:
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
+            call.input_at = None
+            self._next_input(call, now)
+        elif isinstance(msg.input, InputAnswer):
+            self._on_input_answer(call, msg.input, now)
         else:
             self._end(call, None, msg)
 
@@ -488,6 +563,8 @@ class ClientSession:
             self._look(call, now)
 
     def _look(self, call: Call, now: float) -> None:
+        if call.input_at is not None:
+            self._next_input(call, now)
         timeout_s = float("inf") if call.timeout_s is None else call.timeout_s
         age_s = now - call.began
         if age_s > timeout_s + GRACE_S and (self._welcomed or call.tries):
@@ -531,6 +608,15 @@ def no_broker(front: str) -> str:
 
 def _buffer_name(call: Call) -> str:
     return call.message.name if isinstance(call.message, Buffer) else ""
+
+
+def _in_flight(call: Call) -> SentInput:
+    """The input of a call that an ERROR refuses."""
+    return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
+
+
+def _stream_ended() -> RequestError:
+    return RequestError(Code.UNKNOWN_STREAM, "the stream has ended, so it takes no more inputs")
 
 
 def _ended_offline() -> ConnectionLostError:

@@ -6,17 +6,29 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from ..protocol.columns import plain_entry
-from ..protocol.errors import Code, SlowClientError, TokenbusError
-from ..protocol.messages import Msg, System, Token
+from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError
+from ..protocol.messages import MAX_INPUT_BYTES, Msg, System, Token
 from .calls import Call, Ended, Event
 from .connection import Connection
 from .request_options import OnSystem
 from .results import GeneratedSequence, Sequences, check_text, describe
+
+
+def check_input(text: object) -> None:
+    """Raises RequestError if an input is not a text that may be sent."""
+    if not isinstance(text, str):
+        what = f"an input is text; got {type(text).__name__}"
+        raise RequestError(Code.INVALID_FIELD, what)
+    size = len(text.encode("utf-8", "replace"))
+    if size > MAX_INPUT_BYTES:
+        what = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
+        raise RequestError(Code.TOO_LARGE, what)
 
 
 class _Reader:
@@ -40,6 +52,8 @@ class _Reader:
         self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
+        self.num_inputs = 0
+        """Number of inputs that were sent to the program, without refused ones."""
         self.answer: Msg | None = None
         self._finished = False
         """Whether the stream has been read to its end or was closed."""
@@ -186,6 +200,22 @@ class Stream(_Reader):
     def tokens(self) -> list[int]:
         """The tokens of the first sequence, read to its end."""
         return next((s.tokens for s in self.wait()), [])
+
+    def send(self, text: str) -> None:
+        """Sends an input to the program of this stream, which ``ctx.receive()`` returns. Returns
+        when the input is stored: the program receives it once, also if processes die.
+
+        Raises UnavailableError if too many inputs wait for the program, and RequestError if the
+        input is too large, the stream has ended or has no program.
+        """
+        check_input(text)
+        answer: queue.SimpleQueue[TokenbusError | None] = queue.SimpleQueue()
+        self._connection.send_input(self._call, text, answer.put)
+        self.num_inputs += 1
+        error = answer.get()
+        if error is not None:
+            self.num_inputs -= 1
+            raise error
 
     def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; returns all sequences. An interrupt, such as Ctrl-C, closes the
@@ -353,6 +383,27 @@ class AsyncStream(_Reader):
                 break
             await self._arrival()
         return entries
+
+    async def send(self, text: str) -> None:
+        """Sends an input to the program of this stream, as ``Stream.send`` does."""
+        check_input(text)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[TokenbusError | None] = loop.create_future()
+
+        def give(error: TokenbusError | None) -> None:
+            if not answer.done():
+                answer.set_result(error)
+
+        def answered(error: TokenbusError | None) -> None:
+            with suppress(RuntimeError):  # The loop may be closed.
+                loop.call_soon_threadsafe(give, error)
+
+        self._connection.send_input(self._call, text, answered)
+        self.num_inputs += 1
+        error = await answer
+        if error is not None:
+            self.num_inputs -= 1
+            raise error
 
     async def wait(self) -> list[GeneratedSequence]:
         """Reads to the end; returns all sequences. A cancellation closes the stream."""

@@ -194,6 +194,39 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     client has received for it."""
 
 
+MAX_INPUT_BYTES = 32_768
+"""Maximum number of bytes of the text of an INPUT, as UTF-8."""
+MAX_WAITING_INPUTS = 64
+"""Maximum number of inputs of a stream that its program has not received yet."""
+MAX_WAITING_INPUT_BYTES = 262_144
+"""Maximum number of bytes of these inputs together."""
+
+
+class Input(Struct, kw_only=True, omit_defaults=True):
+    """``INPUT``: a text for the program of a running stream of this session.
+
+    The answer is ``MSG {"input": …}`` with the number of the input. An input without an answer is
+    sent again, with the same number; the program receives it once. The stream continues if the
+    input is refused.
+    """
+
+    stream_id: StreamId
+    number: Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+    """The number of the input in its stream, from 1."""
+    text: str
+
+
+class InputAnswer(Struct, kw_only=True, omit_defaults=True):
+    """The answer to an ``INPUT``: it is stored, or it is refused with a ``code``."""
+
+    number: int
+    """The number of the input."""
+    code: str | None = None
+    message: str = ""
+    retry_after_s: Pause | None = None
+    """Seconds to wait before the input is sent again; None: it will be refused again."""
+
+
 class Buffer(Struct, kw_only=True, omit_defaults=True):
     """``BUFFER``: store a part of prompts in the session, which ``buffers`` can name.
 
@@ -436,6 +469,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Number of tokens to remove from the end of the sequence before ``token`` is appended."""
     logs: str = ""
     storage: list[Any] = []
+    messages: list[str] = []
+    """The texts that the program of the stream has sent to its client, in order."""
     error: str | None = None
     code: str | None = None
     """The code that belongs to ``error``."""
@@ -640,6 +675,8 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
     embedded: Embedded | UnsetType = UNSET
+    input: InputAnswer | UnsetType = UNSET
+    """The answer to an ``INPUT``; the stream continues."""
     result: Any = UNSET
 
 
@@ -705,6 +742,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"SCORE": Score,
     b"CANCEL": Cancel,
     b"ATTACH": Attach,
+    b"INPUT": Input,
     b"BUFFER": Buffer,
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,

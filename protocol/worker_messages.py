@@ -406,6 +406,8 @@ class StepResult(Struct, array_like=True):
     biases_along: list[int | None] = []
     """The biases that belong to the masks of ``along``, in the same order, as rows or attachments;
     None: no bias. Empty if no position along the draft has a bias."""
+    messages: list[str] = []
+    """The texts that the program has sent to its client."""
 
     @property
     def biased(self) -> bool:
@@ -479,10 +481,11 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Variable(Struct, array_like=True):
-    """``VARIABLE``: one operation of a controller on its request's variables.
+    """``VARIABLE``: one operation of a controller on its request's variables or inputs.
 
     An operation is identified by (request, lineage, count), so that a repeated operation gets the
-    same answer.
+    same answer. ``give`` comes from the broker and stores the client's input number ``count``.
+    ``take`` returns the next input and its number as the version, or version 0 if no input waits.
     """
 
     request: Id
@@ -491,7 +494,7 @@ class Variable(Struct, array_like=True):
     sequence has a different lineage."""
     count: int
     """The number of the operation in its sequence, from 1."""
-    op: Literal["get", "set", "append"]
+    op: Literal["get", "set", "append", "give", "take"]
     name: str
     value: bytes = b""
     when_version_is: int | None = None
@@ -518,6 +521,14 @@ class VariableAnswer(Struct, array_like=True):
     again: bool = False
     """With ``error``: the operation was not done for a temporary reason, such as a full disk; it
     may succeed if it is sent again."""
+
+
+class Inputs(Struct, kw_only=True, omit_defaults=True):
+    """``INPUTS``: the request of the header has a new input. Sent by the broker to the controller
+    worker of the request when the state worker has stored the input."""
+
+    number: int
+    """The number of the input."""
 
 
 # --- modules -------------------------------------------------------------------------------------
@@ -630,6 +641,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"DELETE": Delete,
     b"LOST": Lost,
     b"END": End,
+    b"INPUTS": Inputs,
     **_BETWEEN_WORKERS,
 }
 """The messages to a worker: type to body."""

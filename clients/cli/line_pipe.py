@@ -16,7 +16,7 @@ from ...protocol.errors import Code, ConnectionLostError, RequestError
 from ...protocol.frames import Frames
 from ...protocol.keys import OwnKey
 from ...protocol.lines import error_line, frames_line, line_frames
-from ...protocol.messages import MAX_BODY_BYTES, Error, Ping, StreamId
+from ...protocol.messages import MAX_BODY_BYTES, Error, InputAnswer, Ping, StreamId
 from ...transport.async_dealer import AsyncDealer
 from ..session import no_broker
 
@@ -47,6 +47,7 @@ class _Entry(Struct):
 class _Answer(Struct):
     stream_id: int
     attached: int | None = None
+    input: InputAnswer | None = None
 
 
 class _Pong(Struct):
@@ -118,7 +119,7 @@ class LinePipe:
         if not line.strip():
             return
         frames = line_frames(line)
-        if frames[0] != b"CANCEL":
+        if frames[0] not in (b"CANCEL", b"INPUT"):
             try:
                 named: _Named = decode_as(_Named, frames[1], "json")
             except RequestError:
@@ -136,11 +137,12 @@ class LinePipe:
                         self._live.discard(entry.stream_id)
             case b"MSG":
                 answer: _Answer = decode_as(_Answer, frames[1], "json")
-                if answer.attached is None:
+                if answer.attached is None and answer.input is None:
                     self._live.discard(answer.stream_id)
             case b"ERROR":
                 error: Error = decode_as(Error, frames[1], "json")
-                if error.stream_id is not None and error.code != Code.DUPLICATE_STREAM:
+                ends = error.code != Code.DUPLICATE_STREAM and error.type != "INPUT"
+                if error.stream_id is not None and ends:
                     self._live.discard(error.stream_id)
             case b"PONG":
                 number = decode_as(_Pong, frames[1], "json").n

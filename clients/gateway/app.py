@@ -23,6 +23,7 @@ from . import (
     chat_page,
     console,
     health,
+    inputs,
     llama_cpp,
     lmtp,
     metrics,
@@ -43,9 +44,11 @@ log = logging.getLogger(__name__)
 def routes() -> list[BaseRoute]:
     """The routes of all interfaces."""
     completing = (openai, anthropic, ollama, llama_cpp, aici, sglang)
-    doors = (lmtp, *completing, chat_page, console, health, metrics)
+    doors = (lmtp, *completing, inputs, chat_page, console, health, metrics)
     described = [
-        operation for door in (*completing, health, metrics) for operation in door.operations()
+        operation
+        for door in (*completing, inputs, health, metrics)
+        for operation in door.operations()
     ]
     return [*openapi.routes(described), *(route for door in doors for route in door.routes())]
 

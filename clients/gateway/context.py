@@ -24,6 +24,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.shares = UserShares(settings.max_streams)
+        self.programs = self.shares.programs
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
         """The clients of tenants, by the public key of the tenant's bus key."""

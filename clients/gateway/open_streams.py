@@ -14,8 +14,8 @@ from ...protocol.columns import TokenBody, TokenColumns
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
-ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"BUFFER", b"PING", b"BYE"}
-"""Client messages whose answers have their ``stream_id``."""
+ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"INPUT", b"BUFFER", b"PING", b"BYE"}
+"""Client messages whose answers have their ``stream_id``, and that begin or resume a stream."""
 
 
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
@@ -31,6 +31,7 @@ class _Named(Struct):
 class _About(Struct):
     stream_id: StreamId | None = None
     attached: Any = UNSET
+    input: Any = UNSET
     code: str = ""
     type: str | None = None
     """The type of the message that an ERROR refuses."""
@@ -40,7 +41,7 @@ class _About(Struct):
         """Whether a MSG or an ERROR ends its stream. An ERROR does not end a live stream if it
         refuses another message with the stream's id."""
         if self.type is None:
-            return self.attached is UNSET
+            return self.attached is UNSET and self.input is UNSET
         if self.type == "ATTACH":
             return self.code == Code.UNKNOWN_STREAM
         return self.type.encode() in ANSWERED

@@ -105,7 +105,7 @@ class Traffic:
         if scope.get("client") is not None:
             current_user.set(scope["client"][0])
         try:
-            with request, gateway.shares.request():
+            with request, gateway.shares.request(), gateway.programs.request(request.id):
                 await self._app(scope, receive, sending)
         finally:
             named = current_named.get()

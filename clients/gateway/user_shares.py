@@ -29,6 +29,7 @@ from ..recording import Recorder
 from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
 from .errors import UserLimitError
 from .idempotency import NamedClient, current_named
+from .open_programs import OpenPrograms
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
@@ -56,6 +57,8 @@ class UserShares:
         self.group = secrets.token_hex(16)
         """The name of the group of this process's sessions. The broker gives the whole group one
         turn."""
+        self.programs = OpenPrograms()
+        """The programs that run for requests over HTTP."""
         self.leaving = False
         """Whether the process ends and leaves its streams to its successor. ``server.py`` sets this
         flag."""
@@ -190,6 +193,14 @@ class SharedClient(AsyncClient):
             check_priority(options.get("priority", 0))
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
+        stream = self._begun(prompt, record, options)
+        if options.get("controller"):
+            self._shares.programs.add(stream)
+        return stream
+
+    def _begun(
+        self, prompt: Prompt, record: str | Path | Recorder | None, options: GenerateOptions
+    ) -> AsyncStream:
         named = current_named.get()
         if named is None:
             return super().generate(prompt, record=record, **options)

@@ -133,3 +133,11 @@ class _NoVariables:
         raise ControllerError(Code.CONTROLLER_FAILED, f"it writes {name!r} along a draft")
 
     append = set
+
+    def receive(self) -> NoReturn:
+        """Refuses."""
+        raise ControllerError(Code.CONTROLLER_FAILED, "it receives an input along a draft")
+
+    def send(self, text: bytes) -> NoReturn:
+        """Refuses."""
+        raise ControllerError(Code.CONTROLLER_FAILED, "it sends a text along a draft")

@@ -82,6 +82,13 @@ class Variables(Protocol):
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Appends to a variable, which is created if it does not exist."""
 
+    def receive(self) -> bytes | None:
+        """The next input of the client; None if no input has arrived. The sequence is woken when
+        an input arrives."""
+
+    def send(self, text: bytes) -> None:
+        """Sends a text to the client, with the result of this round."""
+
 
 class NextTokens(NamedTuple):
     """The tokens that may follow a text under a constraint."""

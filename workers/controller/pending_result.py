@@ -190,4 +190,5 @@ def _encoded(made: Result) -> bytes:
             result.along, result.biases_along = [], []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []
+            result.messages = []
     return encode_body(made, "msgpack")

@@ -53,6 +53,7 @@ class _Past:
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
     """Results since the resume point of the sequence, with their position among all results."""
     logs: str = ""
+    messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
     """The writes to variables in the results between its last sampled token and its last applied
     fork."""
@@ -60,10 +61,11 @@ class _Past:
     """The reason why the sequence cannot be replayed; empty while it can."""
 
     def keep(self, place: int, result: StepResult) -> None:
-        if self.logs or self.storage:
+        if self.logs or self.storage or self.messages:
             result.logs = self.logs + result.logs
             result.storage = [*self.storage, *result.storage]
-            self.logs, self.storage = "", []
+            result.messages = [*self.messages, *result.messages]
+            self.logs, self.storage, self.messages = "", [], []
         self.kept.append((place, result))
 
     def forked(self) -> None:
@@ -72,12 +74,13 @@ class _Past:
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
+            self.messages = [*self.messages, *result.messages]
         self.kept.clear()
 
     def sampled(self) -> None:
         """Handles a sampled token: all earlier results were applied."""
         self.kept.clear()
-        self.logs, self.storage = "", []
+        self.logs, self.storage, self.messages = "", [], []
 
 
 class GroupReplay:

@@ -127,6 +127,7 @@ class Rounds:
         controller queried them. If the decision is only to sample, the result has the masks along
         ``draft``."""
         sequence.variables.repeated = sequence.woken = False
+        sequence.variables.awaited_input = None
         sequence.wakes = 0
         sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
@@ -134,6 +135,7 @@ class Rounds:
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
         """The result of a round that ran in a batch, whose action is to sample under a mask."""
         sequence.variables.repeated = sequence.woken = False
+        sequence.variables.awaited_input = None
         sequence.wakes = 0
         sequence.length += 1
         assert sequence.batched is not None
@@ -143,6 +145,7 @@ class Rounds:
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
         sequence.variables.repeated = False
+        sequence.variables.awaited_input = None
         sequence.woken = True
         sequence.wakes += 1
         return self._guarded(sequence, lambda: self._decide(sequence))
@@ -376,7 +379,9 @@ def _look_along(
     first, controller = results[0], sequence.controller
     if len(results) > 1 or first.action != "sample" or first.has_options:
         return
-    if first.backtrack or first.ff_tokens or first.logs or not takes_drafts(controller):
+    if first.backtrack or first.ff_tokens or first.logs or first.messages:
+        return
+    if not takes_drafts(controller):
         return
     masked = first.row is not None or first.attachment is not None
     if not masked and not runs_ahead(controller):
@@ -417,4 +422,5 @@ def _result(
         logs=sequence.host.log.take(),
         storage=sequence.variables.take_writes(),
         wakes=sequence.wakes,
+        messages=sequence.variables.take_messages(),
     )

@@ -5,7 +5,8 @@ A sequence waits for the model, runs a round, or is suspended. A suspended seque
 another sequence of the request has written a variable, has finished or has sampled a token since
 its last pre_process began. If all sequences are suspended and are not woken by others, all are
 woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the
-request ends with `deadlock`.
+request ends with `deadlock`. A sequence that waits for an input is only woken by an input, and
+while one waits, the request is not idle.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class SequenceGroup:
         self._numbers = {0}
         """The numbers of all sequences so far."""
         self._changes = 0
+        self._inputs = 0
+        """Number of notices about inputs."""
         self._wakes = 0
         self._idle_wakes = 0
         """Wakes of an idle group since a token was sampled."""
@@ -236,6 +239,16 @@ class SequenceGroup:
                 return [], []
             return self._wake()
 
+    def input_arrived(self) -> tuple[list[Round], list[StepResult]]:
+        """Handles a notice about an input: returns what ``record`` returns."""
+        with self._lock:
+            if self._closed:
+                return [], []
+            self._inputs += 1
+            self._changes += 1
+            self._wakes = self._idle_wakes = 0
+            return self._wake() if self._replay is None else ([], [])
+
     def begins_idle(self) -> bool:
         """Whether all sequences are suspended, so that the caller must schedule a call of
         ``wake_idle``. Returns True only once before each ``wake_idle``."""
@@ -269,6 +282,8 @@ class SequenceGroup:
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
+            return False
+        if result.messages:
             return False
         sequence = self._sequences.get(result.seq)
         return sequence is not None and sequence.woken
@@ -339,7 +354,11 @@ class SequenceGroup:
         waiting = [s for s in sequences if s.stage is Stage.SUSPENDED]
         if not waiting:
             return [], []
-        woken = [s for s in waiting if self._changes_of_others(s) > s.seen_changes]
+        woken = [
+            s
+            for s in waiting
+            if self._changes_of_others(s) > s.seen_changes and not self._awaits_input(s)
+        ]
         self._wakes += len(woken)
         # In a replay, operations receive their recorded answers, which show earlier states.
         woken += [s for s in waiting if s.variables.repeated and s not in woken]
@@ -353,8 +372,13 @@ class SequenceGroup:
             for sequence in woken:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in woken], []
-        self._idle = len(waiting) == len(self._sequences)
+        awaits = any(self._awaits_input(s) for s in waiting)
+        self._idle = len(waiting) == len(self._sequences) and not awaits
         return [], []
+
+    def _awaits_input(self, sequence: ControlledSequence) -> bool:
+        """Whether a suspended sequence has found no input, and none has arrived since."""
+        return sequence.variables.awaited_input == self._inputs
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING
@@ -367,6 +391,7 @@ class SequenceGroup:
             error=text,
             code=str(code),
             wakes=sequence.wakes,
+            messages=sequence.variables.take_messages(),
         )
 
     def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
@@ -440,7 +465,12 @@ class SequenceGroup:
 
     def _variables(self, lineage: int) -> SequenceVariables:
         return SequenceVariables(
-            self.request, lineage, self._perform_within_quota, self._count_write, self._perform
+            self.request,
+            lineage,
+            self._perform_within_quota,
+            self._count_write,
+            self._perform,
+            lambda: self._inputs,
         )
 
     def _perform_within_quota(self, operation: Variable) -> VariableAnswer:

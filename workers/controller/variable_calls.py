@@ -15,6 +15,7 @@ from typing import Any
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, ControllerError
 from ...protocol.header import encode_header
+from ...protocol.messages import MAX_INPUT_BYTES
 from ...protocol.worker_messages import Variable, VariableAnswer
 from .host import Stored, Written
 from .pool import waiting
@@ -29,6 +30,11 @@ ROUND_BYTES = 128 * 1024
 """Maximum bytes that a sequence may write in one round, because they are sent to the client with
 the next token. 1 MiB doubled the step time of other streams on two cores; this number has no
 measurable effect."""
+
+
+MAX_SENT_BYTES = 4 * 1024 * 1024
+"""Maximum bytes that a sequence may send to its client in all, because they are stored until its
+stream ends."""
 
 
 class VariableCalls:
@@ -128,10 +134,12 @@ class VariablesMark:
     count: int
     writes: int
     written_bytes: int
+    messages: int
+    sent_bytes: int
 
 
 class SequenceVariables:
-    """The variables of a request, for one of its sequences (``host.Variables``)."""
+    """The variables and inputs of a request, for one of its sequences (``host.Variables``)."""
 
     def __init__(
         self,
@@ -140,10 +148,11 @@ class SequenceVariables:
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
         repeat: Callable[[Variable], VariableAnswer] | None = None,
+        inputs: Callable[[], int] = lambda: 0,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
         ``written`` is called after each successful write. ``repeat`` performs an operation that has
-        been performed before."""
+        been performed before. ``inputs``: the number of notices about inputs so far."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -152,6 +161,11 @@ class SequenceVariables:
         self._count = 0
         self._writes: list[Any] = []
         self._written_bytes = 0
+        self._inputs = inputs
+        self._messages: list[str] = []
+        self._round_bytes = self._sent_bytes = 0
+        self.awaited_input: int | None = None
+        """If the last ``receive`` found no input: the number of notices about inputs before it."""
         self.own_changes = 0
         """Writes that this sequence has made."""
         self.repeated = False
@@ -170,9 +184,36 @@ class SequenceVariables:
         """See ``host.Variables``."""
         return self._write("append", name, value, when_version_is)
 
+    def receive(self) -> bytes | None:
+        """As ``host.Variables`` says."""
+        notices = self._inputs()
+        answer = self._do("take", "")
+        self.awaited_input = None if answer.version else notices
+        return (answer.value or b"") if answer.version else None
+
+    def send(self, text: bytes) -> None:
+        """As ``host.Variables`` says."""
+        self._round_bytes += len(text)
+        self._sent_bytes += len(text)
+        round_over = self._round_bytes > ROUND_BYTES
+        if len(text) > MAX_INPUT_BYTES or round_over or self._sent_bytes > MAX_SENT_BYTES:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"send(text) with {len(text)} bytes: it sent {self._round_bytes} bytes in this "
+                f"round and {self._sent_bytes} bytes in all; at most {MAX_INPUT_BYTES} bytes are "
+                f"allowed in a message, {ROUND_BYTES} in a round and {MAX_SENT_BYTES} in all",
+            )
+        self._messages.append(text.decode("utf-8", "replace"))
+
     def mark(self) -> VariablesMark:
         """The present state, for ``rewind``."""
-        return VariablesMark(self._count, len(self._writes), self._written_bytes)
+        return VariablesMark(
+            self._count,
+            len(self._writes),
+            self._written_bytes,
+            len(self._messages),
+            self._sent_bytes,
+        )
 
     def rewind(self, mark: VariablesMark) -> None:
         """Returns to an earlier state of the same round. Operations since then have been executed;
@@ -180,6 +221,9 @@ class SequenceVariables:
         self._count = mark.count
         del self._writes[mark.writes :]
         self._written_bytes = mark.written_bytes
+        del self._messages[mark.messages :]
+        self._round_bytes -= self._sent_bytes - mark.sent_bytes
+        self._sent_bytes = mark.sent_bytes
 
     def again(self) -> SequenceVariables:
         """The variables of a controller that repeats all operations of this sequence."""
@@ -191,6 +235,12 @@ class SequenceVariables:
         """The writes since the last call, as AICI's storage commands."""
         taken, self._writes = self._writes, []
         self._written_bytes = 0
+        return taken
+
+    def take_messages(self) -> list[str]:
+        """The texts for the client since the last call."""
+        taken, self._messages = self._messages, []
+        self._round_bytes = 0
         return taken
 
     def _write(self, op: str, name: str, value: bytes, when: int | None) -> Written:

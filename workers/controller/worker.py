@@ -327,6 +327,11 @@ class ControllerWorker:
                 self._store_calls.submit([partial(self._serve_store, message)], tenant=tenant)
             case b"FETCH_MODULE":
                 self._sends.submit(self._send_module, message)
+            case b"INPUTS":
+                group = self._groups.get((message.link, message.header.request))
+                if group is not None:
+                    # The main loop must not wait for the lock of a group.
+                    self._pool.submit([partial(self._wake_by_input, group)], tenant=group.tenant)
             case b"HANDOVER":
                 self._handed_over.add(message.link)
             case b"DRAIN":
@@ -493,6 +498,10 @@ class ControllerWorker:
     def _wake_idle(self, group: SequenceGroup) -> None:
         """Wakes, or ends, the sequences of a group that have all been suspended for a moment."""
         self._after_send(group, *group.wake_idle())
+
+    def _wake_by_input(self, group: SequenceGroup) -> None:
+        """Wakes the sequences of a group that wait for an input of the client."""
+        self._after_send(group, *group.input_arrived())
 
     def _end_all(self, link: int) -> None:
         """Ends the controllers of a broker's requests, because the lease there has ended."""

@@ -123,19 +123,25 @@ class DurableVariables:
         """
         storage = self._storage
         refusals: list[str | None] = []
+        crowded: list[bool] = []
+        """Whether each operation is refused because its stream has too many inputs now."""
         records: list[Record] = []
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
             for (op, body), tenant in zip(ops, tenants or [None] * len(ops), strict=True):
-                error = None
+                error = full = None
                 if not storage.answered(op):
-                    error = storage.refusal(op) or self._reserve(op, body, tenant, records)
+                    full = storage.no_room(op)
+                    error = full or storage.refusal(op)
+                    error = error or self._reserve(op, body, tenant, records)
                 refusals.append(error)
+                crowded.append(full is not None)
             failed = self._append(records) if records else None
             answers = []
-            for (op, _), error in zip(ops, refusals, strict=True):
+            for (op, _), error, full_now in zip(ops, refusals, crowded, strict=True):
                 again = error is None and failed is not None and not storage.answered(op)
                 error = failed if again else error
+                again |= full_now
                 if error is not None:
                     name = (op.request, op.lineage, op.count)
                     answers.append(VariableAnswer(*name, error=error, again=again))

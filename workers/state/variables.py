@@ -1,4 +1,4 @@
-"""The variables of requests: the effect of each operation, without files, sockets or clocks.
+"""The variables and inputs of requests: the effect of each operation, without files or sockets.
 
 Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
 ends, so that a replayed controller receives the same answers again. Requests depend on each other
@@ -10,11 +10,13 @@ appends and reads at each token, its reads need no further memory.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from ...protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUT_BYTES, MAX_WAITING_INPUTS
 from ...protocol.worker_messages import Variable, VariableAnswer
 
 KIB = 1024
@@ -60,6 +62,10 @@ class SavedRequest(Struct, array_like=True):
     """Name, version, index of its value."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
     """Lineage, count, version, index of a value or -1, length of its prefix, written, error."""
+    inputs: list[int] = []
+    """The indexes of the values of the inputs that have not been taken."""
+    given: int = 0
+    """Number of inputs so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +102,16 @@ class _Held:
 
     variables: dict[str, _Stored] = field(default_factory=dict)
     answers: dict[tuple[int, int], _Result] = field(default_factory=dict)
+    inputs: deque[_Value] = field(default_factory=deque)
+    """The client's inputs that have not been taken, in order."""
+    given: int = 0
+    """Number of inputs so far."""
     bytes: int = REQUEST_BYTES
+
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of the inputs that have not been taken."""
+        return sum(len(value.data) for value in self.inputs)
 
 
 class VariableStorage:
@@ -126,6 +141,8 @@ class VariableStorage:
     def answered(self, op: Variable) -> bool:
         """Whether the operation was already applied, so that it only gets the same answer again."""
         held = self._held.get(op.request)
+        if op.op == "give":
+            return held is not None and op.count <= held.given
         return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
@@ -139,7 +156,9 @@ class VariableStorage:
         """
         limits = self.limits
         size = len(op.name.encode())
-        if not 0 < size <= limits.name_bytes:
+        if op.op == "give" and len(op.value) > MAX_INPUT_BYTES:
+            return f"the input has {len(op.value)} bytes; at most {MAX_INPUT_BYTES} are allowed"
+        if op.op not in ("give", "take") and not 0 < size <= limits.name_bytes:
             return (
                 f"the variable name {_shown(op.name)} has {size} bytes of UTF-8; a name has 1 to "
                 f"{limits.name_bytes}"
@@ -163,6 +182,20 @@ class VariableStorage:
             )
         return None
 
+    def no_room(self, op: Variable) -> str | None:
+        """The error for an input that finds too many inputs waiting for its program; None if there
+        is room. The input may be sent again."""
+        held = self._held.get(op.request) if op.op == "give" else None
+        if held is None:
+            return None
+        waiting, size = len(held.inputs), held.input_bytes
+        if waiting < MAX_WAITING_INPUTS and size + len(op.value) <= MAX_WAITING_INPUT_BYTES:
+            return None
+        return (
+            f"{waiting} inputs with {size} bytes wait for the program of this stream; at most "
+            f"{MAX_WAITING_INPUTS} inputs with {MAX_WAITING_INPUT_BYTES} bytes may wait"
+        )
+
     @staticmethod
     def cost(op: Variable) -> int:
         """An upper bound on the bytes that an operation adds."""
@@ -178,15 +211,22 @@ class VariableStorage:
         """
         name = (op.lineage, op.count)
         held = self._held.get(op.request)
-        if held is not None and (kept := held.answers.get(name)) is not None:
+        if op.op == "give":
+            if self.answered(op):
+                return VariableAnswer(*_name(op), op.count, written=True, repeated=True)
+        elif held is not None and (kept := held.answers.get(name)) is not None:
             return _answer(op, kept, repeated=True)
         error = self.refusal(op)
         if error is not None:
-            return VariableAnswer(op.request, op.lineage, op.count, error=error)
+            return VariableAnswer(*_name(op), error=error)
         if held is None:
             held = self._held[op.request] = _Held()
             self.bytes += held.bytes
         before = held.bytes
+        if op.op == "give":
+            answer = self._give(held, op)
+            self.bytes += held.bytes - before
+            return answer
         kept = held.answers[name] = self._do(held, op)
         held.bytes += _answer_bytes(kept)
         self.bytes += held.bytes - before
@@ -219,13 +259,15 @@ class VariableStorage:
         for (lineage, count), (version, value, length, written, error) in held.answers.items():
             index = -1 if value is None else values.setdefault(value, len(values))
             answers.append((lineage, count, version, index, length, written, error))
-        return SavedRequest(request, [bytes(v.data) for v in values], variables, answers)
+        inputs = [values.setdefault(value, len(values)) for value in held.inputs]
+        data = [bytes(value.data) for value in values]
+        return SavedRequest(request, data, variables, answers, inputs, held.given)
 
     def restore(self, saved: SavedRequest) -> None:
         """Restores a saved request, replacing its current state."""
         self._drop(saved.request)
         values = [_Value(bytearray(data)) for data in saved.values]
-        held = _Held()
+        held = _Held(inputs=deque(values[index] for index in saved.inputs), given=saved.given)
         for name, version, index in saved.variables:
             held.variables[name] = _Stored(version, values[index])
             held.bytes += len(name.encode())
@@ -243,7 +285,42 @@ class VariableStorage:
 
     # --- one operation --------------------------------------------------------------------------
 
+    def _give(self, held: _Held, op: Variable) -> VariableAnswer:
+        """Stores the next input of the client. A refusal is not stored, because the client may send
+        the input again."""
+        size = len(op.value)
+        if held.bytes + VARIABLE_BYTES + size > self.limits.request_bytes:
+            text = (
+                f"the request's variables, inputs and stored answers take {held.bytes} bytes; at "
+                f"most {self.limits.request_bytes} are allowed"
+            )
+            return VariableAnswer(*_name(op), error=text)
+        if op.count > held.given + 1:
+            text = (
+                f"input {op.count} arrived before input {held.given + 1}; send the inputs of a "
+                "stream in order"
+            )
+            return VariableAnswer(*_name(op), error=text, again=True)
+        full = self.no_room(op)
+        if full is not None:
+            return VariableAnswer(*_name(op), error=full, again=True)
+        held.inputs.append(_Value(bytearray(op.value)))
+        held.given += 1
+        held.bytes += VARIABLE_BYTES + size
+        return VariableAnswer(*_name(op), op.count, written=True)
+
+    @staticmethod
+    def _take(held: _Held) -> _Result:
+        if not held.inputs:
+            return _Result()
+        number = held.given - len(held.inputs) + 1
+        value = held.inputs.popleft()
+        value.answered = length = len(value.data)
+        return _Result(number, value, length)
+
     def _do(self, held: _Held, op: Variable) -> _Result:
+        if op.op == "take":
+            return self._take(held)
         stored = held.variables.get(op.name)
         version = stored.version if stored is not None else 0
         if op.op == "get" or (op.when_version_is is not None and op.when_version_is != version):
@@ -294,6 +371,11 @@ class VariableStorage:
             f"the value of the variable {_shown(op.name)} would have {size} bytes; at most "
             f"{self.limits.value_bytes} are allowed"
         )
+
+
+def _name(op: Variable) -> tuple[int, int, int]:
+    """The fields that identify an operation in its answer."""
+    return op.request, op.lineage, op.count
 
 
 def _as_it_is(stored: _Stored | None) -> _Result:

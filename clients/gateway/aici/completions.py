@@ -160,6 +160,7 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
                 sequence.storage,
                 sequence.error or "",
                 finish_reason(sequence),
+                sequence.messages or UNSET,
                 UNSET if sequence.exact is None else sequence.exact,
             )
         )

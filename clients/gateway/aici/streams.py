@@ -37,7 +37,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Co
 
 
 class Fork(Struct):
-    """The new part of a sequence. All fields but ``exact`` are always present."""
+    """The new part of a sequence. All fields but ``messages`` and ``exact`` are always present."""
 
     index: int
     text: str
@@ -45,6 +45,8 @@ class Fork(Struct):
     storage: list[Any]
     error: str
     finish_reason: str | None
+    messages: list[str] | UnsetType = UNSET
+    """The texts that the program sent to the client, if any."""
     exact: bool | UnsetType = UNSET
     """In the last part: whether each step of the sequence was exact (``Receipt.exact``)."""
 
@@ -150,6 +152,7 @@ class Run:
             text=text,
             logs=entry.logs,
             storage=entry.storage,
+            messages=entry.messages or UNSET,
             error=entry.error or "",
             finish_reason=finish_reason(entry),
             exact=UNSET if entry.exact is None else entry.exact,

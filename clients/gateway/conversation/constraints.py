@@ -64,6 +64,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)
     """The variables that the controller wrote, as AICI's storage commands."""
+    messages: list[str] = field(default_factory=list)
+    """The texts that the program sent to the client: in a chunk those of the chunk."""
     error: str = ""
     """The error of this choice, if other choices did not fail."""
     code: str = ""

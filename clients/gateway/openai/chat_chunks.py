@@ -75,7 +75,8 @@ class ChatChunks:
                 continue
             removed, text, choice = self._choices.take(entry)
             before = texts.pop(seq, "")
-            if not removed and entry.finish_reason is None and not self._whole_entries:
+            whole = self._whole_entries or bool(entry.messages)
+            if not removed and entry.finish_reason is None and not whole:
                 texts[seq] = before + text
                 continue
             if removed:
@@ -143,6 +144,9 @@ class ChatChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
+        if entry.messages:
+            receipt = receipt or Receipt()
+            receipt.messages = list(entry.messages)
         fields = self._reports.of_entry(entry) if self._reports else None
         if not deltas and (logprobs or reason or receipt or fields):
             deltas = [Delta()]

@@ -53,15 +53,17 @@ def receipt_of(
     """
     if end is not None:
         ended, error, code, exact = end.constraint, end.error, end.code, end.exact
+        messages = end.messages
     else:
         assert isinstance(sequence, GeneratedSequence)
         ended, error, code = sequence.constraint, sequence.error, sequence.code
-        exact = sequence.exact
+        exact, messages = sequence.exact, sequence.messages
     receipt = Receipt(
         constraint=constraint.label if constraint is not None and ended is not None else None,
         ended=ended,
         logs=sequence.logs,
         storage=list(sequence.storage),
+        messages=list(messages),
         error=error or "",
         code=code or "",
         exact=exact,

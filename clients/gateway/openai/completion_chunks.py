@@ -74,7 +74,8 @@ class CompletionChunks:
                 continue
             removed, text, choice = self._choices[place].take(entry)
             before = texts.pop(seq, "")
-            if not removed and entry.finish_reason is None and not self._whole_entries:
+            whole = self._whole_entries or bool(entry.messages)
+            if not removed and entry.finish_reason is None and not whole:
                 texts[seq] = before + text
                 continue
             if removed and before:
@@ -134,6 +135,9 @@ class CompletionChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
+        if entry.messages:
+            receipt = receipt or Receipt()
+            receipt.messages = list(entry.messages)
         fields = self._fields(place, entry) if self._reports else None
         if not (text or logprobs or reason or receipt or fields):
             return b""

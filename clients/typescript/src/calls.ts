@@ -1,6 +1,6 @@
 /** A call: a request of this client, with its state across all connections and attempts. */
 
-import type { Row } from "./columns.js";
+import { Row } from "./columns.js";
 import type { TokenbusError } from "./errors.js";
 import type { ClientMessages, Msg, System, Token } from "./messages.js";
 
@@ -40,6 +40,17 @@ export type Event =
   | { readonly kind: "notice"; readonly notice: System }
   | { readonly kind: "ended"; readonly error: TokenbusError | null };
 
+/** An input for the program of a stream, which is kept until the stream ends. */
+export interface SentInput {
+  /** The number of the input in its stream, from 1. */
+  number: number;
+  readonly text: string;
+  /** Whether the broker has confirmed the input in the present attempt. */
+  stored: boolean;
+  /** Called once: with null when the broker has stored the input, or with the error. */
+  report: ((error: TokenbusError | null) => void) | null;
+}
+
 /** Time limits of a call, in seconds. */
 export interface Timing {
   /** Time after which the call ends with a `timeout` error. */
@@ -75,6 +86,14 @@ export class Call {
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
+  /** All inputs of the stream, in order. */
+  readonly inputs: SentInput[] = [];
+  /** When the first input that is not stored is sent again; null if it was not sent yet. */
+  inputAt: number | null = null;
+  /** Number of delivered messages of the program, of all attempts, by sequence. */
+  readonly #seenMessages = new Map<number, number>();
+  /** Number of messages of the program in this attempt, by sequence. */
+  readonly #cameMessages = new Map<number, number>();
   /** Number of delivered entries of all attempts, by sequence. */
   readonly #seen = new Map<number, number>();
   /** Number of entries of this attempt, by sequence. The first `#seen` of them are duplicates. */
@@ -112,6 +131,9 @@ export class Call {
     this.received = 0;
     this.repeats = 0;
     this.moves = 0;
+    this.inputAt = null;
+    for (const sent of this.inputs) sent.stored = false;
+    this.#cameMessages.clear();
     this.#came.clear();
     this.#endsAgain.clear();
   }
@@ -119,11 +141,29 @@ export class Call {
   /** Counts an entry. Returns false if an earlier attempt has already delivered the entry. */
   isNew(entry: Row | Token): boolean {
     this.received += 1;
+    if (!(entry instanceof Row)) {
+      const messages = this.#newMessages(entry);
+      // Another attempt may distribute the same messages over other entries.
+      if (isReport(entry)) return messages > 0;
+    }
     const count = (this.#came.get(entry.seq) ?? 0) + 1;
     this.#came.set(entry.seq, count);
     if (count <= (this.#seen.get(entry.seq) ?? 0)) return false;
     this.#seen.set(entry.seq, count);
     return true;
+  }
+
+  /** Removes the messages that an earlier attempt has delivered; returns the number of the others. */
+  #newMessages(entry: Token): number {
+    const { seq, messages } = entry;
+    const came = this.#cameMessages.get(seq) ?? 0;
+    const seen = this.#seenMessages.get(seq) ?? 0;
+    const after = came + messages.length;
+    // The entry belongs to this session until the reader gets it.
+    (messages as string[]).splice(0, Math.max(0, seen - came));
+    this.#cameMessages.set(seq, after);
+    this.#seenMessages.set(seq, Math.max(seen, after));
+    return messages.length;
   }
 
   /**
@@ -141,4 +181,10 @@ export class Call {
     this.#ends.add(entry.seq);
     return again.length > 0 ? { ...entry, live: entry.live - again.length } : entry;
   }
+}
+
+/** Whether an entry only has messages, logs or writes of a program. */
+function isReport(entry: Token): boolean {
+  const changes = entry.token !== null || entry.backtrack > 0 || entry.parent !== null;
+  return !changes && entry.finish_reason === null;
 }

@@ -50,6 +50,18 @@ export class Connection {
     if (!this.#closed) this.#turn();
   }
 
+  /** Sends an input to the program of a stream. Resolved when the broker has stored the input. */
+  sendInput(call: Call, text: string): Promise<void> {
+    return new Promise((resolve, reject) => {
+      const report = (error: TokenbusError | null): void => {
+        if (error === null) resolve();
+        else reject(error);
+      };
+      this.#session.sendInput(call, text, report, now());
+      if (!this.#closed) this.#turn();
+    });
+  }
+
   /** Ends the session, and every call that has not ended. */
   close(): void {
     if (this.#closed) return;

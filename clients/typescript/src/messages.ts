@@ -346,6 +346,21 @@ export interface Attach {
 }
 
 /**
+ * `INPUT`: a text for the program of a running stream of this session.
+ *
+ * The answer is `MSG {"input": …}` with the number of the input. An input without an answer is sent
+ * again, with the same number; the program receives it once. The stream continues if the input is
+ * refused.
+ */
+export interface Input {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** The number of the input in its stream, from 1. At least 1, at most 2147483647. */
+  readonly number: number;
+  readonly text: string;
+}
+
+/**
  * `BUFFER`: store a part of prompts in the session, which `buffers` can name.
  *
  * It has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these, the
@@ -720,6 +735,8 @@ export interface Token {
   readonly backtrack: number;
   readonly logs: string;
   readonly storage: readonly Json[];
+  /** The texts that the program of the stream has sent to its client, in order. */
+  readonly messages: readonly string[];
   readonly error: string | null;
   /** The code that belongs to `error`. */
   readonly code: string | null;
@@ -783,6 +800,7 @@ export function readToken(
       | "backtrack"
       | "logs"
       | "storage"
+      | "messages"
       | "error"
       | "code"
       | "live"
@@ -810,6 +828,7 @@ export function readToken(
     backtrack: sent.backtrack ?? 0,
     logs: sent.logs ?? "",
     storage: sent.storage ?? [],
+    messages: sent.messages ?? [],
     error: sent.error ?? null,
     code: sent.code ?? null,
     live: sent.live ?? 0,
@@ -1149,6 +1168,33 @@ export function readEmbedded(sent: Sent<Embedded, never>): Embedded {
   };
 }
 
+/** The answer to an `INPUT`: it is stored, or it is refused with a `code`. */
+export interface InputAnswer {
+  /** The number of the input. */
+  readonly number: number;
+  readonly code: string | null;
+  readonly message: string;
+  /** Seconds to wait before the input is sent again; null: it will be refused again. */
+  readonly retry_after_s: number | null;
+}
+
+/** Adds the defaults of absent fields to a received `InputAnswer`. */
+export function readInputAnswer(
+  sent: Sent<
+    InputAnswer,
+      | "code"
+      | "message"
+      | "retry_after_s"
+  >,
+): InputAnswer {
+  return {
+    number: sent.number,
+    code: sent.code ?? null,
+    message: sent.message ?? "",
+    retry_after_s: sent.retry_after_s ?? null,
+  };
+}
+
 /** `MSG`: the answer to a request that is not a stream. */
 export interface Msg {
   readonly stream_id: number;
@@ -1160,6 +1206,8 @@ export interface Msg {
   readonly moves: number;
   readonly tokenizer?: TokenizerFiles;
   readonly embedded?: Embedded;
+  /** The answer to an `INPUT`; the stream continues. */
+  readonly input?: InputAnswer;
   readonly result?: Json;
 }
 
@@ -1174,6 +1222,7 @@ export function readMsg(sent: Sent<Msg, "moves">): Msg {
   if (sent.attached !== undefined) read.attached = sent.attached;
   if (sent.tokenizer !== undefined) read.tokenizer = readTokenizerFiles(sent.tokenizer);
   if (sent.embedded !== undefined) read.embedded = readEmbedded(sent.embedded);
+  if (sent.input !== undefined) read.input = readInputAnswer(sent.input);
   if (sent.result !== undefined) read.result = sent.result;
   return read;
 }
@@ -1367,6 +1416,7 @@ export interface ClientMessages {
   readonly SCORE: Score;
   readonly CANCEL: Cancel;
   readonly ATTACH: Attach;
+  readonly INPUT: Input;
   readonly BUFFER: BufferMessage;
   readonly MODEL_INFO: ModelInfoRequest;
   readonly TOKENIZER: ModelTokenizerRequest;

@@ -21,6 +21,8 @@ export class GeneratedSequence {
   logs = "";
   /** The variables that the controller wrote, in order, as AICI's storage commands. */
   readonly storage: Json[] = [];
+  /** The texts that the program has sent to the client, in order. */
+  readonly messages: string[] = [];
   finish_reason: Token["finish_reason"] = null;
   /** The reason and the code of a failure, or null. */
   error: string | null = null;
@@ -94,6 +96,7 @@ export class GeneratedSequence {
     }
     this.logs += entry.logs;
     this.storage.push(...entry.storage);
+    this.messages.push(...entry.messages);
     if (entry.finish_reason !== null) {
       this.finish_reason = entry.finish_reason;
       this.error = entry.error;

@@ -7,10 +7,11 @@
  * entry is delivered once, and every call has a time limit.
  */
 
-import type { Call, Event, Outgoing } from "./calls.js";
+import type { Call, Event, Outgoing, SentInput } from "./calls.js";
 import { Row } from "./columns.js";
 import {
   ConnectionLostError,
+  RequestError,
   RequestTimeoutError,
   type TokenbusError,
   UnavailableError,
@@ -18,6 +19,7 @@ import {
 } from "./errors.js";
 import {
   type ErrorMessage,
+  type InputAnswer,
   type Msg,
   PROTOCOL_VERSION,
   type Pong,
@@ -39,6 +41,8 @@ const LOOK_S = 0.25;
 const HINT_S = 3;
 /** The default address of a system. */
 const DEFAULT_FRONT = "tcp://127.0.0.1:5555";
+/** Seconds after which an input without an answer is sent again. */
+const INPUT_AGAIN_S = 1;
 /** Seconds after the timeout of a request until the client ends the request itself. */
 const GRACE_S = 1;
 
@@ -153,6 +157,73 @@ export class Session {
     if (call.over) return;
     call.over = true;
     this.#forget(call, "cancelled");
+    this.#failInputs(call);
+  }
+
+  /**
+   * Sends an input to the program of a stream, after the inputs before it. `report` is called with
+   * null when the broker has stored the input, or with an error.
+   */
+  sendInput(call: Call, text: string, report: SentInput["report"], now: number): void {
+    if (call.over) {
+      report?.(streamEnded());
+      return;
+    }
+    call.inputs.push({ number: call.inputs.length + 1, text, stored: false, report });
+    this.#nextInput(call, now);
+  }
+
+  /** Sends the first input that is not stored, unless it has been sent a moment ago. */
+  #nextInput(call: Call, now: number): void {
+    const waiting = call.inputs.find((sent) => !sent.stored);
+    if (waiting === undefined) {
+      call.inputAt = null;
+    } else if (
+      this.#welcomed &&
+      call.sent &&
+      !call.attaching &&
+      (call.inputAt === null || now >= call.inputAt)
+    ) {
+      call.inputAt = now + INPUT_AGAIN_S;
+      const { number, text } = waiting;
+      this.outgoing.push({ type: "INPUT", body: { stream_id: call.number, number, text } });
+    }
+  }
+
+  #onInputAnswer(call: Call, answer: InputAnswer, now: number): void {
+    const sent = call.inputs.find((one) => !one.stored);
+    if (sent === undefined || sent.number !== answer.number) return;
+    if (answer.code === null) {
+      sent.stored = true;
+      sent.report?.(null);
+      sent.report = null;
+      call.inputAt = null;
+      this.#nextInput(call, now);
+    } else if (
+      sent.report === null ||
+      answer.code === "no_worker" ||
+      answer.code === "unknown_stream"
+    ) {
+      // If the stream is unknown, the answer to its request follows.
+      call.inputAt = now + (answer.retry_after_s ?? INPUT_AGAIN_S);
+    } else {
+      const { retry_after_s } = answer;
+      this.#dropInput(call, sent, errorFor(answer.code, answer.message, { retry_after_s }), now);
+    }
+  }
+
+  /** Removes a refused input. The inputs after it were not sent yet. */
+  #dropInput(call: Call, sent: SentInput, error: TokenbusError, now: number): void {
+    call.inputs.splice(call.inputs.indexOf(sent), 1);
+    call.inputs.forEach((later, place) => (later.number = place + 1));
+    sent.report?.(error);
+    call.inputAt = null;
+    this.#nextInput(call, now);
+  }
+
+  /** Reports the end of a stream to the senders of its inputs. */
+  #failInputs(call: Call): void {
+    for (const sent of call.inputs.splice(0)) sent.report?.(streamEnded());
   }
 
   /** Ends every call with an error. */
@@ -193,6 +264,8 @@ export class Session {
     call.sent = true;
     call.heard = now;
     call.tries += 1;
+    call.inputAt = null;
+    this.#nextInput(call, now);
   }
 
   /** Removes a call from all tables; with `reason`, sends CANCEL for its stream. */
@@ -209,6 +282,7 @@ export class Session {
     if (call.over) return;
     call.over = true;
     this.#forget(call, null);
+    this.#failInputs(call);
     this.ready.push([call, [...events, { kind: "ended", error }]]);
   }
 
@@ -283,6 +357,7 @@ export class Session {
         call.over = true;
         events.push({ kind: "ended", error: null });
         this.#forget(call, null);
+        this.#failInputs(call);
       }
     }
     this.ready.push(...perCall);
@@ -338,6 +413,11 @@ export class Session {
     });
     const call = body.stream_id === null ? undefined : this.#calls.get(body.stream_id);
     if (call !== undefined) {
+      const sent = call.inputs.find((one) => !one.stored);
+      if (body.type === "INPUT" && sent !== undefined) {
+        this.#dropInput(call, sent, error, now);
+        return;
+      }
       if (call.attaching && body.code === "unknown_stream") error = endedOffline();
       this.#failed(call, error, now, false);
       return;
@@ -368,6 +448,10 @@ export class Session {
       call.repeats = Math.max(0, call.received - msg.attached);
       call.attaching = false;
       call.moves = msg.moves;
+      call.inputAt = null;
+      this.#nextInput(call, now);
+    } else if (msg.input !== undefined) {
+      this.#onInputAnswer(call, msg.input, now);
     } else {
       this.#end(call, null, { kind: "answer", answer: msg });
     }
@@ -387,6 +471,7 @@ export class Session {
   }
 
   #look(call: Call, now: number): void {
+    if (call.inputAt !== null) this.#nextInput(call, now);
     if (!this.#welcomed) {
       const waited = now - Math.max(this.#offlineSince, call.began);
       if (waited > this.patienceS || now - call.began > call.timeoutS) {
@@ -421,6 +506,11 @@ export class Session {
         : "is that the address of a running system?";
     return `no broker answers at ${this.address}${reason}; ${remedy}`;
   }
+}
+
+function streamEnded(): RequestError {
+  const what = "the stream has ended, so it takes no more inputs";
+  return new RequestError("unknown_stream", what);
 }
 
 function endedOffline(): ConnectionLostError {

@@ -79,6 +79,15 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return (await this.wait())[0]?.tokens ?? [];
   }
 
+  /**
+   * Sends an input to the program of this stream, which `ctx.receive()` returns. Resolved when the
+   * input is stored: the program receives it once, also if processes die. Rejected if too many
+   * inputs wait for the program, or if the stream has ended or has no program.
+   */
+  send(text: string): Promise<void> {
+    return this.#connection.sendInput(this.#call, text);
+  }
+
   /** Cancels the request unless it has ended. A loop over the stream ends. */
   cancel(): void {
     if (this.#state !== "running") return;

@@ -355,3 +355,26 @@ overEachTransport((test, address) => {
     });
   });
 });
+
+overEachTransport((test, address) => {
+  test("a program talks to its client", async (t) => {
+    const client = clientOf(t, address);
+    const script = `
+      async function main(ctx) {
+        ctx.send("name?");
+        const name = await ctx.receive();
+        await ctx.fixed(name);
+        ctx.send("bye " + (await ctx.receive()));
+      }`;
+    const data = new TextEncoder().encode("#!tokenbus javascript\n" + script);
+    const { module } = await client.upload(data);
+    const stream = client.generate("Hello ", { controller: module });
+    for await (const { messages } of stream) {
+      if (messages[0] === "name?") await Promise.all([stream.send("Ann"), stream.send("now")]);
+    }
+    const [only] = stream.sequences;
+    assert.deepEqual(only?.messages, ["name?", "bye now"]);
+    assert.match(only.text, /^Ann/);
+    await assert.rejects(stream.send("x"), RequestError);
+  });
+});

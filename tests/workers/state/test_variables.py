@@ -10,8 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack, structs
+from tokenbus.protocol.messages import (
+    MAX_INPUT_BYTES,
+    MAX_WAITING_INPUT_BYTES,
+    MAX_WAITING_INPUTS,
+)
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
-from tokenbus.workers.state.variables import KIB, MIB, StorageLimits, VariableStorage
+from tokenbus.workers.state.variables import (
+    KIB,
+    MIB,
+    SavedRequest,
+    StorageLimits,
+    VariableStorage,
+)
 
 SMALL = StorageLimits(
     value_bytes=20, name_bytes=8, variables=3, request_bytes=4000, total_bytes=10_000
@@ -365,3 +376,78 @@ def test_a_request_that_is_saved_and_restored_is_the_same(history: list[Any]) ->
     for number, op in enumerate(ops):
         op.lineage, op.count = 50, number
         assert other.apply(op) == storage.apply(op)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def give(storage: VariableStorage, number: int, text: bytes = b"x") -> VariableAnswer:
+    return storage.apply(Variable(1, 0, number, "give", "", text))
+
+
+def test_inputs_are_taken_in_order_and_each_once(storage: VariableStorage, do: Do) -> None:
+    assert seen(do("take", "")) == (0, None, False)
+    assert seen(give(storage, 1, b"a")) == wrote(1)
+    assert seen(give(storage, 2, b"")) == wrote(2)
+    assert [seen(do("take", ""))[:2] for _ in range(3)] == [(1, b"a"), (2, b""), (0, None)]
+
+
+def test_an_input_that_is_given_again_is_not_stored_again(storage: VariableStorage, do: Do) -> None:
+    assert not give(storage, 1, b"a").repeated
+    assert give(storage, 1, b"b").repeated
+    assert seen(do("take", ""))[:2] == (1, b"a")
+    assert give(storage, 1, b"b").repeated
+    assert seen(do("take", ""))[:2] == (0, None)
+
+
+def test_a_repeated_take_has_its_first_answer(storage: VariableStorage, do: Do) -> None:
+    give(storage, 1, b"a")
+    first = do("take", "", count=1)
+    give(storage, 2, b"b")
+    again = do("take", "", count=1)
+    assert (again.version, again.value, again.repeated) == (1, b"a", True)
+    assert not first.repeated
+    assert seen(do("take", "", count=2))[:2] == (2, b"b")
+
+
+def test_an_input_before_its_turn_is_refused_for_now(storage: VariableStorage) -> None:
+    early = give(storage, 2)
+    assert (early.again, early.error) == (
+        True,
+        "input 2 arrived before input 1; send the inputs of a stream in order",
+    )
+
+
+def test_a_bounded_number_of_inputs_waits(storage: VariableStorage, do: Do) -> None:
+    for number in range(1, MAX_WAITING_INPUTS + 1):
+        assert give(storage, number).error is None
+    beyond = give(storage, MAX_WAITING_INPUTS + 1)
+    assert beyond.again
+    assert f"{MAX_WAITING_INPUTS} inputs with" in (beyond.error or "")
+    do("take", "")
+    assert give(storage, MAX_WAITING_INPUTS + 1).error is None
+
+
+def test_a_bounded_number_of_bytes_waits(storage: VariableStorage) -> None:
+    text = b"x" * MAX_INPUT_BYTES
+    fit = MAX_WAITING_INPUT_BYTES // MAX_INPUT_BYTES
+    for number in range(1, fit + 1):
+        assert give(storage, number, text).error is None
+    assert give(storage, fit + 1).again
+    assert "at most" in (give(storage, fit + 1, text + b"x").error or "")
+
+
+def test_a_restored_request_has_its_inputs_and_their_answers(
+    storage: VariableStorage, do: Do
+) -> None:
+    for number, text in enumerate((b"a", b"b", b"c"), 1):
+        give(storage, number, text)
+    do("take", "", count=1)
+    restored = VariableStorage()
+    restored.restore(msgpack.decode(msgpack.encode(storage.save(1)), type=SavedRequest))
+    assert restored.size(1) == storage.size(1)
+    again = doing(restored)
+    assert again("take", "", count=1).value == b"a"
+    assert [again("take", "", count=n).value for n in (2, 3, 4)] == [b"b", b"c", None]
+    assert give(restored, 3).repeated
+    assert not give(restored, 4).repeated

@@ -97,6 +97,15 @@ class _Variables:
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
+    def receive(self) -> bytes | None:
+        """The next input of the client; None if no input has arrived."""
+        told = _ask("receive")
+        return (told.value or b"") if told.ok else None
+
+    def send(self, text: bytes) -> None:
+        """Sends a text to the client."""
+        _ask("send", value=text)
+
 
 class _Questions:
     """The constraints of the worker."""

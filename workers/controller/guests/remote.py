@@ -209,6 +209,12 @@ class RemoteController:
             if stored is None:
                 return Told()
             return Told(version=stored.version, value=stored.value)
+        if asked.what == "receive":
+            text = variables.receive()
+            return Told(ok=text is not None, value=text)
+        if asked.what == "send":
+            variables.send(asked.value)
+            return Told()
         write = variables.append if asked.what == "append" else variables.set
         written = write(asked.name, asked.value, asked.number)
         return Told(written.ok, written.version, written.value)
@@ -394,6 +400,7 @@ class RemoteController:
                         done = process.request(channel, request, limit_s)
                     if isinstance(self._variables, SequenceVariables):
                         self._variables.take_writes()
+                        self._variables.take_messages()
                     for item in done.items:
                         if item is not None and item.fault is not None:
                             raise item.fault.error()

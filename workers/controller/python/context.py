@@ -20,7 +20,7 @@ from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
 from .delegated_text import Delegated, text_of_options
-from .operations import Append, Fork, Generate, Operation, Stop, WaitFor
+from .operations import Append, Fork, Generate, Operation, Receive, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
@@ -191,6 +191,15 @@ class Context:
         return text_of(name, stored)
 
     @awaitable_call
+    async def receive(self) -> str:
+        """Suspends the sequence until the client sends an input, and returns its text. Each input
+        is received once, by one sequence, in the order in which the client sent them."""
+        receive = self._host.variables.receive
+        text = await self._ask(lambda question: Receive(question, receive), "receive")
+        assert isinstance(text, str)
+        return text
+
+    @awaitable_call
     async def stop(self) -> None:
         """Ends the sequence; does not return."""
         await self._ask(Stop, "stop")
@@ -252,6 +261,13 @@ class Context:
     def text_since(self, label: Label) -> str:
         """The text after a label; bytes that are not UTF-8 are replaced."""
         return self.text(self._transcript.tokens[_position("text_since(label)", label) :])
+
+    def send(self, text: str) -> None:
+        """Sends a text to the client, next to the tokens. A message has at most 32,768 bytes."""
+        if not isinstance(text, str):
+            raise _wrong(f"send(text) with {text!r}; expected text")
+        if not self._transcript.replaying:
+            self._host.variables.send(text.encode("utf-8", "replace"))
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Prints to the sequence's log, which the client receives with its tokens."""
@@ -322,6 +338,14 @@ class _RecordedVariables:
     def __init__(self, variables: Variables, transcript: Transcript) -> None:
         self._variables = variables
         self._transcript = transcript
+
+    def receive(self) -> bytes | None:
+        """Not recorded here: ``Context.receive`` records the text."""
+        return self._variables.receive()
+
+    def send(self, text: bytes) -> None:
+        """Sends a text to the client."""
+        self._variables.send(text)
 
     def get(self, name: str) -> Stored | None:
         """Reads a variable."""

@@ -212,6 +212,21 @@ class Fork(Operation):
         self._made = other._made
 
 
+class Receive(Operation):
+    """Waits for the next input of the client; the answer is its text."""
+
+    def __init__(self, question: Question, receive: Callable[[], bytes | None]) -> None:
+        super().__init__(question)
+        self._receive = receive
+
+    def pre_process(self) -> Answer:
+        """Takes the next input; suspends if no input has arrived."""
+        text = self._receive()
+        if text is not None:
+            self._finish(text.decode("utf-8", "replace"))
+        return SUSPEND
+
+
 class WaitFor(Operation):
     """Waits until a variable of the request exists; the answer is its version and value."""
 

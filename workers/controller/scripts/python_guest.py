@@ -145,6 +145,8 @@ class PythonContext(Context):
                 return getattr(self, name)
             case "label" | "tokens_since" | "text_since" | "special_token":
                 return getattr(self, name)(*given)
+            case "send":
+                return self.send(*given)
             case "vars.read" | "vars.get" | "vars.set" | "vars.append":
                 return getattr(self.vars, name.removeprefix("vars."))(*given)
             case "next_tokens":
@@ -211,7 +213,7 @@ class PythonContext(Context):
         return text.decode("utf-8", "replace")
 
 
-_AWAITED = ("fork", "wait_var", "stop")
+_AWAITED = ("fork", "wait_var", "receive", "stop")
 RUN = """\
 _begin({script!r})
 while _turn():

@@ -15,6 +15,7 @@ import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.messages import MAX_INPUT_BYTES
 from ....protocol.sampling import MAX_QUERY_TOKENS, Override, Query
 from ....protocol.special_tokens import SpecialToken
 from .. import biases
@@ -437,6 +438,33 @@ def _var_write(append: bool) -> HostFunction:
     return HostFunction("iiiiii", "i", write)
 
 
+def _send(state: NativeState, address: int, size: int) -> None:
+    if size > MAX_INPUT_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the text for the client has {size} bytes; at most {MAX_INPUT_BYTES} are allowed",
+        )
+    state.guest.charge(size)
+    state.host.variables.send(state.guest.read(address, size))
+
+
+def _receive(state: NativeState, into: int, most: int) -> int:
+    """Writes the next input of the client; returns its size, or -1 if no input has arrived. Any
+    input fits into ``MAX_INPUT_BYTES``."""
+    if most < MAX_INPUT_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the room for an input has {most} bytes; right would be at least {MAX_INPUT_BYTES}",
+        )
+    state.guest.check(into, most)
+    text = state.host.variables.receive()
+    if text is None:
+        return -1
+    state.guest.charge(len(text))
+    state.guest.write_part(into, text, most)
+    return len(text)
+
+
 def _take_drafts(state: NativeState) -> None:
     state.takes_drafts = True
 
@@ -500,6 +528,8 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),
     ("tokenbus", "var_set"): _var_write(append=False),
     ("tokenbus", "var_append"): _var_write(append=True),
+    ("tokenbus", "send"): HostFunction("ii", "", _send),
+    ("tokenbus", "receive"): HostFunction("ii", "i", _receive),
     ("tokenbus", "take_drafts"): HostFunction("", "", _take_drafts),
     ("tokenbus", "query"): HostFunction("iii", "", _query),
     ("tokenbus", "override"): HostFunction("iI", "", _override),

@@ -385,6 +385,13 @@ class Engine:
             )
         self._live.splice(sequence, drop, tokens)
 
+    def report(self, request: int, seq: int) -> None:
+        """Adds an output without a token, which the caller fills. Ignored if the sequence has
+        ended."""
+        sequence = self._live.find(request, seq)
+        if sequence is not None:
+            self._live.outputs.append(TokenOutput.of(sequence))
+
     def suspend(self, request: int, seq: int) -> None:
         """Suspends a sequence until ``resume``. The sequence keeps its blocks until other sequences
         need them."""

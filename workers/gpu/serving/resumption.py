@@ -30,8 +30,11 @@ class Given:
     writes: int = 0
     """Number of writes to variables since the sequence's last sampled token or its beginning."""
 
+    messages: int = 0
+    """Number of texts for the client since the sequence's last sampled token or its beginning."""
+
     def __bool__(self) -> bool:
-        return bool(self.entries or self.log_chars or self.writes)
+        return bool(self.entries or self.log_chars or self.writes or self.messages)
 
     def take(self, logs: str, storage: list[Any]) -> tuple[str, list[Any]]:
         """The parts of the next log text and of the next writes that the client does not have
@@ -40,6 +43,12 @@ class Given:
         self.log_chars -= chars
         self.writes -= writes
         return logs[chars:], storage[writes:]
+
+    def take_messages(self, messages: list[str]) -> list[str]:
+        """The texts among the next ones that the client does not have yet."""
+        had = min(len(messages), self.messages)
+        self.messages -= had
+        return messages[had:]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +81,9 @@ class Resumed:
         sampled = entry.token is not None and entry.logprob is not None
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
-        self._later.append(entry)
+        self.given.messages += len(entry.messages)
+        if not is_report(entry):
+            self._later.append(entry)
         if sampled:
             assert entry.token is not None
             if entry.distribution is not None:
@@ -142,6 +153,13 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
             one.reach()
             one.given = Given()
     return Resumption(sequences)
+
+
+def is_report(entry: Token) -> bool:
+    """Whether an entry only has notes of the controller. A replay may distribute the same notes
+    over other entries, so such entries are not counted."""
+    changes = entry.token is not None or entry.backtrack
+    return not changes and entry.finish_reason is None and entry.parent is None
 
 
 def _apply(tokens: list[int], entry: Token) -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....protocol.messages import ConstraintEnd
 from ....protocol.worker_messages import StepResult
 from ..engine.engine import Engine
 from ..engine.sequence import TokenOutput
 from .mask_file import MaskFile
-from .resumption import Given
+from .resumption import Given, is_report
+
+
+class Notes(NamedTuple):
+    """The output of a controller that is not tokens."""
+
+    logs: str = ""
+    storage: Sequence[Any] = ()
+    """Writes to variables."""
+    messages: Sequence[str] = ()
+    """Texts for the client."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,31 +57,41 @@ class Steered:
     """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
     """Under a built-in constraint, by sequence: how the text ends, for the last output."""
-    notes: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)
-    """By sequence: logs and writes that are sent with its next token."""
+    notes: dict[int, Notes] = field(default_factory=dict)
+    """By sequence: its notes that are sent with its next token."""
     wakes: dict[int, int] = field(default_factory=dict)
     """By sequence: number of wakes since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
     """After the controller was restarted, by sequence: the entries that the client already has."""
 
     def note(self, one: StepResult) -> None:
-        """Stores the logs and writes of a round for the sequence's next token."""
-        logs, storage = one.logs, one.storage
+        """Stores the notes of a round for the sequence's next output."""
+        logs, storage, messages = one.logs, one.storage, one.messages
         given = self.given.get(one.seq)
         if given is not None:
             logs, storage = given.take(logs, storage)
+            messages = given.take_messages(messages)
         if one.wakes:
             self.wakes[one.seq] = one.wakes
-        if logs or storage or one.wakes:
-            before = self.notes.get(one.seq, ("", []))
-            self.notes[one.seq] = (before[0] + logs, [*before[1], *storage])
+        if logs or storage or messages or one.wakes:
+            before = self.notes.get(one.seq, Notes())
+            self.notes[one.seq] = Notes(
+                before.logs + logs,
+                [*before.storage, *storage],
+                [*before.messages, *messages],
+            )
+
+    def has_messages(self, seq: int) -> bool:
+        """Whether texts for the client wait for the next output of a sequence."""
+        notes = self.notes.get(seq)
+        return notes is not None and bool(notes.messages)
 
     def repeats(self, output: TokenOutput) -> bool:
         """Whether an output repeats an appended or dropped token that the client already received
         before the controller was restarted. From the next sampled token or the end on, all outputs
         are new."""
         given = self.given.get(output.seq)
-        if given is None or output.parent is not None:
+        if given is None or output.parent is not None or is_report(output):
             return False
         if output.logprob is not None or output.finish_reason is not None:
             del self.given[output.seq]
@@ -80,7 +101,7 @@ class Steered:
         return repeated
 
     def noted(self, output: TokenOutput) -> TokenOutput:
-        """Adds the stored logs and writes of its sequence to an output."""
+        """Adds the stored notes of its sequence to an output."""
         if self.inspect and output.logprob is not None:
             output.round_us = self.round_us.pop(output.seq, 0)
         if self.text_ends and output.finish_reason is not None:
@@ -89,8 +110,9 @@ class Steered:
                 output.constraint = "cut" if output.shortened else end
         notes = self.notes.pop(output.seq, None) if output.parent is None else None
         if notes is not None:
-            output.logs += notes[0]
-            output.storage += notes[1]
+            output.logs += notes.logs
+            output.storage += notes.storage
+            output.messages += notes.messages
             if output.logprob is not None:
                 output.wakes = self.wakes.pop(output.seq, 0)
         return output

@@ -34,7 +34,7 @@ from .decisions import (
 )
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
-from .resumption import Given
+from .resumption import Given, is_report
 from .steered import Steered
 
 log = logging.getLogger(__name__)
@@ -233,6 +233,9 @@ class Steering:
             if steered.given and steered.repeats(output):
                 continue
             output = steered.noted(output)
+            if is_report(output) and not (output.messages or output.logs or output.storage):
+                # The notes were sent with an appended token.
+                continue
             if output.error == NOTHING_ALLOWED:
                 output.error, output.code = EMPTY_MASK, Code.CONTROLLER_FAILED
             update = self._update(steered, output)
@@ -426,9 +429,13 @@ class Steering:
         steered.note(one)
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
+        if steered.has_messages(one.seq):
+            # The program may wait for the client's answer, so a message does not wait for a token.
+            engine.report(*key)
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
+        one.messages = []
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:

@@ -191,6 +191,12 @@ const context = {
     const [value] = await ask(new WaitFor([name]), "waitVar");
     return host.decode(value);
   },
+  async receive() { return ask(new Receive(), "receive"); },
+  send(text) {
+    if (typeof text !== "string")
+      throw new TypeError(`send(text) with ${show(text)}; right would be text`);
+    host.send(text);
+  },
   async stop() { return ask(new End(), "stop"); },
   vars,
   get prompt() { return sequence.tokens.slice(0, sequence.promptLength); },

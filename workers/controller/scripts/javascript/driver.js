@@ -155,6 +155,14 @@ class WaitFor extends Operation {
   }
 }
 
+class Receive extends Operation {
+  pre() {
+    const text = host.receive();
+    if (text !== null) this.finish(text);
+    return SUSPEND;
+  }
+}
+
 // A class with methods for single steps (AICI's NextToken). Its tokens are the answer.
 class Steps extends Operation {
   constructor(object) {

@@ -23,6 +23,8 @@ IMPORT("tokenize") uint32_t host_tokenize(const void *, uint32_t n, uint32_t *in
 IMPORT("token_bytes")
 uint32_t host_token_bytes(const uint32_t *tokens, uint32_t n, void *into, uint32_t most,
                           uint32_t *lengths);
+IMPORT("send") void host_send(const char *text, uint32_t n);
+IMPORT("receive") int32_t host_receive(void *into, uint32_t most);
 IMPORT("var_get")
 int32_t host_var_get(const char *name, uint32_t n, void *into, uint32_t most, uint32_t *version);
 IMPORT("var_set")
@@ -39,7 +41,7 @@ uint32_t host_next_tokens(const char *kind, uint32_t kind_n, const char *argumen
 
 enum { VERSION, INBOX, INBOX_SIZE, COUNT, BACKTRACK, SEQ, ARG, VOCABULARY };
 enum { N = 8, LIST, DROP, MASK, EOS, MAX_TOKENS, BIAS, PAIRS };
-enum { FIRST_INBOX = 4096, STACK_BYTES = 192 * 1024 };
+enum { FIRST_INBOX = 4096, STACK_BYTES = 192 * 1024, MAX_INPUT_BYTES = 32768 };
 
 static const uint32_t REFUSED = 0x80000000;
 
@@ -251,6 +253,24 @@ NATIVE(js_log) {
     return JS_UNDEFINED;
 }
 
+NATIVE(js_send) {
+    bytes text;
+    if (!bytes_of(argv[0], &text)) return JS_EXCEPTION;
+    host_send((const char *)text.data, text.size);
+    release(&text);
+    return JS_UNDEFINED;
+}
+
+// receive(): the next input of the client, or null.
+NATIVE(js_receive) {
+    char *data = malloc(MAX_INPUT_BYTES);
+    if (!data) return JS_ThrowOutOfMemory(ctx);
+    int32_t size = host_receive(data, MAX_INPUT_BYTES);
+    JSValue text = size < 0 ? JS_NULL : JS_NewStringLen(ctx, data, size);
+    free(data);
+    return text;
+}
+
 NATIVE(js_seq) { return JS_NewInt64(ctx, host_seq_id()); }
 
 NATIVE(js_word) {
@@ -402,6 +422,7 @@ static const JSCFunctionListEntry host_functions[] = {
     JS_CFUNC_DEF("seq", 0, js_seq),           JS_CFUNC_DEF("word", 1, js_word),
     JS_CFUNC_DEF("special", 1, js_special),   JS_CFUNC_DEF("varGet", 1, js_var_get),
     JS_CFUNC_DEF("varWrite", 4, js_var_write), JS_CFUNC_DEF("jobs", 0, js_jobs),
+    JS_CFUNC_DEF("send", 1, js_send),         JS_CFUNC_DEF("receive", 0, js_receive),
     JS_CFUNC_DEF("tokens", 1, js_tokens),     JS_CFUNC_DEF("count", 1, js_count),
     JS_CFUNC_DEF("drop", 1, js_drop),         JS_CFUNC_DEF("mask", 1, js_mask),
     JS_CFUNC_DEF("bias", 2, js_bias),         JS_CFUNC_DEF("generate", 1, js_generate),

@@ -7,6 +7,8 @@ TB_IMPORT("special_token") uint32_t tb_host_special_token(uint32_t token);
 TB_IMPORT("take_drafts") void tb_host_take_drafts(void);
 TB_IMPORT("tokenize")
 uint32_t tb_host_tokenize(const void *text, uint32_t n, uint32_t *tokens, uint32_t most);
+TB_IMPORT("send") void tb_host_send(const void *text, uint32_t n);
+TB_IMPORT("receive") int32_t tb_host_receive(void *text, uint32_t most);
 TB_IMPORT("var_get")
 int32_t tb_host_var_get(const char *name, uint32_t name_len, void *value, uint32_t most,
                         uint32_t *version);
@@ -200,6 +202,25 @@ static inline bool tb_var_set_when(const char *name, const void *value, uint32_t
 static inline bool tb_var_append_when(const char *name, const void *value, uint32_t n,
                                       uint32_t *version) {
     return tb_host_var_append(name, strlen(name), value, n, (int32_t)*version, version) == 1;
+}
+
+// --- the dialogue with the client ----------------------------------------------------------------
+
+enum { TB_MAX_INPUT = 32768 };
+
+// Sends a text of at most TB_MAX_INPUT bytes to the client, next to the tokens.
+static inline void tb_send(const void *text, uint32_t n) { tb_host_send(text, n); }
+
+// Receives the next input of the client into `text`, replacing its content. False if no input has
+// arrived: return tb_suspend from tb_pre_process, which is called again when one arrives.
+static inline bool tb_receive(tb_bytes *text) {
+    tb_bytes_cut(text, 0);
+    tb_bytes_reserve(text, TB_MAX_INPUT);
+    const int32_t n = tb_host_receive(text->data, TB_MAX_INPUT);
+    if (n < 0) return false;
+    text->len = (uint32_t)n;
+    text->data[n] = 0;
+    return true;
 }
 
 #endif

@@ -1,0 +1,120 @@
+"""INPUT: texts of a client for the program of one of its streams.
+
+The state worker stores the inputs of a request in order, each once, so that a replayed program
+receives them again. The broker keeps no input: it passes each one on, and the client sends an input
+again until it has the answer. When an input is stored, the broker notifies the controller worker.
+"""
+
+from __future__ import annotations
+
+from ..protocol.bodies import decode_as, encode_body
+from ..protocol.errors import Code
+from ..protocol.header import decode_header, encode_header
+from ..protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS, Input, InputAnswer, Msg
+from ..protocol.worker_messages import Inputs as Arrived
+from ..protocol.worker_messages import Variable, VariableAnswer
+from .controllers import Controllers
+from .outgoing import Outgoing, Side
+from .quotas import Quotas
+from .request import Request
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S, Worker
+
+
+class Inputs:
+    """Passes the inputs of clients to the state worker, and its answers back."""
+
+    def __init__(self, state: BrokerState, controllers: Controllers, quotas: Quotas) -> None:
+        self._state = state
+        self._out = state.out
+        self._controllers = controllers
+        self._quotas = quotas
+
+    def on_input(self, session: Session, frames: list[bytes]) -> None:
+        """Handles the INPUT of a client. Raises RequestError if it is malformed."""
+        message: Input = decode_as(Input, frames[1])
+        refusal = self._refusal(session, message)
+        if refusal is not None:
+            self._answer(session, message.stream_id, refusal)
+            return
+        request = session.streams[message.stream_id]
+        worker = self._controllers.state_worker()
+        assert worker is not None
+        request.steered.inputs.add(message.number)
+        request.steered.has_inputs = True
+        text = message.text.encode("utf-8", "replace")
+        operation = Variable(request.id, 0, message.number, "give", "", text)
+        tenant = self._quotas.variables(request)
+        sent = [b"VARIABLE", encode_header(request.id), encode_body(operation, "msgpack")]
+        sent += [] if tenant is None else [tenant.encode()]
+        self._out.append(Outgoing(Side.BACK, worker.peer, sent, True))
+
+    def _refusal(self, session: Session, message: Input) -> InputAnswer | None:
+        """The answer to an input that is refused; None if the state worker decides."""
+        refused = InputAnswer(number=message.number)
+        request = session.streams.get(message.stream_id)
+        if request is None or not request.open:
+            refused.code = Code.UNKNOWN_STREAM
+            refused.message = f"this session has no live stream {message.stream_id}"
+        elif request.steering is None:
+            refused.code = Code.UNSUPPORTED
+            refused.message = (
+                f"stream {message.stream_id} has no program that could receive an input; begin it "
+                "with a controller"
+            )
+        elif (size := len(message.text.encode("utf-8", "replace"))) > MAX_INPUT_BYTES:
+            refused.code = Code.TOO_LARGE
+            refused.message = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
+        elif self._controllers.state_worker() is None:
+            refused.code, refused.retry_after_s = Code.NO_WORKER, RETRY_AFTER_S
+            refused.message = "no state worker is running, which stores inputs; try again"
+        elif _crowded(request, message.number):
+            refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
+            refused.message = (
+                f"{MAX_WAITING_INPUTS} inputs of stream {message.stream_id} wait for an answer; "
+                "more are not allowed"
+            )
+        else:
+            return None
+        return refused
+
+    def on_answer(self, frames: list[bytes]) -> None:
+        """Handles the state worker's answer about an input: notifies the controller worker of the
+        request, and answers the client."""
+        request = self._state.requests.get(decode_header(frames[1]).request)
+        if request is None or request.steering is None:
+            return
+        stored: VariableAnswer = decode_as(VariableAnswer, frames[2], "msgpack")
+        request.steering.inputs.discard(stored.count)
+        if stored.error is None:
+            worker = request.steering.worker
+            if worker is not None and request.steering.started:
+                self._out.to_worker(worker, b"INPUTS", Arrived(number=stored.count), request.id)
+            answer = InputAnswer(number=stored.count)
+        else:
+            answer = InputAnswer(
+                number=stored.count,
+                code=Code.QUEUE_FULL if stored.again else Code.TOO_LARGE,
+                message=stored.error,
+                retry_after_s=RETRY_AFTER_S if stored.again else None,
+            )
+        self._answer(request.session, request.stream_id, answer)
+
+    def _answer(self, session: Session, stream_id: int, answer: InputAnswer) -> None:
+        self._out.to_session(session, b"MSG", Msg(stream_id=stream_id, input=answer))
+
+
+def answers_input(worker: Worker, frames: list[bytes]) -> bool:
+    """Whether a message answers an operation of the broker itself."""
+    return (
+        frames[0] == b"VARIABLE_ANSWER"
+        and worker.role == "state"
+        and not decode_header(frames[1]).address
+    )
+
+
+def _crowded(request: Request, number: int) -> bool:
+    """Whether an input that has not been sent before finds too many unanswered inputs."""
+    unanswered = request.steered.inputs
+    return number not in unanswered and len(unanswered) >= MAX_WAITING_INPUTS

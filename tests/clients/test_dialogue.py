@@ -1,0 +1,233 @@
+"""A program that talks to its client: messages, inputs, their order, bounds and doors."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tokenbus.clients import AsyncClient, Client
+from tokenbus.protocol.errors import RequestError, UnavailableError
+from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
+from tokenbus.protocol.scripts import marked_script
+from websockets.sync.client import connect
+
+from ..processes import Bus, Gateway
+from .dialogues import MESSAGES, SCRIPTS, TURNS, answered, next_message
+
+NEVER = b"""
+async def main(ctx):
+    ctx.send("ready")
+    await ctx.wait_var("never")
+"""
+FIRST = b"""
+async def main(ctx):
+    i = await ctx.fork(2)
+    await ctx.fixed(f" {i}")
+    ctx.send(await ctx.receive())
+"""
+
+
+@pytest.fixture
+def client(steered: Bus) -> Iterator[Client]:
+    with steered.client() as client:
+        for language, text in SCRIPTS.items():
+            client.upload_controller(marked_script(text, language), f"dialogue-{language}")
+        yield client
+
+
+@pytest.mark.parametrize("language", SCRIPTS)
+def test_a_dialogue_of_several_turns(client: Client, language: str) -> None:
+    stream = client.generate("Hello. ", controller=f"dialogue-{language}", temperature=0.0)
+    answered(stream, [*TURNS, "end"])
+    [sequence] = stream.sequences
+    assert (sequence.messages, sequence.error) == (MESSAGES, None)
+    for text in TURNS:
+        assert text in sequence.text
+
+
+def test_inputs_that_arrive_early_are_received_in_order(client: Client) -> None:
+    stream = client.generate("Hello. ", controller="dialogue-python", temperature=0.0)
+    for text in [*TURNS, "end"]:
+        stream.send(text)
+    [sequence] = stream.wait()
+    places = [sequence.text.index(text) for text in TURNS]
+    assert places == sorted(places)
+    assert sequence.messages == MESSAGES
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_client_does_the_same(client: Client, steered: Bus) -> None:
+    async with AsyncClient(steered.front) as other:
+        stream = other.generate("Hello. ", controller="dialogue-javascript", temperature=0.0)
+        texts = iter([*TURNS, "end"])
+        async for entry in stream:
+            if entry.messages and entry.messages != ["ended"]:
+                await stream.send(next(texts))
+        assert stream.sequences[0].messages == MESSAGES
+
+
+def test_each_input_goes_to_one_of_the_forks(client: Client) -> None:
+    stored = client.upload_controller(marked_script(FIRST, "python"))
+    stream = client.generate("Hello.", controller=stored.module, max_tokens=20)
+    stream.send("a")
+    stream.send("b")
+    sequences = stream.wait()
+    assert sorted(message for s in sequences for message in s.messages) == ["a", "b"]
+
+
+def test_inputs_that_nobody_receives_are_refused_beyond_a_bound(client: Client) -> None:
+    stored = client.upload_controller(marked_script(NEVER, "python"))
+    with client.generate("Hello.", controller=stored.module) as stream:
+        assert next_message(stream) == "ready"
+        for number in range(MAX_WAITING_INPUTS):
+            stream.send(f"{number}")
+        with pytest.raises(UnavailableError, match=f"{MAX_WAITING_INPUTS} inputs with .* may wait"):
+            stream.send("one more")
+
+
+def test_an_input_has_a_maximum_size_and_is_text(client: Client) -> None:
+    with client.generate("Hello. ", controller="dialogue-python") as stream:
+        with pytest.raises(RequestError, match=f"at most {MAX_INPUT_BYTES} are allowed"):
+            stream.send("x" * (MAX_INPUT_BYTES + 1))
+        with pytest.raises(RequestError, match="an input is text; got bytes"):
+            stream.send(b"x")  # type: ignore[arg-type]
+        stream.send("end")
+        assert stream.wait()[0].messages == ["turn 0", "ended"]
+
+
+def test_a_stream_without_a_program_and_an_ended_one_take_no_inputs(client: Client) -> None:
+    with client.generate("Hello.", max_tokens=2000, ignore_eos=True) as plain:
+        next(plain)
+        with pytest.raises(RequestError, match="has no program that could receive an input"):
+            plain.send("x")
+    stream = client.generate("Hello. ", controller="dialogue-python")
+    answered(stream, ["end"])
+    with pytest.raises(RequestError, match="the stream has ended"):
+        stream.send("x")
+
+
+def test_a_script_that_sends_something_else_than_text_fails(client: Client) -> None:
+    text = b"async function main(ctx) { ctx.send(1); }"
+    stored = client.upload_controller(marked_script(text, "javascript"))
+    with pytest.raises(Exception, match=r"send\(text\) with 1; right would be text"):
+        client.generate("Hello.", controller=stored.module).wait()
+
+
+# --- the doors ------------------------------------------------------------------------------------
+
+
+class Run:
+    """``POST /v1/run``, read on a thread. ``messages`` grows while the program runs."""
+
+    def __init__(self, gateway: Gateway, controller: str, number: str) -> None:
+        self._url, self._number = gateway.url, number
+        self._body = {"controller": controller, "prompt": "Hello. ", "temperature": 0.0}
+        self.messages: list[str] = []
+        self._arrived = threading.Condition()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, count: int) -> None:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.messages) >= count, 120.0)
+
+    def end(self) -> list[str]:
+        self._thread.join(120.0)
+        return self.messages
+
+    def _read(self) -> None:
+        headers = {"x-request-id": self._number}
+        url = f"{self._url}/v1/run"
+        with httpx.stream("POST", url, json=self._body, headers=headers, timeout=120.0) as answer:
+            assert answer.headers["x-request-id"] == self._number
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                part = json.loads(data) if data.startswith("{") else {}
+                for fork in part.get("forks", ()):
+                    with self._arrived:
+                        self.messages += fork.get("messages", [])
+                        self._arrived.notify_all()
+
+
+def give(gateway: Gateway, stream: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/streams/{stream}/input", json=body, timeout=120.0)
+
+
+def test_the_http_door_gives_each_numbered_input_once(client: Client, gateway: Gateway) -> None:
+    run = Run(gateway, "dialogue-python", "dialogue-1")
+    for place, text in enumerate([*TURNS, "end"], 1):
+        run.wait_for(place)
+        for _ in range(2):
+            assert give(gateway, "dialogue-1", text=text, number=place).status_code == 204
+    assert run.end() == MESSAGES
+
+
+def test_the_http_door_refuses_what_it_cannot_deliver(client: Client, gateway: Gateway) -> None:
+    missing = give(gateway, "nothing", text="x")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_stream")
+    run = Run(gateway, "dialogue-python", "dialogue-2")
+    run.wait_for(1)
+    early = give(gateway, "dialogue-2", text="x", number=3)
+    assert (early.status_code, early.json()["error"]["code"]) == (409, "conflict")
+    assert give(gateway, "dialogue-2", text="end").status_code == 204
+    assert run.end() == ["turn 0", "ended"]
+
+
+def test_a_chunk_of_a_completion_has_the_messages(client: Client, gateway: Gateway) -> None:
+    body = {
+        "model": "embedded",
+        "prompt": "Hello. ",
+        "max_tokens": 40,
+        "controller": "dialogue-python",
+        "stream": True,
+    }
+    messages = []
+    headers = {"x-request-id": "dialogue-3"}
+    url = f"{gateway.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=120.0) as answer:
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            for choice in json.loads(data)["choices"] if data.startswith("{") else ():
+                new = choice.get("tokenbus", {}).get("messages", [])
+                messages += new
+                if new and new != ["ended"]:
+                    text = "a " if len(messages) == 1 else "end"
+                    assert give(gateway, "dialogue-3", text=text).status_code == 204
+    assert messages == ["turn 0", "turn 1", "ended"]
+
+
+def test_lmtp_over_a_websocket(client: Client, gateway: Gateway) -> None:
+    generate = {"stream_id": 5, "prompt": "Hello. ", "controller": "dialogue-python"}
+    messages: list[str] = []
+    answers = []
+    with connect(gateway.ws_url) as socket:
+        socket.send("HELLO {}")
+        socket.send("GENERATE " + json.dumps(generate))
+        while "ended" not in messages:
+            kind, _, body = str(socket.recv(120.0)).partition(" ")
+            if kind == "MSG":
+                answers.append(json.loads(body))
+            for entry in json.loads(body) if kind == "TOKEN" else ():
+                new = entry.get("messages", [])
+                messages += new
+                if new and new != ["ended"]:
+                    text = "a " if len(messages) == 1 else "end"
+                    sent = {"stream_id": 5, "number": len(messages), "text": text}
+                    for _ in range(2):
+                        socket.send("INPUT " + json.dumps(sent))
+        socket.send('INPUT {"stream_id": 6, "number": 1, "text": "x"}')
+        while len(answers) < 5:
+            kind, _, body = str(socket.recv(120.0)).partition(" ")
+            answers += [json.loads(body)] if kind == "MSG" else []
+    assert messages == ["turn 0", "turn 1", "ended"]
+    stored = [answer["input"] for answer in answers[:4]]
+    assert [(one["number"], one.get("code")) for one in stored][:3] == [
+        (1, None),
+        (1, None),
+        (2, None),
+    ]
+    assert answers[-1]["input"]["code"] == "unknown_stream"
