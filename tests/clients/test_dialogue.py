@@ -13,7 +13,7 @@ from tokenbus.clients import AsyncClient, Client
 from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
 from tokenbus.protocol.scripts import marked_script
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from ..processes import Bus, Gateway
 from .dialogues import MESSAGES, SCRIPTS, TURNS, answered, next_message
@@ -159,10 +159,11 @@ def give(gateway: Gateway, stream: str, **body: Any) -> httpx.Response:
 
 def test_the_http_door_gives_each_numbered_input_once(client: Client, gateway: Gateway) -> None:
     run = Run(gateway, "dialogue-python", "dialogue-1")
-    for place, text in enumerate([*TURNS, "end"], 1):
+    for place, text in enumerate(TURNS, 1):
         run.wait_for(place)
         for _ in range(2):
             assert give(gateway, "dialogue-1", text=text, number=place).status_code == 204
+    assert give(gateway, "dialogue-1", text="end").status_code == 204
     assert run.end() == MESSAGES
 
 
@@ -231,3 +232,37 @@ def test_lmtp_over_a_websocket(client: Client, gateway: Gateway) -> None:
         (2, None),
     ]
     assert answers[-1]["input"]["code"] == "unknown_stream"
+
+
+def received(socket: ClientConnection, kind: str) -> Any:
+    """The body of the next message of a type."""
+    while True:
+        got, _, body = str(socket.recv(120.0)).partition(" ")
+        assert got != "ERROR", body
+        if got == kind:
+            return json.loads(body)
+
+
+def test_a_client_that_comes_back_finds_its_program(client: Client, gateway: Gateway) -> None:
+    generate = {"stream_id": 5, "prompt": "Hello. ", "controller": "dialogue-python"}
+    given = {"stream_id": 5, "number": 1, "text": "a "}
+    with connect(gateway.ws_url) as socket:
+        socket.send("HELLO {}")
+        session = received(socket, "WELCOME")["session"]
+        socket.send("GENERATE " + json.dumps(generate))
+        [entry] = received(socket, "TOKEN")
+        assert entry["messages"] == ["turn 0"]
+        socket.send("INPUT " + json.dumps(given))
+        assert received(socket, "MSG")["input"] == {"number": 1}
+    messages: list[str] = []
+    with connect(gateway.ws_url) as socket:
+        socket.send("HELLO " + json.dumps({"session": session}))
+        assert received(socket, "WELCOME")["streams"] == [5]
+        socket.send('ATTACH {"stream_id": 5, "received": 1}')
+        assert received(socket, "MSG")["attached"] == 1
+        for number, text in ((1, "a "), (2, "end")):
+            socket.send("INPUT " + json.dumps({**given, "number": number, "text": text}))
+        while "ended" not in messages:
+            for entry in received(socket, "TOKEN"):
+                messages += entry.get("messages", [])
+    assert messages == ["turn 1", "ended"]
