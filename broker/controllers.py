@@ -15,6 +15,7 @@ from .recovery import MISSING
 from .request import Request
 from .session import Session
 from .state import BrokerState
+from .tools import Tools
 from .waiting_starts import HELD, WaitingStarts
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
@@ -28,8 +29,9 @@ class Controllers:
     ``steering.worker``, and counts towards that worker's load. A queued request has no reservation.
     """
 
-    def __init__(self, state: BrokerState) -> None:
+    def __init__(self, state: BrokerState, tools: Tools) -> None:
         self._state = state
+        self._tools = tools
         self._settings = state.settings
         self._pools = state.pools
         self._out = state.out
@@ -291,6 +293,7 @@ class Controllers:
         """Handles the end of a request: its place becomes free, and its controller and variables
         are removed."""
         worker = request.steered.worker
+        self._tools.end(request)
         self._release(request)
         self._pace.note(self._state.now)
         self._waiting.remove(request.id)
@@ -311,6 +314,7 @@ class Controllers:
         stay."""
         if request.steering is None:
             return
+        self._tools.end(request)
         if request.steered.worker is not None and request.steered.started:
             self._out.to_worker(request.steered.worker, b"END", End(requests=[request.id]))
         has_state = request.steered.served_as or request.steered.has_inputs
@@ -349,6 +353,7 @@ class Controllers:
         GPU workers restart the controllers that it ran, at another worker. Controllers that it had
         not begun are started at another worker too.
         """
+        self._tools.on_lost(worker)
         if worker.role == "controller":
             lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
             self._left = {p: at for p, at in self._left.items() if self._has_left(p)}

@@ -36,6 +36,7 @@ from .sessions import Sessions
 from .settings import BrokerSettings
 from .state import BrokerState
 from .status import Statuses
+from .tools import Tools
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Broker:
         self.state = state = BrokerState(settings, boot=boot, now=now)
         self._moves = moves = Moves(state, Quarantine())
         self._ends = ends = Ends(state)
-        controllers = Controllers(state)
+        tools = Tools(state)
+        controllers = Controllers(state, tools)
         self.prefixes = prefixes = Prefixes(settings.route_by_prefix)
         placement = Placement(state, prefixes)
         self.dispatcher = dispatcher = Dispatcher(state, controllers, moves, ends, placement)
@@ -95,6 +97,8 @@ class Broker:
             b"PAGES": prefixes.on_pages,
             b"BUFFER": buffers.on_save,
             b"START": controllers.on_start,
+            b"CALL": tools.on_call,
+            b"CALL_ANSWER": tools.on_answer,
         }
         self._back = Back(state, leases, dispatcher, ends, from_workers)
         self._quotas = quotas

@@ -241,6 +241,7 @@ class Leases:
             models={m.name: m for m in message.models},
             patterns=message.patterns,
             default=message.default,
+            tools={tool.name: tool for tool in message.tools},
             missing_layers=message.missing_layers,
             last_seen=self._state.now,
             step_age_s=message.step_age_s,
@@ -291,6 +292,7 @@ class Leases:
         pools.remove(worker)
         worker.models = {m.name: m for m in message.models}
         worker.patterns = message.patterns
+        worker.tools = {tool.name: tool for tool in message.tools}
         worker.default = message.default
         worker.capacity = message.capacity
         pools.add(worker)

@@ -33,6 +33,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """Time without streams and messages after which a session ends."""
     max_priority: int = 0
     """The highest priority of a request if the broker has no keys."""
+    allow_tools: list[str] = []
+    """Tools that the programs of every client may call."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Maximum number of requests that wait for a worker, of all models together."""

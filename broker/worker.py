@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..protocol.errors import RequestError
 from ..protocol.header import Manifest
-from ..protocol.messages import ModelInfo
+from ..protocol.messages import ModelInfo, Tool
 from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
 from .fences import Fences
@@ -73,6 +73,10 @@ class Worker:
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers the worker runs or has reserved a
     place for."""
+    tools: dict[str, Tool] = field(default_factory=dict)
+    """The functions that a tool worker serves, by name."""
+    calls: set[tuple[int, int, int]] = field(default_factory=set)
+    """At a tool worker: the ids of its running calls (``tools.py``)."""
     fences: Fences = field(default_factory=Fences)
     """The fences of the worker's attempts that the broker has given up."""
     process: int = 0
@@ -116,11 +120,17 @@ class Worker:
     @property
     def fill(self) -> float:
         """The part of its capacity that this broker and others use, 0 to 1."""
-        return (len(self.requests) + len(self.steers) + self.elsewhere) / self.capacity
+        return self.num_assigned / self.capacity
+
+    @property
+    def num_assigned(self) -> int:
+        """Number of the worker's requests, controllers and calls, of this broker and of others."""
+        return len(self.requests) + len(self.steers) + len(self.calls) + self.elsewhere
 
     def names(self) -> list[str]:
-        """The models that the worker offers, including patterns."""
-        return [*self.models, *(p for p in self.patterns if p not in self.models)]
+        """The models, including patterns, and the tools that the worker offers."""
+        patterns = (p for p in self.patterns if p not in self.models)
+        return [*self.models, *patterns, *self.tools]
 
 
 @dataclass(frozen=True, slots=True)

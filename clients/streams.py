@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self

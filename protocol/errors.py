@@ -34,6 +34,8 @@ class Code(StrEnum):
     CONTROLLER_FAILED = "controller_failed"
     CONTROLLER_TIMEOUT = "controller_timeout"
     DEADLOCK = "deadlock"
+    # A tool that the controller called failed.
+    TOOL_FAILED = "tool_failed"
     # Each worker that ran the request died.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.

@@ -17,6 +17,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -118,6 +119,9 @@ class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
     public: PublicKey
     operator: bool = False
     """Whether this client may drain workers, and see the streams of all clients."""
+    tools: list[str] | None = None
+    """Tools that the programs of this client may call, with ``*`` and ``?``. None: those of the
+    setting ``allow_tools``."""
 
 
 class KeyFolder:
@@ -241,7 +245,8 @@ class KeyFolder:
     def _write(self, role: Role, name: str, allowed: Allowed) -> None:
         lines = []
         for field, value in msgspec.to_builtins(allowed).items():
-            shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+            # A JSON list of texts is a TOML array too.
+            shown = json.dumps(value) if not isinstance(value, bool) else str(value).lower()
             lines.append(f"{field} = {shown}\n")
         path = self._file(role, name)
         new = path.with_suffix(f".{os.getpid()}")

@@ -41,6 +41,8 @@ Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
 """Seconds between two messages, or without a message. A value below 0.001 would keep a process
 busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
+"""The form of the name of a tool."""
 UserName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
@@ -621,6 +623,17 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
 
 
+class Tool(Struct, kw_only=True, omit_defaults=True):
+    """A function that a tool worker serves."""
+
+    name: Annotated[str, Meta(pattern=TOOL_NAME)]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    """The JSON schema of its arguments, an object."""
+    timeout_s: Period = 30.0
+    """Maximum time from the arrival of a call to its answer."""
+
+
 class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     """A worker, as ``STATUS`` shows it."""
 
@@ -633,6 +646,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     """The models that are loaded."""
     controllers: list[str] = []
     """The controllers that a controller worker serves by name, without modules."""
+    tools: list[str] = []
+    """The names of the functions that a tool worker serves."""
     missing_layers: list[str] = []
     """Layers of isolation that the guests of a controller worker lack, with the reasons."""
     requests: int

@@ -136,6 +136,16 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
     """Maximum number of requests whose controllers one worker runs."""
+    allow_tools: list[str] = []
+    """Tools that the programs of every client may call, with ``*`` and ``?``. A client's key may
+    list others. Empty: only the operator's programs may call tools."""
+    tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
+    """Maximum time of a call of a tool that does not have its own time-out."""
+    tool_threads: AtLeastOne = 16
+    """Functions of a tool worker without ``async`` that run at the same time."""
+    tool_capacity: AtLeastOne = 256
+    """Calls that a tool worker accepts at the same time, including those that wait for a
+    thread."""
 
     join: str = ""
     """The workers' address of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (5556).
@@ -245,7 +255,7 @@ class Settings(Struct, kw_only=True, frozen=True):
         return msgspec.structs.replace(self, brokers=1, front=fronts[number], back=backs[number])
 
 
-_LISTS = frozenset({"allow", "cors", "served_model_name"})
+_LISTS = frozenset({"allow", "allow_tools", "cors", "served_model_name"})
 """Settings with several values, which are separated by commas in a variable."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 

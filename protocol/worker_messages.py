@@ -33,13 +33,14 @@ from .messages import (
     Tag,
     Tags,
     Token,
+    Tool,
     TraceParent,
     Upload,
 )
 from .metrics import Series
 from .sampling import Distribution, Override, Query, TokenId
 
-Role = Literal["gpu", "controller", "state"]
+Role = Literal["gpu", "controller", "state", "tool"]
 Id = Annotated[int, Meta(ge=0)]
 
 ANY_MODULE = "*"
@@ -74,6 +75,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """Layers of isolation that the guests of a controller worker lack, with the reasons."""
     default: str = ""
     """The model that the worker uses for requests without a model."""
+    tools: list[Tool] = []
+    """The functions that a tool worker serves."""
     live: list[LiveRequest] = []
     """The worker's live requests that came from this broker, or from an earlier broker at its
     address."""
@@ -531,6 +534,46 @@ class Inputs(Struct, kw_only=True, omit_defaults=True):
     """The number of the input."""
 
 
+# --- tools ---------------------------------------------------------------------------------------
+
+MAX_ARGUMENT_BYTES = 64 * 1024
+MAX_RESULT_BYTES = 128 * 1024
+"""Maximum bytes of the arguments, and of the result, of a call. A result is stored as a variable of
+its request."""
+
+
+class Call(Struct, array_like=True):
+    """``CALL``: a program of a request calls a tool.
+
+    From a controller worker; the broker chooses the tool worker. A call is identified by (request,
+    lineage, count), and is made at most once.
+    """
+
+    request: Id
+    lineage: int
+    """As in ``Variable``: the lineage of the sequence that calls."""
+    count: int
+    """The number of the operation on variables that recorded the call."""
+    tool: str
+    arguments: bytes = b""
+    """A JSON object: the arguments by name."""
+    again: bool = False
+    """Whether an earlier attempt of the request may have sent the call. The call is then not made;
+    the tool worker that has it sends its answer, now or when the function returns."""
+
+
+class CallAnswer(Struct, array_like=True):
+    """``CALL_ANSWER``: the result of a tool, as JSON, or the error of the call."""
+
+    request: Id
+    lineage: int
+    count: int
+    value: bytes = b""
+    error: str | None = None
+    code: str = ""
+    """With ``error``: the code of the error."""
+
+
 # --- modules -------------------------------------------------------------------------------------
 #
 # The state worker has the table of a tenant, which lists its modules and tags. The bytes of a
@@ -595,6 +638,8 @@ _BETWEEN_WORKERS: dict[bytes, Any] = {
     b"TOKENIZER_JSON": TokenizerAnswer,
     b"VARIABLE": Variable,
     b"VARIABLE_ANSWER": VariableAnswer,
+    b"CALL": Call,
+    b"CALL_ANSWER": CallAnswer,
     b"MODULE_TABLE": ModuleTable,
     b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
     b"FETCH_MODULE": FetchModule,

@@ -25,6 +25,7 @@ ALLOWED = {
     "workers/gpu": {"protocol", "transport", "workers"},
     "workers/controller": {"protocol", "transport", "workers", "grammars"},
     "workers/state": {"protocol", "transport", "workers"},
+    "workers/tool": {"protocol", "transport", "workers"},
     "grammars": set[str](),
     "clients": {"protocol", "transport"},
     "inprocess": {
@@ -53,6 +54,7 @@ FORBIDDEN = {
     "workers/gpu": {"wasmtime", "llguidance"},
     "workers/controller": {"torch", "transformers"},
     "workers/state": {"torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
+    "workers/tool": {"torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
     "grammars": {"zmq", "torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
     "clients": {"torch", "transformers"},
 }

@@ -73,6 +73,12 @@ def add_command(subparsers: Subparsers) -> None:
                 metavar="N",
                 help=f"quota: {what}, or none",
             )
+        verb.add_argument(
+            "--tools",
+            metavar="T,T",
+            help="tools that the client's programs may call, with * and ?; none; or default: those "
+            "of the setting allow_tools",
+        )
     revoke = add("revoke", "revoke a key, which also ends its live connections", _revoke)
     revoke.add_argument("name", metavar="NAME", help="holder of the key")
     add("list", "list the keys that may connect", _list)
@@ -159,7 +165,8 @@ def _list(args: argparse.Namespace, settings: Settings) -> int:
                 for quota in QUOTAS
                 if (value := getattr(allowed, quota)) is not None
             )
-            print(f"{role}  {allowed.public}  {name}  {quotas}".rstrip())
+            tools = "" if allowed.tools is None else f" tools={','.join(allowed.tools) or 'none'}"
+            print(f"{role}  {allowed.public}  {name}  {quotas}{tools}".rstrip())
     return 0
 
 
@@ -178,12 +185,16 @@ def _role(args: argparse.Namespace) -> Role:
 
 def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
     given = {name: getattr(args, f"q_{name}") for name in QUOTAS}
-    if args.worker and any(value is not None for value in given.values()):
+    if args.worker and any(value is not None for value in (*given.values(), args.tools)):
         raise KeyFault("a worker's key has no quotas; leave out --worker or the quotas")
     kept = {name: getattr(before, name) for name in QUOTAS}
     quotas = kept | {n: v or None for n, v in given.items() if v is not None}
     operator = isinstance(before, Allowed) and before.operator
-    return Allowed(public=public, operator=operator, **quotas)
+    tools = before.tools if isinstance(before, Allowed) else None
+    if args.tools is not None:
+        listed = [each.strip() for each in args.tools.split(",") if each.strip()]
+        tools = {"none": [], "default": None}.get(args.tools, listed)
+    return Allowed(public=public, operator=operator, tools=tools, **quotas)
 
 
 def _public(text: str) -> str:

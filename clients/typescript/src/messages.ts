@@ -42,6 +42,7 @@ export type Code =
   | "controller_failed"
   | "controller_timeout"
   | "deadlock"
+  | "tool_failed"
   | "quarantined"
   | "queue_full"
   | "client_limit"
@@ -88,6 +89,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   controller_failed: "ControllerError",
   controller_timeout: "ControllerError",
   deadlock: "ControllerError",
+  tool_failed: "RequestError",
   quarantined: "RequestError",
   queue_full: "UnavailableError",
   client_limit: "UnavailableError",
@@ -997,6 +999,8 @@ export interface WorkerStatus {
   readonly models: readonly string[];
   /** The controllers that a controller worker serves by name, without modules. */
   readonly controllers: readonly string[];
+  /** The names of the functions that a tool worker serves. */
+  readonly tools: readonly string[];
   /** Layers of isolation that the guests of a controller worker lack, with the reasons. */
   readonly missing_layers: readonly string[];
   readonly requests: number;
@@ -1015,6 +1019,7 @@ export function readWorkerStatus(
   sent: Sent<
     WorkerStatus,
       | "controllers"
+      | "tools"
       | "missing_layers"
       | "step_age_s"
       | "load"
@@ -1030,6 +1035,7 @@ export function readWorkerStatus(
     state: sent.state,
     models: sent.models,
     controllers: sent.controllers ?? [],
+    tools: sent.tools ?? [],
     missing_layers: sent.missing_layers ?? [],
     requests: sent.requests,
     capacity: sent.capacity,

@@ -212,8 +212,9 @@ Question = Literal["get", "set", "append", "receive", "send", "memory", "next_to
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``get``, ``set`` or ``append`` of a variable; ``receive`` or ``send`` of a text; ``memory`` (``number`` bytes); ``next_tokens`` of
-    the constraint ``name``, whose ``value`` is a ``ConstrainedText``.
+    ``get``, ``set`` or ``append`` of a variable; ``receive`` or ``send`` of a text; ``memory``
+    (``number`` bytes); ``next_tokens`` of the constraint ``name``, whose ``value`` is a
+    ``ConstrainedText``.
     """
 
     handle: int

@@ -1,0 +1,231 @@
+"""The calls of tools: which tool worker gets a call, who may make it, and what ends it.
+
+A program's controller worker sends CALL. The broker passes the call to a tool worker, and its
+answer to the controller worker that runs the program at that time. A call that was passed on is
+never passed to another tool worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from msgspec import Struct
+
+from ..protocol.bodies import decode_as
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ..protocol.header import encode_header
+from ..protocol.shares import fits_share
+from ..protocol.worker_messages import CallAnswer, End
+from .outgoing import Outgoing, Side
+from .request import Request
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S, Worker, WorkerState
+
+MAX_ENDED = 64
+"""Maximum answered calls of a request of which the broker knows the tool worker."""
+MAX_CALLS = 1_000
+"""Maximum calls of a request that are running."""
+MAX_SHOWN = 20
+"""Maximum names of tools in an error message."""
+
+CallId = tuple[int, int, int]
+"""The request, the lineage and the count of a call."""
+
+
+class _Call(Struct, array_like=True):
+    """The fields of a CALL that the broker reads."""
+
+    request: int
+    lineage: int
+    count: int
+    tool: str
+    arguments: bytes = b""
+    again: bool = False
+
+    @property
+    def id(self) -> CallId:
+        return self.request, self.lineage, self.count
+
+
+class _Name(Struct, array_like=True):
+    """The fields of a CALL_ANSWER that the broker reads."""
+
+    request: int
+    lineage: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Passed:
+    """A call that was passed to a tool worker."""
+
+    worker: Worker
+    tool: str
+    owner: str
+    answered: bool = False
+
+
+class Tools:
+    """The calls of the requests of this broker."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._out = state.out
+        self._calls: dict[int, dict[CallId, _Passed]] = {}
+        """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
+        self._running: Counter[tuple[str, int]] = Counter()
+        """Running calls by owner and tool worker. The owner is the client's key or its session."""
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def on_call(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles CALL of a controller worker."""
+        call: _Call = decode_as(_Call, frames[2], "msgpack")
+        request = self._state.requests.get(call.request)
+        if request is None or request.steered_by is not worker or not request.open:
+            return
+        try:
+            passed = self._passed(request, call)
+        except TokenbusError as error:
+            self._answer(request, call.id, error)
+            return
+        sent_by = encode_header(call.request, worker.id)
+        self._out.append(
+            Outgoing(Side.BACK, passed.worker.peer, (b"CALL", sent_by, frames[2]), True)
+        )
+
+    def on_answer(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles CALL_ANSWER of a tool worker."""
+        name: _Name = decode_as(_Name, frames[2], "msgpack")
+        id_ = (name.request, name.lineage, name.count)
+        request = self._state.requests.get(name.request)
+        passed = self._calls.get(name.request, {}).get(id_)
+        if request is None or passed is None or passed.worker is not worker:
+            return
+        self._end(request.id, id_, passed)
+        receiver = request.steered_by
+        if receiver is not None:
+            head = encode_header(request.id, worker.id)
+            sent = (b"CALL_ANSWER", head, *frames[2:])
+            self._out.append(Outgoing(Side.BACK, receiver.peer, sent, True))
+
+    def on_lost(self, worker: Worker) -> None:
+        """Handles the loss of a tool worker: its running calls fail."""
+        for id_ in list(worker.calls):
+            request = self._state.requests.get(id_[0])
+            passed = self._calls.get(id_[0], {}).get(id_)
+            if request is None or passed is None:
+                continue
+            self._end(id_[0], id_, passed)
+            error = RequestError(
+                Code.WORKER_LOST,
+                f"the worker of the tool {passed.tool!r} was lost during the call; the tool may "
+                "have done its work, and is not called again",
+            )
+            self._answer(request, id_, error)
+
+    def end(self, request: Request) -> None:
+        """Handles the end of a request: its tool workers drop its calls."""
+        calls = self._calls.pop(request.id, {})
+        for id_, passed in calls.items():
+            self._release(id_, passed)
+        for worker in {passed.worker.id for passed in calls.values()}:
+            found = self._state.workers.get(worker)
+            if found is not None:
+                self._out.to_worker(found, b"END", End(requests=[request.id]))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _passed(self, request: Request, call: _Call) -> _Passed:
+        """The call as it is, or was, passed to a tool worker. Raises TokenbusError if it is not
+        passed on."""
+        calls = self._calls.get(request.id, {})
+        known = calls.get(call.id)
+        if known is not None and known.worker.id in self._state.workers:
+            return known
+        if known is not None or call.again:
+            raise RequestError(
+                Code.WORKER_LOST,
+                f"the call of the tool {call.tool!r} was interrupted, and its answer is lost; the "
+                "tool may have done its work, and is not called again",
+            )
+        self._check_allowed(request.session, call.tool)
+        if sum(not each.answered for each in calls.values()) >= MAX_CALLS:
+            raise RequestError(
+                Code.CLIENT_LIMIT,
+                f"the request has {MAX_CALLS} running calls, which is the maximum",
+            )
+        owner = request.session.key or str(request.session.id)
+        worker = self._choose(call.tool, owner)
+        passed = _Passed(worker, call.tool, owner)
+        self._calls.setdefault(request.id, {})[call.id] = passed
+        self._running[owner, worker.id] += 1
+        worker.calls.add(call.id)
+        return passed
+
+    def _check_allowed(self, session: Session, tool: str) -> None:
+        """Raises RequestError if a client's programs may not call a tool."""
+        allowed = self._state.keyring.client(session.key)
+        patterns: Iterable[str] = self._state.settings.allow_tools
+        if allowed is not None and allowed.tools is not None:
+            patterns = allowed.tools
+        elif self._state.is_operator(session):
+            return
+        if not any(fnmatchcase(tool, pattern) for pattern in patterns):
+            raise RequestError(
+                Code.NOT_ALLOWED,
+                f"this client's programs may not call the tool {tool!r}; the operator allows it "
+                "with 'tokenbus keys allow NAME --tools' or the setting allow_tools",
+            )
+
+    def _choose(self, tool: str, owner: str) -> Worker:
+        """The least filled worker that serves a tool; raises TokenbusError."""
+        workers = list(self._state.pools.of_role("tool").values())
+        serving = [w for w in workers if tool in w.tools and w.state is WorkerState.READY]
+        if not serving:
+            names = sorted({name for w in workers for name in w.tools})
+            shown = ", ".join(names[:MAX_SHOWN]) + (", …" if names[MAX_SHOWN:] else "")
+            raise RequestError(
+                Code.NO_WORKER,
+                f"no worker serves the tool {tool!r}; served are: {shown or 'no tools'}",
+            )
+        capacity = sum(worker.capacity for worker in serving)
+        running = sum(len(worker.calls) for worker in serving)
+        own = sum(self._running[owner, worker.id] for worker in serving)
+        worker = min(serving, key=lambda w: (len(w.calls) / w.capacity, w.id))
+        if len(worker.calls) < worker.capacity and fits_share(own, running, capacity):
+            return worker
+        raise UnavailableError(
+            Code.QUEUE_FULL,
+            f"the workers of the tool {tool!r} run {running} of {capacity} calls, "
+            f"{own} of them for this client; try again later",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _end(self, request: int, id_: CallId, passed: _Passed) -> None:
+        """Records the end of a call, and forgets the oldest call that has ended."""
+        self._release(id_, passed)
+        calls = self._calls[request]
+        ended = [other for other, each in calls.items() if each.answered]
+        if len(ended) > MAX_ENDED:
+            del calls[ended[0]]
+
+    def _release(self, id_: CallId, passed: _Passed) -> None:
+        if passed.answered:
+            return
+        passed.answered = True
+        passed.worker.calls.discard(id_)
+        place = passed.owner, passed.worker.id
+        self._running[place] -= 1
+        if not self._running[place]:
+            del self._running[place]
+
+    def _answer(self, request: Request, id_: CallId, error: TokenbusError) -> None:
+        """Answers a call with an error of the broker."""
+        if request.steered_by is not None:
+            answer = CallAnswer(*id_, error=error.message, code=str(error.code))
+            self._out.to_worker(request.steered_by, b"CALL_ANSWER", answer)

@@ -1,0 +1,215 @@
+"""The broker between programs and tools: who may call, who gets a call, and what ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, decode_header
+from tokenbus.protocol.keys import Allowed
+from tokenbus.protocol.messages import Tool
+from tokenbus.protocol.worker_messages import Call, CallAnswer, End, Start, VocabularyName
+
+from ..worlds.broker import Bench, generate, peer_of
+
+START = Start(
+    controller="mine",
+    prompt=[1],
+    max_tokens=5,
+    model="m",
+    vocabulary=VocabularyName(fingerprint="f", size=9, eos=[0]),
+)
+KEY = "ab" * 32
+
+
+class ToolBench(Bench):
+    """A broker with a GPU worker, the controller worker ``c1`` and the tool workers ``t1`` and
+    ``t2``, which serve ``add``. ``t2`` also serves ``search``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.worker("gpu", capacity=8)
+        self.worker("c1", role="controller", patterns=["*"], default="", capacity=8)
+        self.tool_worker("t1", "add")
+        self.tool_worker("t2", "add", "search")
+
+    def tool_worker(self, name: str, *tools: str, capacity: int = 3) -> None:
+        infos = [Tool(name=tool) for tool in tools]
+        self.worker(name, role="tool", patterns=[], default="", capacity=capacity, tools=infos)
+
+    def begun(self, stream: int = 1, key: str = "", client: str = "c") -> int:
+        """A request whose controller runs at ``c1``; its id."""
+        self.client(client, "GENERATE", generate(stream, controller="mine"), key=key)
+        [(_, header)] = [m for m in self.to_worker("gpu") if m[0] == "GENERATE"]
+        self.send("gpu", "START", START, Header(header.request))
+        return header.request
+
+    def call(self, request: int, tool: str = "add", count: int = 1, again: bool = False) -> None:
+        body = Call(request, 0, count, tool, b'{"a":1}', again)
+        self.send("c1", "CALL", body, Header(request))
+
+    def answer(self, worker: str, request: int, count: int = 1) -> None:
+        self.send(worker, "CALL_ANSWER", CallAnswer(request, 0, count, b"2"), Header(request))
+
+    def bodies(self, worker: str, kind: str, of: Any) -> list[Any]:
+        """The bodies of the messages of a type to a worker since the last call."""
+        mine = [m for m in self.sent if m.side is Side.BACK and m.peer == peer_of(worker)]
+        found = [m for m in mine if m.frames[0] == kind.encode()]
+        self.sent = [m for m in self.sent if m not in found]
+        return [msgspec.msgpack.decode(m.frames[2], type=of) for m in found]
+
+    def calls(self, worker: str) -> list[int]:
+        """The numbers of the calls that a tool worker received."""
+        return [call.count for call in self.bodies(worker, "CALL", Call)]
+
+    def answers(self, worker: str = "c1") -> list[CallAnswer]:
+        """The answers that a controller worker received."""
+        return self.bodies(worker, "CALL_ANSWER", CallAnswer)
+
+
+@pytest.fixture
+def bench() -> ToolBench:
+    return ToolBench()
+
+
+def test_calls_go_to_the_least_filled_worker_that_serves_the_tool(bench: ToolBench) -> None:
+    request = bench.begun()
+    for count in (1, 2):
+        bench.call(request, count=count)
+    bench.call(request, "search", count=3)
+    assert (bench.calls("t1"), bench.calls("t2")) == ([1], [2, 3])
+
+
+def test_an_answer_goes_to_the_worker_that_runs_the_program(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request)
+    bench.answer("t2", request)
+    assert bench.answers() == []
+    bench.answer("t1", request)
+    assert bench.answers() == [CallAnswer(request, 0, 1, b"2")]
+
+
+def test_after_a_move_of_the_program_the_answer_goes_to_its_new_worker(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request)
+    bench.worker("c2", role="controller", patterns=["*"], default="", capacity=8)
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("c1"), bench.now)
+    bench.send("gpu", "START", START, Header(request))
+    bench.send("c2", "CALL", Call(request, 0, 1, "add", again=True), Header(request))
+    assert (bench.calls("t1"), bench.calls("t2")) == ([1, 1], [])
+    bench.answer("t1", request)
+    assert bench.answers("c2") == [CallAnswer(request, 0, 1, b"2")]
+
+
+def test_a_call_of_an_earlier_attempt_is_not_made_by_another_worker(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request, again=True)
+    [answer] = bench.answers()
+    assert answer.code == "worker_lost"
+    assert answer.error is not None
+    assert "not called again" in answer.error
+    assert (bench.calls("t1"), bench.calls("t2")) == ([], [])
+
+
+def test_the_calls_of_a_lost_worker_fail(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request)
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t1"), bench.now)
+    [answer] = bench.answers()
+    assert (answer.count, answer.code) == (1, "worker_lost")
+    bench.call(request, again=True)
+    [answer] = bench.answers()
+    assert answer.code == "worker_lost"
+    assert bench.calls("t2") == []
+
+
+def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBench) -> None:
+    bench.call(bench.begun(), "nope")
+    [answer] = bench.answers()
+    assert (answer.code, answer.error) == (
+        "no_worker",
+        "no worker serves the tool 'nope'; served are: add, search",
+    )
+
+
+def test_one_client_leaves_places_for_others(bench: ToolBench) -> None:
+    """The workers have six places. Each client gets at most as many as stay free."""
+    request = bench.begun()
+    for count in range(1, 6):
+        bench.call(request, count=count)
+    assert len(bench.calls("t1") + bench.calls("t2")) == 3
+    assert [(a.count, a.code) for a in bench.answers()] == [(4, "queue_full"), (5, "queue_full")]
+    other = bench.begun(client="d")
+    bench.call(other)
+    assert len(bench.calls("t1") + bench.calls("t2")) == 1
+    bench.answer("t1", request)
+    bench.answer("t2", request, 2)
+    bench.call(request, count=6)
+    assert 6 in bench.calls("t1") + bench.calls("t2")
+
+
+def test_a_draining_worker_gets_no_calls(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.send("t1", "DRAIN", {"reason": "test"})
+    bench.call(request)
+    assert (bench.calls("t1"), bench.calls("t2")) == ([], [1])
+
+
+def test_the_end_of_a_request_ends_its_calls(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request)
+    bench.send("gpu", "ERROR", {"code": "internal", "message": "m"}, Header(request, 0, 2))
+    assert bench.bodies("t1", "END", End) == [End(requests=[request])]
+    assert bench.bodies("t2", "END", End) == []
+    assert not any(worker.calls for worker in bench.broker.state.workers.values())
+    bench.answer("t1", request)
+    assert bench.answers() == []
+
+
+def test_only_the_worker_of_the_program_can_call(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.send("gpu", "CALL", Call(request, 0, 1, "add"), Header(request))
+    assert (bench.calls("t1"), bench.calls("t2")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "allowed"),
+    [
+        (None, [], False),
+        (None, ["se*"], True),
+        (["search"], [], True),
+        (["add"], ["search"], False),
+        ([], ["*"], False),
+    ],
+)
+def test_a_tenant_may_call_the_tools_of_its_key_or_of_the_setting(
+    own: list[str] | None, general: list[str], allowed: bool
+) -> None:
+    bench = ToolBench(allow_tools=general)
+    keys = {"ann": Allowed(public=KEY, tools=own)}
+    bench.sent += bench.broker.on_keys(keys, {}, bench.now)
+    bench.call(bench.begun(key=KEY), "search")
+    assert bench.calls("t2") == ([1] if allowed else [])
+    assert [a.code for a in bench.answers()] == ([] if allowed else ["not_allowed"])
+
+
+@pytest.mark.parametrize("general", [[], ["search"]])
+def test_a_gateways_users_may_call_only_the_tools_of_the_setting(general: list[str]) -> None:
+    """A client on the broker's machine is the operator, but the users of a gateway are not."""
+    bench = ToolBench(allow_tools=general)
+    bench.client("c", "HELLO", {"versions": [1], "capabilities": ["gateway"]})
+    bench.call(bench.begun(), "search")
+    assert bench.calls("t2") == [1] * len(general)
+    bench.call(bench.begun(2, client="local"), "search")
+    assert len(bench.calls("t2")) == 1
+
+
+def test_a_call_passes_unread_with_its_sender(bench: ToolBench) -> None:
+    request = bench.begun()
+    bench.call(request)
+    [out] = [m for m in bench.sent if m.frames[0] == b"CALL"]
+    assert out.frames[2] == encode_body(Call(request, 0, 1, "add", b'{"a":1}'), "msgpack")
+    assert decode_header(out.frames[1]).request == request

@@ -1,0 +1,216 @@
+"""The calls that a tool worker runs, and the answers that it keeps until their requests end.
+
+All methods run on the thread of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ...protocol.bodies import decode_as, encode_body
+from ...protocol.errors import Code, RequestError, TokenbusError, UnavailableError
+from ...protocol.header import encode_header
+from ...protocol.pace import RETRY_AFTER_S
+from ...protocol.worker_messages import MAX_RESULT_BYTES, Call, CallAnswer
+from ..bus import FromBus
+from .functions import Served
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Bytes of the answers that are kept. The answers of the oldest request are dropped first."""
+MAX_ERROR = 2_000
+"""Maximum characters of the error of a tool; the rest is cut off."""
+
+_Owner = tuple[int, int]
+"""The link and the number of a request: two brokers may have the same request for a while."""
+_Name = tuple[int, int]
+"""The lineage and the count of a call."""
+
+
+class Calls:
+    """The running calls and the kept answers."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Served],
+        post: Callable[[list[bytes], int], None],
+        threads: int,
+        capacity: int,
+    ) -> None:
+        """``post`` sends frames over a link. ``threads``: functions without ``async`` that run at
+        the same time. ``capacity``: running and waiting calls."""
+        self._tools = tools
+        self._post = post
+        self._slots = asyncio.Semaphore(threads)
+        self._capacity = capacity
+        self._running: dict[_Owner, dict[_Name, asyncio.Task[None]]] = {}
+        self._kept: dict[_Owner, dict[_Name, bytes]] = {}
+        self._kept_bytes = 0
+        self.num_running = 0
+        self.num_done = 0
+        """Calls that have been answered since the worker started."""
+
+    def begin(self, message: FromBus) -> None:
+        """Handles CALL: begins the call, unless the call was begun before."""
+        call: Call = decode_as(Call, message.body, "msgpack")
+        owner, name = (message.link, call.request), (call.lineage, call.count)
+        if name in self._running.get(owner, ()):
+            return
+        kept = self._kept.get(owner, {}).get(name)
+        if kept is not None:
+            self._send(owner, kept)
+            return
+        try:
+            tool = self._accepted(call)
+        except TokenbusError as error:
+            self._answer(owner, call, error=error)
+            return
+        self.num_running += 1
+        task = asyncio.get_running_loop().create_task(self._run(owner, call, tool))
+        self._running.setdefault(owner, {})[name] = task
+
+    def end(self, link: int, request: int | None = None) -> None:
+        """Drops a request that has ended, or all requests of a link: cancels its calls. A function
+        without ``async`` runs on, and its result is dropped."""
+        for owner in [*self._running, *self._kept]:
+            if owner[0] == link and request in (None, owner[1]):
+                for task in self._running.pop(owner, {}).values():
+                    task.cancel()
+                self._drop(owner)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _accepted(self, call: Call) -> Served:
+        """The tool of a call; raises TokenbusError if the call is refused."""
+        tool = self._tools.get(call.tool)
+        if call.again:
+            raise RequestError(
+                Code.WORKER_LOST,
+                f"the call of the tool {call.tool!r} was interrupted, and its answer is lost; the "
+                "tool may have done its work, and is not called again",
+            )
+        if tool is None:
+            raise RequestError(
+                Code.NO_WORKER, f"this worker does not serve the tool {call.tool!r} any more"
+            )
+        if self.num_running >= self._capacity:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"the worker of the tool {call.tool!r} runs {self.num_running} calls, which is the "
+                "maximum; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return tool
+
+    async def _run(self, owner: _Owner, call: Call, tool: Served) -> None:
+        """Runs a call and sends its answer, unless its request ends before."""
+        try:
+            async with asyncio.timeout(tool.info.timeout_s) as timeout:
+                result = await tool.call(call.arguments, self._in_thread)
+            self._answer(owner, call, _encoded(tool.info.name, result))
+        except TokenbusError as error:
+            self._answer(owner, call, error=error)
+        except TimeoutError as error:
+            failure = _failure(call, error)
+            if timeout.expired():
+                late = f"the tool {call.tool!r} did not answer within {tool.info.timeout_s:g} s"
+                failure = RequestError(Code.TIMEOUT, late)
+            self._answer(owner, call, error=failure)
+        except Exception as error:
+            log.info("the tool %s failed", call.tool, exc_info=error)
+            self._answer(owner, call, error=_failure(call, error))
+        finally:
+            self.num_running -= 1
+            of_request = self._running.get(owner, {})
+            # After a cancellation, the table has no entry, or that of a later attempt.
+            if of_request.get((call.lineage, call.count)) is asyncio.current_task():
+                del of_request[call.lineage, call.count]
+                if not of_request:
+                    del self._running[owner]
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """The result of a function, which runs on a thread. The thread keeps its slot until the
+        function returns, also if the call has timed out."""
+        await self._slots.acquire()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+
+        def done(value: Any, error: BaseException | None) -> None:
+            self._slots.release()
+            if result.cancelled():
+                return
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
+
+        def run() -> None:
+            value, raised = None, None
+            try:
+                value = function()
+            except BaseException as error:
+                # A future does not take StopIteration, and SystemExit is not for this thread.
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                raised = error if plain else RuntimeError(f"{type(error).__name__}: {error}")
+            try:
+                loop.call_soon_threadsafe(done, value, raised)
+            except RuntimeError:
+                pass  # The worker has ended.
+
+        try:
+            threading.Thread(target=run, name="tool", daemon=True).start()
+        except RuntimeError:
+            self._slots.release()
+            raise
+        return await result
+
+    def _answer(
+        self, owner: _Owner, call: Call, value: bytes = b"", error: TokenbusError | None = None
+    ) -> None:
+        """Sends the answer of a call and keeps it, as far as there is room."""
+        answer = CallAnswer(call.request, call.lineage, call.count, value)
+        if error is not None:
+            answer.error, answer.code = error.message[:MAX_ERROR], str(error.code)
+        body = encode_body(answer, "msgpack")
+        self.num_done += 1
+        self._kept.setdefault(owner, {})[call.lineage, call.count] = body
+        self._kept_bytes += len(body)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            self._drop(next(iter(self._kept)))
+        self._send(owner, body)
+
+    def _send(self, owner: _Owner, body: bytes) -> None:
+        link, request = owner
+        self._post([b"CALL_ANSWER", encode_header(request), body], link)
+
+    def _drop(self, owner: _Owner) -> None:
+        self._kept_bytes -= sum(map(len, self._kept.pop(owner, {}).values()))
+
+
+def _encoded(tool: str, result: Any) -> bytes:
+    """The JSON of a result; raises RequestError if it has none, or is too long."""
+    try:
+        value = msgspec.json.encode(result)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"the result of the tool {tool!r} cannot be written as JSON: {error}"
+        raise RequestError(Code.TOOL_FAILED, text) from None
+    if len(value) > MAX_RESULT_BYTES:
+        raise RequestError(
+            Code.TOOL_FAILED,
+            f"the result of the tool {tool!r} has {len(value)} bytes; at most {MAX_RESULT_BYTES} "
+            "are allowed",
+        )
+    return value
+
+
+def _failure(call: Call, error: Exception) -> TokenbusError:
+    text = str(error)
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return RequestError(Code.TOOL_FAILED, f"the tool {call.tool!r} failed: {what}")

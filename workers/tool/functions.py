@@ -1,0 +1,199 @@
+"""The functions of a Python module as tools: their names, schemas and time-outs.
+
+from tokenbus.workers.tool import tool
+
+@tool(timeout_s=5)
+async def weather(city: str, days: int = 1) -> list[str]:
+    \"\"\"The weather of the next days.\"\"\"
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, overload
+
+import msgspec
+
+from ...protocol.errors import Code, RequestError
+from ...protocol.messages import TOOL_NAME, Tool
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "__tokenbus_tool__"
+MAX_TIMEOUT_S = 600.0
+"""Maximum time-out of a tool, in seconds."""
+_PLAIN = (str, int, float, bool, type(None))
+"""Types of defaults that a schema shows."""
+
+InThread = Callable[[Callable[[], Any]], "typing.Awaitable[Any]"]
+"""Runs a function on a thread, and returns its result."""
+
+
+class _Marked(msgspec.Struct):
+    """The arguments of ``tool``."""
+
+    name: str = ""
+    timeout_s: float | None = None
+
+
+class Served(Protocol):
+    """A tool that a worker serves."""
+
+    info: Tool
+
+    async def call(self, arguments: bytes, in_thread: InThread) -> Any:
+        """Calls the tool with a JSON object. Returns the result; raises RequestError for arguments
+        that do not fit, and any exception of the tool."""
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(*, name: str = "", timeout_s: float | None = None) -> Callable[[F], F]: ...
+def tool(
+    function: F | None = None, /, *, name: str = "", timeout_s: float | None = None
+) -> F | Callable[[F], F]:
+    """Marks a function as a tool. ``name``: its name on the bus, by default its own name.
+    ``timeout_s``: its time-out, by default the setting ``tool_timeout_s``."""
+
+    def mark(marked: F) -> F:
+        setattr(marked, MARK, _Marked(name, timeout_s))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+class Function:
+    """A Python function as a tool. Raises RequestError if it cannot be one."""
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+        """``timeout_s``: the time-out, unless the function has its own."""
+        marked: _Marked = getattr(function, MARK, _Marked())
+        name = marked.name or function.__name__
+        timeout_s = timeout_s if marked.timeout_s is None else marked.timeout_s
+        if re.fullmatch(TOOL_NAME, name) is None:
+            raise _wrong(f"{name!r} is not a name of a tool; it must match {TOOL_NAME}")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise _wrong(
+                f"the time-out of the tool {name!r} is {timeout_s:g} s; it must be above 0 and at "
+                f"most {MAX_TIMEOUT_S:g} s"
+            )
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        try:
+            arguments = _arguments(name, function)
+            self._decode = msgspec.json.Decoder(arguments).decode
+            parameters = _object_schema(arguments)
+        except (TypeError, ValueError, NameError) as error:
+            raise _wrong(f"the tool {name!r} has parameters without a schema: {error}") from None
+        self._names = arguments.__struct_fields__
+        self.info = Tool(
+            name=name,
+            description=inspect.getdoc(function) or "",
+            parameters=parameters,
+            timeout_s=timeout_s,
+        )
+
+    async def call(self, arguments: bytes, in_thread: InThread) -> Any:
+        """As ``Served`` says."""
+        try:
+            decoded = self._decode(arguments or b"{}")
+        except msgspec.MsgspecError as error:
+            text = f"the arguments of the tool {self.info.name!r} are not valid: {error}"
+            raise RequestError(Code.INVALID_FIELD, text) from None
+        given = {name: getattr(decoded, name) for name in self._names}
+        if self._is_async:
+            return await self._function(**given)
+        return await in_thread(lambda: self._function(**given))
+
+
+def load_tools(source: str, timeout_s: float) -> dict[str, Served]:
+    """The tools of a module, given as its dotted name or as a file that ends with ``.py``.
+
+    These are the functions that ``tool`` marks. If it marks no function, they are all public
+    functions that the module defines. Raises RequestError.
+    """
+    module = _module(source)
+    found = [each for each in vars(module).values() if inspect.isfunction(each)]
+    marked = [each for each in found if hasattr(each, MARK)]
+    public = [
+        each
+        for each in found
+        if each.__module__ == module.__name__ and not each.__name__.startswith("_")
+    ]
+    served: dict[str, Served] = {}
+    for function in marked or public:
+        made = Function(function, timeout_s)
+        if made.info.name in served:
+            raise _wrong(f"{source} has two tools with the name {made.info.name!r}")
+        served[made.info.name] = made
+    if not served:
+        raise _wrong(f"{source} has no functions; mark one with @tool")
+    return served
+
+
+def _module(source: str) -> ModuleType:
+    try:
+        if not source.endswith(".py"):
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            return importlib.import_module(source)
+        path = Path(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise _wrong(f"the file {source} does not exist")
+        module = importlib.util.module_from_spec(spec)
+        # The type hints of a function refer to the names of its module.
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    except RequestError:
+        raise
+    except Exception as error:
+        raise _wrong(f"cannot load {source}: {type(error).__name__}: {error}") from error
+
+
+def _arguments(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
+    """A struct with the parameters of a function. Raises TypeError."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields: list[Any] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{parameter} cannot be given by its name")
+        kind = hints.get(parameter.name, Any)
+        default = parameter.default
+        if default is parameter.empty:
+            fields.append((parameter.name, kind))
+        elif isinstance(default, _PLAIN):
+            fields.append((parameter.name, kind, default))
+        else:
+            made = msgspec.field(default_factory=partial(_same, default))
+            fields.append((parameter.name, kind, made))
+    return msgspec.defstruct(
+        re.sub(r"\W", "_", name), fields, kw_only=True, forbid_unknown_fields=True
+    )
+
+
+def _object_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """The schema of a struct, with an object at its top."""
+    (top,), others = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
+    schema: Mapping[str, Any] = others.pop(top["$ref"].removeprefix("#/$defs/"))
+    return {**schema, **({"$defs": others} if others else {})}
+
+
+def _same(default: Any) -> Any:
+    return default
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(Code.INVALID_FIELD, message)
