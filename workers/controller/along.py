@@ -98,7 +98,9 @@ def _answers(
     """Yields the answer of the copy's mid_process after each token, as long as each answer is to
     sample. A bias is valid until the next answer."""
     log = Log(1)
-    copy = controller.fork(replace(host, variables=_NoVariables(), log=log, distributions=()))
+    copy = controller.fork(
+        replace(host, variables=_NoVariables(), tools=None, log=log, distributions=())
+    )
     with closing(copy):
         for token, place in zip(draft, places, strict=False):
             if token in host.vocabulary.eos_ids:

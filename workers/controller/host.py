@@ -113,6 +113,17 @@ class Questions(Protocol):
         """
 
 
+class Tools(Protocol):
+    """The functions that tool workers serve, for one sequence."""
+
+    def begin(self, tool: str, arguments: bytes) -> str:
+        """Calls a tool with a JSON object, and returns the name of a variable of the request.
+
+        The variable has the answer of the call as soon as the tool has answered, for
+        ``tool_calls.answer_of``. Raises TokenbusError if the call cannot be recorded.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class Host:
     """The environment of one sequence's controller."""
@@ -133,6 +144,8 @@ class Host:
     """The account that guests of this sequence count towards; None: they are not counted."""
     questions: Questions | None = None
     """Answers a script's questions about constraints; None for other controllers."""
+    tools: Tools | None = None
+    """None: the controller cannot call tools."""
     distributions: Sequence[Distribution] = ()
     """The distribution of each token that the last post_process got; empty if the tokens were
     appended, or if the controller did not query them. ``Rounds`` sets this before each

@@ -32,6 +32,7 @@ from .meters import Meter
 from .replays import GroupReplay, Steps, replayed_limits, usual_limits
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
+from .tool_calls import GroupTools, SequenceTools
 from .variable_calls import SequenceVariables
 
 Round = Callable[[], list[StepResult]]
@@ -96,6 +97,8 @@ class SequenceGroup:
         """The memory share of the tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
         """The events of the rounds, if the request is traced."""
+        self.tools: GroupTools | None = None
+        """The calls of tools of the request; the worker sets it before the first round."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -276,6 +279,14 @@ class SequenceGroup:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in waiting], []
 
+    def wake_for_answer(self) -> tuple[list[Round], list[StepResult]]:
+        """Called when a tool has answered; returns as ``record`` does."""
+        with self._lock:
+            self._changes += 1
+            # A request has a bounded number of calls, so they do not count as wake-ups.
+            self._wakes = self._idle_wakes = 0
+            return ([], []) if self._closed else self._wake()
+
     def repeats(self, result: StepResult) -> bool:
         """Whether a result suspends a sequence that was suspended before and was woken, and has
         nothing to report. Such a result is not sent."""
@@ -373,6 +384,7 @@ class SequenceGroup:
                 sequence.stage = Stage.RUNNING
             return [partial(self._rounds.again, s) for s in woken], []
         awaits = any(self._awaits_input(s) for s in waiting)
+        awaits |= self.tools is not None and self.tools.waits
         self._idle = len(waiting) == len(self._sequences) and not awaits
         return [], []
 
@@ -467,13 +479,13 @@ class SequenceGroup:
         return SequenceVariables(
             self.request,
             lineage,
-            self._perform_within_quota,
+            self.perform_within_quota,
             self._count_write,
             self._perform,
             lambda: self._inputs,
         )
 
-    def _perform_within_quota(self, operation: Variable) -> VariableAnswer:
+    def perform_within_quota(self, operation: Variable) -> VariableAnswer:
         """An operation's answer; raises ControllerError if the request has written too much."""
         most = self._limits.written_bytes
         with self._lock:
@@ -500,6 +512,7 @@ class SequenceGroup:
             self._max_tokens,
             self._ignore_eos,
             self.memory,
+            SequenceTools(self.tools, variables) if self.tools is not None else None,
         )
 
     def _buffer(self) -> memoryview:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, ControllerError
@@ -138,6 +138,22 @@ class VariablesMark:
     sent_bytes: int
 
 
+class RecordMark(NamedTuple):
+    """The answer to the operation that creates the record of a call."""
+
+    request: int
+    lineage: int
+    number: int
+    """The number of the operation."""
+    written: bool
+    repeated: bool
+
+
+def record_of(lineage: int, number: int) -> str:
+    """The name of the record of a call."""
+    return f"tool/{lineage:x}/{number}"
+
+
 class SequenceVariables:
     """The variables and inputs of a request, for one of its sequences (``host.Variables``)."""
 
@@ -204,6 +220,12 @@ class SequenceVariables:
                 f"allowed in a message, {ROUND_BYTES} in a round and {MAX_SENT_BYTES} in all",
             )
         self._messages.append(text.decode("utf-8", "replace"))
+
+    def mark_record(self, attempt: bytes) -> RecordMark:
+        """Creates the record of a call of a tool (``tool_calls``), with a mark of this attempt."""
+        number = self._count + 1
+        answer = self._do("set", record_of(self.lineage, number), attempt, 0)
+        return RecordMark(self._request, self.lineage, number, answer.written, answer.repeated)
 
     def mark(self) -> VariablesMark:
         """The present state, for ``rewind``."""

@@ -76,6 +76,7 @@ from .runtime import GuestRuntime, ThreadRuntime
 from .sequence_group import GroupBusy, Round, SequenceGroup
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
+from .tool_calls import GroupTools, ToolCalls
 from .variable_calls import VariableCalls
 from .wasm.sandbox import TICK_S, make_engine
 from .wasm.store import ModuleStore
@@ -172,6 +173,9 @@ class ControllerWorker:
         )
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
         self._variable_calls = VariableCalls(self._bus.post)
+        self._tool_calls = ToolCalls(self._bus.post)
+        self._records = Pool(2, "records", max_waiting=0)
+        """Writes the answers of tools into variables."""
         self._vocabularies = Vocabularies(self._request_tokenizer)
         self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
@@ -232,6 +236,7 @@ class ControllerWorker:
                         self._refuse_start(message, error)
             try:
                 self._vocabularies.retry()
+                self._tool_calls.expire(time.monotonic())
                 self._programs.tick()
                 if self._busy:
                     self._tick()
@@ -241,6 +246,7 @@ class ControllerWorker:
         self._bus.close(self._stop_reason)
         self._programs.close()
         self._store_calls.close()
+        self._records.close()
         self._sends.shutdown(wait=False)
         self._idle.close()
         self._starts.close()
@@ -289,6 +295,8 @@ class ControllerWorker:
             try:
                 if message.type == b"VARIABLE_ANSWER":
                     self._variable_calls.on_answer(message.body, message.link)
+                elif message.type == b"CALL_ANSWER":
+                    self._tool_calls.on_answer(message.body, message.link)
                 elif message.type in (b"MODULE_TABLE_ANSWER", b"MODULE_BYTES"):
                     self._module_calls.on_answer(message)
                 else:
@@ -365,6 +373,13 @@ class ControllerWorker:
             start.attempt,
         )
         self._end(link, header.request)
+        group.tools = GroupTools(
+            self._tool_calls,
+            link,
+            group.perform_within_quota,
+            lambda store: self._records.submit([store], tenant=owner),
+            lambda: self._after_send(group, *group.wake_for_answer()),
+        )
         group.tenant, group.owner, group.memory = tenant, owner, self._guest_memory.of(owner)
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
@@ -515,6 +530,7 @@ class ControllerWorker:
             # A result whose sending has begun is sent before any result of a new start.
             group.end()
             self._variable_calls.cancel(request, link)
+            self._tool_calls.cancel(request, link)
             if group.events is not None:
                 group.events.end()
             logs.end(request)

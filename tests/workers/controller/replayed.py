@@ -72,6 +72,8 @@ class Stream:
     """A request with its controllers, a model that samples by (seed, sequence, position), and a
     client that is cut off after ``cut`` events."""
 
+    limits = WIDE
+
     def __init__(
         self,
         program: Callable[[], Program],
@@ -157,7 +159,7 @@ class Stream:
 
     def _new_group(self) -> SequenceGroup:
         return SequenceGroup(
-            1, 1, WIDE, self.arg.encode(), self.max_tokens, False, self.storage.apply
+            1, 1, self.limits, self.arg.encode(), self.max_tokens, False, self.storage.apply
         )
 
     def _play(self, results: list[StepResult]) -> None:

@@ -117,6 +117,14 @@ class _Questions:
         return NextTokens(told.value or b"", told.ok, bool(told.version))
 
 
+class _Tools:
+    """The tools of a sequence, which the worker calls."""
+
+    def begin(self, tool: str, arguments: bytes) -> str:
+        """Calls a tool; returns the name of the variable that will have its answer."""
+        return (_ask("call", tool, arguments).value or b"").decode()
+
+
 class _Memory:
     """The memory of all guests of this process. The tenant's share is requested in grants."""
 
@@ -283,6 +291,7 @@ class GuestProcess:
             spec.ignore_eos,
             self._memory if spec.counted else None,  # type: ignore[arg-type]
             _Questions(),
+            _Tools(),
         )
         return host, log
 

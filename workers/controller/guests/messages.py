@@ -206,15 +206,15 @@ class ConstrainedText(Struct, array_like=True):
     tokens: list[TokenId]
 
 
-Question = Literal["get", "set", "append", "receive", "send", "memory", "next_tokens"]
+Question = Literal["get", "set", "append", "receive", "send", "call", "memory", "next_tokens"]
 
 
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``get``, ``set`` or ``append`` of a variable; ``receive`` or ``send`` of a text; ``memory``
-    (``number`` bytes); ``next_tokens`` of the constraint ``name``, whose ``value`` is a
-    ``ConstrainedText``.
+    ``get``, ``set`` or ``append`` of a variable; ``receive`` or ``send`` of a text; ``call`` of
+    the tool ``name``; ``memory`` (``number`` bytes); ``next_tokens`` of the constraint ``name``,
+    whose ``value`` is a ``ConstrainedText``.
     """
 
     handle: int

@@ -18,6 +18,7 @@ from ..host import Host
 from ..interface import Answer, Batch
 from ..limits import Limits
 from ..replays import replayed_limits
+from ..tool_calls import NO_TOOLS, SequenceTools
 from ..variable_calls import SequenceVariables, VariablesMark
 from ..wasm.compiled_modules import Loaded
 from .answers import answers_of
@@ -215,6 +216,8 @@ class RemoteController:
         if asked.what == "send":
             variables.send(asked.value)
             return Told()
+        if asked.what == "call":
+            return Told(value=self._begin_call(asked.name, asked.value).encode())
         write = variables.append if asked.what == "append" else variables.set
         written = write(asked.name, asked.value, asked.number)
         return Told(written.ok, written.version, written.value)
@@ -230,6 +233,15 @@ class RemoteController:
             raise ControllerError(Code.CONTROLLER_FAILED, f"next_tokens: {error}") from None
         mask, may_end, ends = questions.next_tokens(asked.name, text.argument, text.tokens)
         return Told(may_end, int(ends), mask)
+
+    def _begin_call(self, tool: str, arguments: bytes) -> str:
+        """Calls a tool, or repeats the recorded call; returns the name of its record."""
+        tools, variables = self._host.tools, self._variables
+        if tools is None:
+            raise ControllerError(Code.CONTROLLER_FAILED, NO_TOOLS)
+        if isinstance(tools, SequenceTools) and isinstance(variables, SequenceVariables):
+            tools = tools.with_variables(variables)
+        return tools.begin(tool, arguments)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
         """Records a round that ran in a batch, and its outcome; returns whether it was usual."""

@@ -10,10 +10,13 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ....protocol.errors import Code, ControllerError
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
 from ..scripts.generation import Generate as GeneratedText
+from ..tool_calls import value_of
 from . import script_constraints
 from .arguments import parsed, special_token
 from .author_calls import place
@@ -24,6 +27,7 @@ from .operations import Append, Fork, Generate, Operation, Receive, Stop, WaitFo
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
+from .tool_operation import CallTool, encoded_arguments
 from .transcript import Question, Transcript
 
 
@@ -200,6 +204,14 @@ class Context:
         return text
 
     @awaitable_call
+    async def call(self, tool: str, /, **arguments: Any) -> Any:
+        """Calls a function of a tool worker, and returns its result.
+
+        Arguments and results are values that JSON has. Raises ControllerError if the call fails.
+        """
+        return msgspec.json.decode(await self._call(tool, arguments))
+
+    @awaitable_call
     async def stop(self) -> None:
         """Ends the sequence; does not return."""
         await self._ask(Stop, "stop")
@@ -297,6 +309,18 @@ class Context:
             raise
         transcript.add(question, operation.answer)
         return operation.answer
+
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> bytes:
+        """Calls a tool; returns the JSON of its result."""
+        encoded = encoded_arguments(tool, arguments)
+        record = await self._ask(
+            lambda question: CallTool(question, self._host, tool, encoded),
+            "call",
+            tool=tool,
+            arguments=encoded,
+        )
+        assert isinstance(record, bytes)
+        return value_of(record)
 
     def _constraint(self, kinds: dict[str, object]) -> Constraint | None:
         match kinds:

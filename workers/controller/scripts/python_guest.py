@@ -128,6 +128,8 @@ class PythonContext(Context):
                 await self.fixed(self._short(given[0]), *given[1:], **named)
             elif name in STEPS:
                 value = await self._step(name, *given)
+            elif name == "call":
+                value = (await self._call(given[0], named)).decode()
             elif name in _AWAITED:
                 value = await getattr(self, name)(*given, **named)
             else:

@@ -18,10 +18,12 @@ from ....protocol.errors import Code, ControllerError
 from ....protocol.messages import MAX_INPUT_BYTES
 from ....protocol.sampling import MAX_QUERY_TOKENS, Override, Query
 from ....protocol.special_tokens import SpecialToken
+from ....protocol.worker_messages import MAX_ARGUMENT_BYTES
 from .. import biases
 from ..host import Host
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
 from ..queries import checked_override, checked_query
+from ..tool_calls import NO_TOOLS
 from .host_functions import HostFunction, linkers
 from .instance import Guest, Template
 from .wasi import WASI, start_function
@@ -454,7 +456,7 @@ def _receive(state: NativeState, into: int, most: int) -> int:
     if most < MAX_INPUT_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"the room for an input has {most} bytes; right would be at least {MAX_INPUT_BYTES}",
+            f"the room for an input has {most} bytes; expected at least {MAX_INPUT_BYTES}",
         )
     state.guest.check(into, most)
     text = state.host.variables.receive()
@@ -463,6 +465,25 @@ def _receive(state: NativeState, into: int, most: int) -> int:
     state.guest.charge(len(text))
     state.guest.write_part(into, text, most)
     return len(text)
+
+
+def _tool_call(
+    state: NativeState, tool: int, tool_size: int, given: int, size: int, into: int, most: int
+) -> int:
+    """Calls a tool, and writes the name of its record."""
+    guest, tools = state.guest, state.host.tools
+    if tools is None:
+        raise ControllerError(Code.CONTROLLER_FAILED, NO_TOOLS)
+    if size > MAX_ARGUMENT_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"the arguments of a tool have {size} bytes; at most {MAX_ARGUMENT_BYTES} are allowed",
+        )
+    guest.charge(size)
+    # The name of a tool is at most as long as that of a variable.
+    record = tools.begin(_name(state, tool, tool_size), guest.read(given, size)).encode()
+    guest.write_part(into, record, most)
+    return len(record)
 
 
 def _take_drafts(state: NativeState) -> None:
@@ -530,6 +551,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "var_append"): _var_write(append=True),
     ("tokenbus", "send"): HostFunction("ii", "", _send),
     ("tokenbus", "receive"): HostFunction("ii", "i", _receive),
+    ("tokenbus", "tool_call"): HostFunction("iiiiii", "i", _tool_call),
     ("tokenbus", "take_drafts"): HostFunction("", "", _take_drafts),
     ("tokenbus", "query"): HostFunction("iii", "", _query),
     ("tokenbus", "override"): HostFunction("iI", "", _override),

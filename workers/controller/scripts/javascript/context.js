@@ -194,8 +194,17 @@ const context = {
   async receive() { return ask(new Receive(), "receive"); },
   send(text) {
     if (typeof text !== "string")
-      throw new TypeError(`send(text) with ${show(text)}; right would be text`);
+      throw new TypeError(`send(text) with ${show(text)}; expected text`);
     host.send(text);
+  },
+  async call(tool, given = {}) {
+    const json = JSON.stringify(given);
+    if (typeof tool !== "string" || !tool || json === undefined || json[0] !== "{")
+      throw new TypeError(`call(${show(tool)}, ${show(given)}); expected the name of a ` +
+                          "tool and an object");
+    const answer = JSON.parse(await ask(new CallTool(tool, json), "call"));
+    if ("error" in answer) throw new Error(answer.error);
+    return answer.value;
   },
   async stop() { return ask(new End(), "stop"); },
   vars,

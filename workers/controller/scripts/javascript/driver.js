@@ -163,6 +163,23 @@ class Receive extends Operation {
   }
 }
 
+// Calls a tool. The answer is the JSON of its record: {"value": …} or {"error": …}.
+class CallTool extends Operation {
+  constructor(tool, given) {
+    super();
+    this.tool = tool;
+    this.given = given;
+    this.record = null;
+  }
+  pre() {
+    if (this.record === null) this.record = host.toolCall(this.tool, this.given);
+    const [, data] = host.varGet(this.record);
+    const text = host.decode(data);
+    if (text[0] !== "\0") this.finish(text);
+    return SUSPEND;
+  }
+}
+
 // A class with methods for single steps (AICI's NextToken). Its tokens are the answer.
 class Steps extends Operation {
   constructor(object) {

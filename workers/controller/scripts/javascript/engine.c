@@ -39,6 +39,10 @@ IMPORT("next_tokens")
 uint32_t host_next_tokens(const char *kind, uint32_t kind_n, const char *argument, uint32_t n,
                           const uint32_t *text, uint32_t count, void *mask, uint32_t size);
 
+IMPORT("tool_call")
+uint32_t host_tool_call(const char *tool, uint32_t n, const void *arguments, uint32_t size,
+                        char *record, uint32_t most);
+
 enum { VERSION, INBOX, INBOX_SIZE, COUNT, BACKTRACK, SEQ, ARG, VOCABULARY };
 enum { N = 8, LIST, DROP, MASK, EOS, MAX_TOKENS, BIAS, PAIRS };
 enum { FIRST_INBOX = 4096, STACK_BYTES = 192 * 1024, MAX_INPUT_BYTES = 32768 };
@@ -354,6 +358,18 @@ NATIVE(js_next_tokens) {
     return found;
 }
 
+// toolCall(tool, json): the name of the variable that will have the answer.
+NATIVE(js_tool_call) {
+    bytes tool, given;
+    if (!bytes_of(argv[0], &tool) || !bytes_of(argv[1], &given)) return JS_EXCEPTION;
+    char record[64];
+    uint32_t n = host_tool_call((const char *)tool.data, tool.size, given.data, given.size, record,
+                                sizeof record);
+    release(&tool);
+    release(&given);
+    return JS_NewStringLen(ctx, record, n);
+}
+
 NATIVE(js_jobs) {
     run_jobs();
     return JS_UNDEFINED;
@@ -423,6 +439,7 @@ static const JSCFunctionListEntry host_functions[] = {
     JS_CFUNC_DEF("special", 1, js_special),   JS_CFUNC_DEF("varGet", 1, js_var_get),
     JS_CFUNC_DEF("varWrite", 4, js_var_write), JS_CFUNC_DEF("jobs", 0, js_jobs),
     JS_CFUNC_DEF("send", 1, js_send),         JS_CFUNC_DEF("receive", 0, js_receive),
+    JS_CFUNC_DEF("toolCall", 2, js_tool_call),
     JS_CFUNC_DEF("tokens", 1, js_tokens),     JS_CFUNC_DEF("count", 1, js_count),
     JS_CFUNC_DEF("drop", 1, js_drop),         JS_CFUNC_DEF("mask", 1, js_mask),
     JS_CFUNC_DEF("bias", 2, js_bias),         JS_CFUNC_DEF("generate", 1, js_generate),
