@@ -22,6 +22,7 @@ from tokenbus.workers.tool.calls import Calls
 from tokenbus.workers.tool.functions import Function
 from tokenbus.workers.tool.worker import running_loop
 
+from .played import program as native
 from .python.runs import vocabulary
 from .replayed import Stream
 from .scripts.script_runs import program
@@ -154,11 +155,59 @@ async def main(ctx):
     await ctx.gen(choice=["z", "ww"])
     print(await ctx.call("add", a=index, b=10))
 """
+C_SOURCE = r"""
+#include "tokenbus.h"
+
+// Calls add, appends its answer, forks, and calls fail in each sequence.
+static tb_tool_call call;
+static tb_bytes answer;
+static int stage, index;
+
+static bool answered(const char *tool, const char *given) {
+    if (!call.len) call = tb_call(tool, given, strlen(given));
+    if (!tb_call_answer(&call, &answer)) return false;
+    call.len = 0;
+    return true;
+}
+
+tb_answer tb_pre_process(void) {
+    if (stage == 0) {
+        if (!answered("add", "{\"a\":40}")) return tb_suspend();
+        stage = 1;
+        tb_tokens tokens = tb_tokenize(answer.data, answer.len);
+        return tb_append(tokens.ids, tokens.n);
+    }
+    if (stage == 1) return tb_fork(2);
+    if (stage == 3) {
+        if (!answered("fail", "{}")) return tb_suspend();
+        if (!tb_call_failed(&answer)) tb_fail("it has no error");
+        tb_log("%u %s\n", index, answer.data);
+        stage = 4;
+    }
+    if (!answered("add", index ? "{\"a\":1,\"b\":10}" : "{\"a\":0,\"b\":10}")) return tb_suspend();
+    if (tb_call_failed(&answer)) tb_fail("it has an error");
+    tb_log("%s\n", answer.data);
+    return tb_stop();
+}
+
+tb_answer tb_mid_process(const uint32_t *group, uint32_t n) {
+    index = n == 2 && group[1] == tb_seq_id();
+    stage = 2;
+    return tb_sample(0);
+}
+
+tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {
+    (void)tokens, (void)n, (void)backtrack;
+    if (stage == 2) stage = 3;
+    return tb_go_on();
+}
+"""
 MADE = ["0+10", "1+10", "40+1", "fail", "fail"]
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "trusted": lambda: ScriptProgram(calls_tools),
     "javascript": lambda: program(JAVASCRIPT),
     "python": lambda: program(PYTHON, "python"),
+    "c": lambda: native(C_SOURCE),
 }
 
 # The first use of an interpreter compiles it in a process.
@@ -174,6 +223,14 @@ def test_programs_in_each_language_call_tools(loop: asyncio.AbstractEventLoop, k
     stream = ToolStream(tools, PROGRAMS[kind]).run()
     (zero, zero_log, end), (one, one_log, _) = stream.shown()
     assert end == "controller"
+    assert sorted(tools.made) == MADE
+    if kind == "c":
+        error = '{"error":"the tool \'fail\' failed: ValueError: no luck","code":"tool_failed"}'
+        assert (zero_log, one_log) == (
+            f'0 {error}\n{{"value":10}}\n',
+            f'1 {error}\n{{"value":11}}\n',
+        )
+        return
     assert (zero_log, one_log) == (
         "0 the tool 'fail' failed: ValueError: no luck\n10\n",
         "1 the tool 'fail' failed: ValueError: no luck\n11\n",

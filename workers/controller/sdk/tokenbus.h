@@ -14,6 +14,7 @@
 //     text.h            formats, the log and errors
 //     host.h            actions, tokenize, variables and the call block
 //     bias.h            biases
+//     tools.h           calls of tools
 //     distribution.h    the distributions that tokens were sampled from
 //     trie.h            the token trie and masks
 //     recognizer.h      the byte stack and the functional layer
@@ -33,6 +34,7 @@
 #include "tokenbus/memory.h"
 #include "tokenbus/text.h"
 #include "tokenbus/host.h"
+#include "tokenbus/tools.h"
 #include "tokenbus/bias.h"
 #include "tokenbus/distribution.h"
 #include "tokenbus/trie.h"
