@@ -183,15 +183,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
     return OK
 
 
-# --- a worker of one's own ------------------------------------------------------------------------
-
-
-def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Replaces this process by the worker, which then receives the signals and sets the exit
-    code."""
-    if importlib.util.find_spec("wasmtime") is None:
-        raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
-    command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
+def wait_notice(settings: Settings) -> None:
+    """Prints a notice if a worker that is about to start has to wait for a broker."""
     back = settings.back_endpoint
     socket = back.removeprefix("ipc://")
     if socket != back and not socket.startswith("@") and not Path(socket).exists():
@@ -202,6 +195,18 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
             flush=True,
         )
     sys.stdout.flush()
+
+
+# --- a worker of one's own ------------------------------------------------------------------------
+
+
+def _serve(args: argparse.Namespace, settings: Settings) -> int:
+    """Replaces this process by the worker, which then receives the signals and sets the exit
+    code."""
+    if importlib.util.find_spec("wasmtime") is None:
+        raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
+    command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
+    wait_notice(settings)
     # Gives sets of strings the same order in all workers, because a stream may move to another
     # worker.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}

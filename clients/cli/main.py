@@ -28,6 +28,7 @@ from . import (
     score,
     status,
     template,
+    tool,
     top,
 )
 from .exits import INTERRUPTED, WRONG_USAGE, report
@@ -43,6 +44,7 @@ first steps:
   tokenbus client                             read prompts from the terminal
   tokenbus score 'import ' 'os'               print the log-probabilities of a text
   tokenbus controller run my.c                generate under a controller
+  tokenbus tool serve my.py                   serve functions to programs
   tokenbus grammar check c my.c               check a text against a grammar
   tokenbus template check MODEL               show the effect of a chat template
   tokenbus status                             show workers and their load
@@ -65,7 +67,18 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
     streams = (interactive, generate, score, record, replay, lmtp)
-    for module in (status, top, drain, *streams, controller, grammar, template, api_key, keys):
+    for module in (
+        status,
+        top,
+        drain,
+        *streams,
+        controller,
+        tool,
+        grammar,
+        template,
+        api_key,
+        keys,
+    ):
         module.add_command(commands)
     return parser
 

@@ -52,13 +52,15 @@ class ToolWorker:
         )
         self._calls = Calls(tools, self._bus.post, settings.tool_threads, settings.tool_capacity)
         self._stop_reason = ""
+        self._failed = False
         self._draining_since: float | None = None
         self._seen_at = time.monotonic()
         """When the event loop last ran a callback of this worker."""
 
     def run(self) -> int:
-        """Serves; returns 0, or 1 if a tool has blocked the event loop for ``hung_step_s``. The
-        broker then ends the calls with errors."""
+        """Serves; returns 0. Returns 1 after ``fail``, or if a tool has blocked the event loop for
+        ``hung_step_s``; the broker then ends the calls with errors."""
+        log.info("serves the tools %s", ", ".join(self._tools))
         self._bus.start()
         while not self._done():
             if time.monotonic() - self._seen_at > self._settings.hung_step_s:
@@ -72,7 +74,13 @@ class ToolWorker:
                 except TokenbusError as error:
                     log.warning("dropped a malformed %r message: %s", message.type, error)
         self._bus.close(self._stop_reason)
-        return 0
+        return int(self._failed)
+
+    def fail(self, reason: str) -> None:
+        """Stops the worker like ``stop``, because its tools do not work any more."""
+        log.error("stopping: %s", reason)
+        self._failed = True
+        self.stop(reason)
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
         """Stops the worker when its running calls have ended, or after ``drain_s``. May be called

@@ -1,0 +1,87 @@
+"""Tools in a whole system: the command, a script that calls them, and a worker that dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenbus.protocol.scripts import marked_script
+
+from ...processes import Bus, Gateway, Process, until
+
+TOOLS = """
+import os
+
+from tokenbus.workers.tool import tool
+
+@tool
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+@tool
+async def die() -> None:
+    os._exit(3)
+"""
+SCRIPT = b"""
+async function main(ctx) {
+  await ctx.fixed(`${await ctx.call("add", { a: 40, b: 2 })}`);
+  await ctx.gen({ regex: "[0-9]{2}" });
+  for (const [name, given] of [["add", { a: "x" }], ["nope", {}], ["die", {}]])
+    try {
+      await ctx.call(name, given);
+    } catch (error) {
+      ctx.log(error.message);
+    }
+}
+"""
+
+
+@pytest.fixture
+def tool(steered: Bus, tmp_path: Path) -> Iterator[Process]:
+    """A worker of that bus, which ``tokenbus tool serve`` starts."""
+    file = tmp_path / "system_tools.py"
+    file.write_text(TOOLS)
+    arguments = ["tool", "serve", str(file)]
+    process = Process(
+        "tokenbus.clients.cli", tmp_path / "tool.log", steered.environment, arguments=arguments
+    )
+    try:
+        with steered.client() as client:
+            until(
+                lambda: any(w.tools for w in client.status(timeout_s=60.0).workers),
+                300.0,
+                lambda: process.log,
+            )
+        yield process
+    finally:
+        process.kill()
+
+
+def test_a_script_calls_tools_and_catches_their_errors(steered: Bus, tool: Process) -> None:
+    with steered.client() as client:
+        module = client.upload_controller(marked_script(SCRIPT, "javascript")).module
+        stream = client.generate("Q: ", controller=module, max_tokens=40, temperature=0.0)
+        [sequence] = stream.wait()
+    assert sequence.error is None
+    assert sequence.text[:2] == "42"
+    assert sequence.logs.splitlines() == [
+        "the arguments of the tool 'add' are not valid: Expected `int`, got `str` - at `$.a`",
+        "no worker serves the tool 'nope'; served are: add, die",
+        "the worker of the tool 'die' was lost during the call; the tool may have done its work, "
+        "and is not called again",
+    ]
+    assert tool.wait() == 3
+
+
+def test_the_users_of_a_gateway_may_not_call_tools_by_default(
+    gateway: Gateway, tool: Process
+) -> None:
+    body = {
+        "controller": "gh:microsoft/aici/jsctrl",
+        "controller_arg": 'async function main(ctx) { await ctx.call("add", { a: 1 }); }',
+        "prompt": "",
+    }
+    answer = httpx.post(f"{gateway.url}/v1/run", json=body, timeout=120.0)
+    assert "may not call the tool 'add'" in answer.text
