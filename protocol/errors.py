@@ -144,6 +144,7 @@ _KINDS: dict[str, type[TokenbusError]] = {
     Code.CONTROLLER_FAILED: ControllerError,
     Code.CONTROLLER_TIMEOUT: ControllerError,
     Code.DEADLOCK: ControllerError,
+    Code.TOOL_FAILED: ControllerError,
     Code.QUEUE_FULL: UnavailableError,
     Code.CLIENT_LIMIT: UnavailableError,
     Code.STORE_FAILED: UnavailableError,

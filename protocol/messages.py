@@ -42,7 +42,7 @@ Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
 busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
-"""The form of the name of a tool."""
+"""The form of the names that tool workers register."""
 UserName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
@@ -626,7 +626,7 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
 class Tool(Struct, kw_only=True, omit_defaults=True):
     """A function that a tool worker serves."""
 
-    name: Annotated[str, Meta(pattern=TOOL_NAME)]
+    name: Name
     description: str = ""
     parameters: dict[str, Any] = {}
     """The JSON schema of its arguments, an object."""

@@ -49,6 +49,30 @@ def test_a_key_of_a_name_is_made_allowed_listed_and_revoked(
     assert "the allowed names: local" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "tools", "shown"),
+    [
+        ("add, Calc*", ["add", "Calc*"], " tools=add,Calc*"),
+        ("none", [], " tools=none"),
+        ("default", None, ""),
+    ],
+)
+def test_a_key_lists_the_tools_that_its_programs_may_call(
+    folder: KeyFolder,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    tools: list[str] | None,
+    shown: str,
+) -> None:
+    assert main(["keys", "new", "ann", "--tools", "first"]) == 0
+    assert main(["keys", "allow", "ann", "--streams", "3"]) == 0
+    assert folder.allowed("client")["ann"].tools == ["first"]
+    assert main(["keys", "allow", "ann", "--tools", given]) == 0
+    assert folder.allowed("client")["ann"].tools == tools
+    assert main(["keys", "list"]) == 0
+    assert f"  ann  streams=3{shown}\n" in capsys.readouterr().out
+
+
 def test_a_key_is_made_where_it_is_used_and_allowed_at_the_broker(
     folder: KeyFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,8 @@ def value_of(record: bytes) -> bytes:
     assert answer is not None
     if answer.error is None:
         return bytes(answer.value)
-    raise ControllerError(answer.code or Code.TOOL_FAILED, answer.error)
+    # With the code of the answer, such as worker_lost, a client might send its request again.
+    raise ControllerError(Code.TOOL_FAILED, answer.error)
 
 
 def _record(value: bytes, error: str | None, code: str) -> bytes:
@@ -238,7 +239,8 @@ class GroupTools:
                 value = _record(b"", text, str(Code.TOOL_FAILED))
                 self._perform(Variable(answer.request, lineage, 2, "set", record, value, 1))
         except TokenbusError as error:
-            log.warning("request %d: an answer of a tool is lost: %s", answer.request, error)
+            # The request may have ended meanwhile.
+            log.info("request %d: an answer of a tool is lost: %s", answer.request, error)
         with self._lock:
             self._sent.discard((answer.lineage, answer.count))
         self._answered()

@@ -89,7 +89,7 @@ export const ERROR_KINDS: Readonly<Record<Code, ErrorKind>> = {
   controller_failed: "ControllerError",
   controller_timeout: "ControllerError",
   deadlock: "ControllerError",
-  tool_failed: "RequestError",
+  tool_failed: "ControllerError",
   quarantined: "RequestError",
   queue_full: "UnavailableError",
   client_limit: "UnavailableError",
