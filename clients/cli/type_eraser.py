@@ -60,11 +60,11 @@ _STATEMENTS = frozenset(
 )
 """Statements and members that a line break may end."""
 _NOT_ERASABLE = {
-    "enum_declaration": "an enum; right would be a const object",
-    "internal_module": "a namespace with values; right would be a const object",
-    "module": "a namespace with values; right would be a const object",
-    "import_alias": "an import alias; right would be const",
-    "import_require_clause": "import … = require(…); right would be import … from",
+    "enum_declaration": "an enum; expected a const object",
+    "internal_module": "a namespace with values; expected a const object",
+    "module": "a namespace with values; expected a const object",
+    "import_alias": "an import alias; expected const",
+    "import_require_clause": "import … = require(…); expected import … from",
 }
 """Constructs that have an effect when a script runs, and that JavaScript does not have."""
 _BREAKS = b"\r\n"
@@ -129,7 +129,7 @@ class _Eraser:
             case "type_assertion":
                 self._check_assertion(node)
             case "export_statement" if any(child.type == "=" for child in node.children):
-                raise _fault(node, "export =; right would be export")
+                raise _fault(node, "export =; expected export")
         return False
 
     # --- inside ---------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class _Eraser:
         keyword, parent = node.children[1], node.parent
         erased = self._text[keyword.start_byte : node.end_byte]
         if b"[" in (line.strip()[:1] for line in erased.splitlines()[1:]):
-            raise _fault(node, "a type before a line with [; right would be a semicolon")
+            raise _fault(node, "a type before a line with [; expected a semicolon")
         self._blank(keyword.start_byte, node.end_byte)
         # tree-sitter takes a parenthesis on the next line as a call, which TypeScript does not.
         calls = parent is not None and parent.type == "call_expression"
@@ -175,7 +175,7 @@ class _Eraser:
     def _erase_parameter(self, node: Node) -> bool:
         first = node.children[0]
         if first.type in ("accessibility_modifier", "override_modifier", "readonly"):
-            raise _fault(first, "a parameter property; right would be an assignment to a field")
+            raise _fault(first, "a parameter property; expected an assignment to a field")
         if first.type == "this":
             self._erase_of_list(node)
         return first.type == "this"
@@ -191,7 +191,7 @@ class _Eraser:
     def _check_assertion(self, node: Node) -> None:
         kind, value = node.children[0], node.children[-1]
         if b"\n" in self._text[kind.start_byte : value.start_byte]:
-            raise _fault(node, "<T>value on several lines; right would be value as T")
+            raise _fault(node, "<T>value on several lines; expected value as T")
 
 
 def _is_type_only(node: Node) -> bool:

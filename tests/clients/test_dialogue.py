@@ -113,7 +113,7 @@ def test_a_stream_without_a_program_and_an_ended_one_take_no_inputs(client: Clie
 def test_a_script_that_sends_something_else_than_text_fails(client: Client) -> None:
     text = b"async function main(ctx) { ctx.send(1); }"
     stored = client.upload_controller(marked_script(text, "javascript"))
-    with pytest.raises(Exception, match=r"send\(text\) with 1; right would be text"):
+    with pytest.raises(Exception, match=r"send\(text\) with 1; expected text"):
         client.generate("Hello.", controller=stored.module).wait()
 
 

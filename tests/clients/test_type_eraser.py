@@ -58,13 +58,13 @@ def test_types_are_replaced_with_spaces(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a;\nenum A { B }", r"line 2: .* an enum; right would be a const object"),
+        ("a;\nenum A { B }", r"line 2: .* an enum; expected a const object"),
         ("namespace A { export const b = 1 }", "line 1: .* a namespace with values"),
         ("class A {\n\nconstructor(private a: T) {}\n}", "line 3: .* a parameter property"),
         ("import a = require('a');", r"line 1: .* import … = require\(…\)"),
         ("a;\nexport = a;", "line 2: .* export ="),
-        ("return <T>\na;", "line 1: .* right would be value as T"),
-        ("a = b as T\n[0];", "line 1: .* right would be a semicolon"),
+        ("return <T>\na;", "line 1: .* expected value as T"),
+        ("a = b as T\n[0];", "line 1: .* expected a semicolon"),
         ("async function main(ctx: A) {\n  await ctx.gen(;\n}", r"line 2: SyntaxError: at '\(;'"),
         ("function f(a: number {\n}", "line 1: SyntaxError"),
     ],

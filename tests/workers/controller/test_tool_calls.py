@@ -308,7 +308,7 @@ def test_a_call_whose_mark_was_acknowledged_late_is_made(loop: asyncio.AbstractE
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("", {}, "right would be the name of a tool"),
+        ("", {}, "expected the name of a tool"),
         ("x" * 129, {}, "the name of a tool has 129 characters"),
         ("add", {"a": object()}, "its arguments are not values of JSON"),
         ("add", {"a": "x" * 65536}, "have 65544 bytes; at most 65536 are allowed"),

@@ -49,15 +49,15 @@ def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
     end = given.pop("substring_end", None)
     stops = [stops] if isinstance(stops, str) else list(stops or ())
     if any(not isinstance(stop, str) or not stop for stop in stops):
-        raise _wrong(f"gen(stop_at={stops!r}); right would be text that is not empty")
+        raise _wrong(f"gen(stop_at={stops!r}); expected text that is not empty")
     if most is not None and (not isinstance(most, int) or most < 1):
-        raise _wrong(f"gen(max_tokens={most!r}); right would be a number, at least 1")
+        raise _wrong(f"gen(max_tokens={most!r}); expected a number, at least 1")
     unknown = [name for name in given if name not in KINDS]
     if unknown or len(given) > 1:
         right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
-        raise _wrong(f"gen({', '.join(given)}); right would be {right}")
+        raise _wrong(f"gen({', '.join(given)}); expected {right}")
     if end is not None and "substring" not in given:
-        raise _wrong("gen(substring_end=…) without substring; right would be both")
+        raise _wrong("gen(substring_end=…) without substring; expected both")
     for kind, value in given.items():
         if kind == "substring" and end is not None:
             kind, value = "combination", {"sequence": [{"substring": value}, end]}

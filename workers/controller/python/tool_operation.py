@@ -48,7 +48,7 @@ def encoded_arguments(tool: object, arguments: dict[str, Any]) -> bytes:
     """The JSON of the arguments of a call; raises ControllerError."""
     if not isinstance(tool, str) or not tool:
         raise ControllerError(
-            Code.CONTROLLER_FAILED, f"call({tool!r}); right would be the name of a tool"
+            Code.CONTROLLER_FAILED, f"call({tool!r}); expected the name of a tool"
         )
     try:
         return msgspec.json.encode(arguments)

@@ -49,13 +49,13 @@ def _allowed(mask: Any, size: int) -> TokenSet:
         try:
             mask = TokenSet(size, mask).mask
         except (TypeError, ValueError) as error:
-            raise _wrong(f"sample: {error}; right would be a set of token ids") from None
+            raise _wrong(f"sample: {error}; expected a set of token ids") from None
     found = TokenSet(size)
     if len(mask) != len(found.mask):
-        raise _wrong(f"sample: a mask of {len(mask)} bytes; right would be {len(found.mask)}")
+        raise _wrong(f"sample: a mask of {len(mask)} bytes; expected {len(found.mask)}")
     found.mask = mask
     if not found:
-        raise _wrong("sample: no token is allowed; right would be at least one, or stop()")
+        raise _wrong("sample: no token is allowed; expected at least one, or stop()")
     return found
 
 
@@ -71,7 +71,7 @@ def _tokens(tokens: Any, host: Host) -> list[int]:
         isinstance(token, int) and 0 <= token < size for token in tokens
     )
     if not right:
-        raise _wrong("tokens that are not valid; right would be text or a list of token ids")
+        raise _wrong("tokens that are not valid; expected text or a list of token ids")
     if len(tokens) > host.limits.appended_tokens:
         most = host.limits.appended_tokens
         raise _wrong(f"{len(tokens)} tokens to append; at most {most} are allowed at once")
@@ -80,7 +80,7 @@ def _tokens(tokens: Any, host: Host) -> list[int]:
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise _wrong(f"splice(backtrack={value!r}); right would be a number, at least 0")
+        raise _wrong(f"splice(backtrack={value!r}); expected a number, at least 0")
     return value
 
 

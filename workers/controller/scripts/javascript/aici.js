@@ -81,7 +81,7 @@ class Constraint {
   #answer = null;
   constrain(kind, argument) {
     if (typeof argument !== "string" || !argument)
-      throw new TypeError(`${this.constructor.name} with ${show(argument)}; right would be text`);
+      throw new TypeError(`${this.constructor.name} with ${show(argument)}; expected text`);
     this.#kind = kind;
     this.#argument = argument;
     return this;
