@@ -31,6 +31,9 @@ MAX_FRAMES = 64
 MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
 
+MAX_FOLDER = 4096
+"""Maximum number of characters of a folder's name."""
+
 MAX_STREAM_ID = 0x7FFF_FFFF_FFFF_FFFF
 StreamId = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
 Count = Annotated[int, Meta(ge=0)]
@@ -53,6 +56,9 @@ ConstraintEnd = Literal["complete", "closed", "cut"]
 - ``closed``: it is a whole value because the shortest completion was appended before the limit
 - ``cut``: it ends inside a value
 """
+WeightsVersion = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
+PauseMode = Literal["abort", "keep", "wait"]
+UpdateMode = Literal["keep", "recompute"]
 TraceParent = Annotated[str, Meta(max_length=256)]
 RequestId = Annotated[str, Meta(max_length=128)]
 
@@ -379,6 +385,68 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     """The worker's name, as in ``STATUS``."""
 
 
+class PauseModel(Struct, kw_only=True, omit_defaults=True):
+    """``PAUSE``: the workers of a model stop. Requests that arrive later wait for RESUME.
+
+    Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a ``MSG`` with a
+    ``Rollout`` as its result, once all workers of the model have done it.
+    """
+
+    stream_id: StreamId
+    model: str = ""
+    """The model; empty: the default model."""
+    mode: PauseMode = "keep"
+    """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: they are
+    finished first. ``abort``: they end as ``cancelled``."""
+
+
+class ResumeModel(Struct, kw_only=True, omit_defaults=True):
+    """``RESUME``: ends the pause of a model."""
+
+    stream_id: StreamId
+    model: str = ""
+    """As in PAUSE."""
+
+
+class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
+    """``UPDATE_WEIGHTS``: the workers of a model replace its weights, while its streams run.
+
+    The workers first read and check the weights. Only if all of them could, all replace them,
+    between two steps. If one could not, the answer is an ``ERROR`` and none has changed.
+    """
+
+    stream_id: StreamId
+    folder: Annotated[str, Meta(min_length=1, max_length=MAX_FOLDER)]
+    """The folder of the safetensors files, an absolute path on the workers' machines that their
+    setting ``allow`` admits."""
+    model: str = ""
+    """As in PAUSE."""
+    version: WeightsVersion = 0
+    """The number of this version, above the current one; 0: the next number."""
+    mode: UpdateMode = "recompute"
+    """``recompute``: the KV cache of live streams is computed again. ``keep``: live streams keep
+    it, and their spans have ``kept_cache``."""
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] = 600.0
+    """Seconds after which the update is given up if a worker has not read the weights."""
+
+
+class Rollout(Struct, kw_only=True, omit_defaults=True):
+    """The result of PAUSE, RESUME and UPDATE_WEIGHTS."""
+
+    model: str
+    version: WeightsVersion = 0
+    """The version of the weights."""
+    workers: Count = 0
+    """Number of workers that have done it."""
+    streams: Count = 0
+    """Number of live streams that stopped, were aborted, or continue under the new weights."""
+    update_pause_ms: float = 0.0
+    """The longest time for which the steps of a worker stopped for the new weights, in
+    milliseconds."""
+    weights: str = ""
+    """``Span.weights`` of the new weights, as the first worker reports it."""
+
+
 class Ping(Struct, kw_only=True, omit_defaults=True):
     """``PING``: answered by ``PONG`` with the same number; renews the lease of the session."""
 
@@ -435,6 +503,11 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
     log-probabilities do not depend on the batch; empty if they may. Spans with equal fields have
     equal bits."""
+    version: WeightsVersion = 0
+    """The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded."""
+    kept_cache: bool = False
+    """Whether the sequence kept keys and values of an earlier version of the weights (the mode
+    ``keep`` of UPDATE_WEIGHTS). ``exact`` is then empty."""
 
 
 class Token(Struct, kw_only=True, omit_defaults=True):
@@ -533,6 +606,8 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """``Span.exact`` of the streams of this model."""
     weights: str = ""
     """``Span.weights`` of the streams of this model."""
+    version: WeightsVersion = 0
+    """``Span.version`` of the streams of this model."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):
@@ -768,12 +843,15 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"TAGS": Tags,
     b"DELETE": Delete,
     b"DRAIN": DrainWorker,
+    b"PAUSE": PauseModel,
+    b"RESUME": ResumeModel,
+    b"UPDATE_WEIGHTS": UpdateWeights,
     b"PING": Ping,
     b"BYE": Bye,
 }
 """The messages of a client: type to body."""
 
-OPERATOR_MESSAGES = frozenset({b"DRAIN"})
+OPERATOR_MESSAGES = frozenset({b"DRAIN", b"PAUSE", b"RESUME", b"UPDATE_WEIGHTS"})
 """Messages that only the operator may send."""
 CARRIES_USERS = "gateway"
 """The capability of a client that carries messages of other users."""

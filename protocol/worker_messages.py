@@ -26,6 +26,7 @@ from .messages import (
     ModelTokenizerRequest,
     Msg,
     Pause,
+    PauseMode,
     Period,
     RequestId,
     Score,
@@ -35,7 +36,9 @@ from .messages import (
     Token,
     Tool,
     TraceParent,
+    UpdateMode,
     Upload,
+    WeightsVersion,
 )
 from .metrics import Series
 from .sampling import Distribution, Override, Query, TokenId
@@ -53,6 +56,16 @@ class LiveRequest(Struct, kw_only=True, omit_defaults=True):
     request: Id
     session: Id
     stream_id: int
+
+
+class ModelState(Struct, kw_only=True, omit_defaults=True):
+    """The current weights of a model, and whether the model is paused."""
+
+    model: str
+    version: WeightsVersion = 0
+    folder: str = ""
+    """The folder of the weights; empty for version 0."""
+    paused: PauseMode | None = None
 
 
 class Register(Struct, kw_only=True, omit_defaults=True):
@@ -86,6 +99,9 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """As in ``Heartbeat``: a worker whose step hangs registers too."""
     process: Id = 0
     """Random number of the worker's process. Two containers may have the same host name and pid."""
+    states: list[ModelState] = []
+    """The models of a GPU worker whose weights have changed, or that are paused. A restarted
+    broker learns them from its workers."""
     registration: Id = 0
     """Number of the lease that this message begins or updates, among the leases of this process. 0:
     the worker does not number its leases."""
@@ -103,6 +119,9 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     """Reported live requests that continue at this broker: a restarted broker adopts them, or they
     still wait for this worker. The worker sends a JOURNAL for each, before any further message
     about the request."""
+    states: list[ModelState] = []
+    """For a GPU worker: the models whose weights have changed, or that are or were paused. The
+    worker loads these weights before it runs streams of the model."""
     registration: Id = 0
     """``Register.registration`` of the message that began the lease. 0: the broker does not repeat
     it."""
@@ -185,6 +204,41 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     """``START``, or the type of the request."""
     elsewhere: Annotated[int, Meta(ge=0)]
     """As in ``Heartbeat``."""
+
+
+class Order(Struct, kw_only=True, omit_defaults=True):
+    """``ORDER``: a part of PAUSE, RESUME or UPDATE_WEIGHTS, for a GPU worker. Each order is
+    answered with ORDER_DONE.
+
+    ``prepare`` reads and checks weights, while streams run. ``commit`` makes them the model's
+    current weights, also if this worker has not prepared them or has not loaded the model.
+    ``drop`` discards prepared weights.
+    """
+
+    number: Id
+    action: Literal["prepare", "commit", "drop", "pause", "resume"]
+    model: str
+    version: WeightsVersion = 0
+    folder: str = ""
+    update: UpdateMode = "recompute"
+    pause: PauseMode = "keep"
+
+
+class OrderDone(Struct, kw_only=True, omit_defaults=True):
+    """``ORDER_DONE``: the answer to ORDER."""
+
+    number: Id
+    action: Literal["prepare", "commit", "drop", "pause", "resume"]
+    error: str = ""
+    """Why the worker could not do it; empty if it has."""
+    streams: Annotated[int, Meta(ge=0)] = 0
+    """``Rollout.streams`` of this worker."""
+    pause_ms: float = 0.0
+    """``Rollout.update_pause_ms`` of this worker."""
+    weights: str = ""
+    """``Span.weights`` of the prepared weights."""
+    dtype: str = ""
+    """The dtype in which the worker has them. Weights of several dtypes cannot be compared."""
 
 
 class Pages(Struct, kw_only=True, omit_defaults=True):
@@ -657,6 +711,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"CLAIMED": Claimed,
     b"RELEASED": Released,
     b"REFUSED": Refused,
+    b"ORDER_DONE": OrderDone,
     b"TOKEN": list[Token],
     b"MSG": Msg,
     b"SYSTEM": System,
@@ -673,6 +728,7 @@ TO_WORKER: dict[bytes, Any] = {
     b"DRAIN": Drain,
     b"HANDOVER": Handover,
     b"CLAIM": Claim,
+    b"ORDER": Order,
     b"GENERATE": Generate,
     b"SCORE": Score,
     b"CANCEL": Cancel,

@@ -516,6 +516,65 @@ export interface DrainWorker {
   readonly worker: string;
 }
 
+/**
+ * `PAUSE`: the workers of a model stop. Requests that arrive later wait for RESUME.
+ *
+ * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a `MSG` with a
+ * `Rollout` as its result, once all workers of the model have done it.
+ */
+export interface PauseModel {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** The model; empty: the default model. */
+  readonly model?: string | undefined;
+  /**
+   * `keep`: live streams stop between two steps and continue after RESUME. `wait`: they are
+   * finished first. `abort`: they end as `cancelled`. Default: "keep".
+   */
+  readonly mode?: "abort" | "keep" | "wait" | undefined;
+}
+
+/** `RESUME`: ends the pause of a model. */
+export interface ResumeModel {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /** As in PAUSE. */
+  readonly model?: string | undefined;
+}
+
+/**
+ * `UPDATE_WEIGHTS`: the workers of a model replace its weights, while its streams run.
+ *
+ * The workers first read and check the weights. Only if all of them could, all replace them,
+ * between two steps. If one could not, the answer is an `ERROR` and none has changed.
+ */
+export interface UpdateWeights {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /**
+   * The folder of the safetensors files, an absolute path on the workers' machines that their
+   * setting `allow` admits. At least 1, at most 4096 in length.
+   */
+  readonly folder: string;
+  /** As in PAUSE. */
+  readonly model?: string | undefined;
+  /**
+   * The number of this version, above the current one; 0: the next number. At least 0, at most
+   * 9223372036854775807. Default: 0.
+   */
+  readonly version?: number | undefined;
+  /**
+   * `recompute`: the KV cache of live streams is computed again. `keep`: live streams keep it, and
+   * their spans have `kept_cache`. Default: "recompute".
+   */
+  readonly mode?: "keep" | "recompute" | undefined;
+  /**
+   * Seconds after which the update is given up if a worker has not read the weights. More than 0,
+   * at most 86400. Default: 600.
+   */
+  readonly timeout_s?: number | undefined;
+}
+
 /** `PING`: answered by `PONG` with the same number; renews the lease of the session. */
 export interface Ping {
   /** At least 0. Default: 0. */
@@ -657,13 +716,22 @@ export interface Span {
    * bits.
    */
   readonly exact: string;
+  /** The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded. */
+  readonly version: number;
+  /**
+   * Whether the sequence kept keys and values of an earlier version of the weights (the mode `keep`
+   * of UPDATE_WEIGHTS). `exact` is then empty.
+   */
+  readonly kept_cache: boolean;
 }
 
 /** Adds the defaults of absent fields to a received `Span`. */
-export function readSpan(sent: Sent<Span, "exact">): Span {
+export function readSpan(sent: Sent<Span, "exact" | "version" | "kept_cache">): Span {
   return {
     weights: sent.weights,
     exact: sent.exact ?? "",
+    version: sent.version ?? 0,
+    kept_cache: sent.kept_cache ?? false,
   };
 }
 
@@ -876,6 +944,8 @@ export interface ForwardPath {
   readonly arithmetic: string;
   /** `Span.weights` of the streams of this model. */
   readonly weights: string;
+  /** `Span.version` of the streams of this model. */
+  readonly version: number;
 }
 
 /** Adds the defaults of absent fields to a received `ForwardPath`. */
@@ -889,6 +959,7 @@ export function readForwardPath(
       | "why_not_exact"
       | "arithmetic"
       | "weights"
+      | "version"
   >,
 ): ForwardPath {
   return {
@@ -899,6 +970,7 @@ export function readForwardPath(
     why_not_exact: sent.why_not_exact ?? "",
     arithmetic: sent.arithmetic ?? "",
     weights: sent.weights ?? "",
+    version: sent.version ?? 0,
   };
 }
 
@@ -1433,6 +1505,9 @@ export interface ClientMessages {
   readonly TAGS: Tags;
   readonly DELETE: Delete;
   readonly DRAIN: DrainWorker;
+  readonly PAUSE: PauseModel;
+  readonly RESUME: ResumeModel;
+  readonly UPDATE_WEIGHTS: UpdateWeights;
   readonly PING: Ping;
   readonly BYE: Bye;
 }

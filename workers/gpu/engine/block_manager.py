@@ -11,6 +11,7 @@ the id of the content before them, so that two contents are never confused.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -34,6 +35,9 @@ class BlockTable:
     for all content up to the end of its block."""
     pages: list[bytes] = field(default_factory=list)
     """The keys of the sequence's first pages that have been computed."""
+    mixed: bool = False
+    """Whether the blocks were computed with several versions of the weights. They are then never
+    registered. ``outdate`` sets this flag; it is cleared when all blocks are freed."""
 
 
 class BlockManager:
@@ -135,6 +139,8 @@ class BlockManager:
 
     def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
         """Registers the full blocks among the first ``num_computed_tokens`` tokens for reuse."""
+        if table.mixed:
+            return
         size = self.block_size
         for i in range(len(table.keys), num_computed_tokens // size):
             before = table.keys[i - 1] if i else _ROOT
@@ -156,7 +162,8 @@ class BlockManager:
         for block in blocks:
             self._ref_counts[block] += 1
         pages = table.pages[: num_tokens // PAGE_TOKENS]
-        return BlockTable(blocks, table.keys[: num_tokens // self.block_size], pages)
+        keys = table.keys[: num_tokens // self.block_size]
+        return BlockTable(blocks, keys, pages, table.mixed)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Frees the blocks past the first ``num_tokens`` tokens."""
@@ -166,6 +173,19 @@ class BlockManager:
         del table.blocks[keep:]
         del table.keys[num_tokens // self.block_size :]
         del table.pages[num_tokens // PAGE_TOKENS :]
+        table.mixed = table.mixed and bool(table.blocks)
+
+    def outdate(self, tables: Iterable[BlockTable]) -> None:
+        """Ends the registration of all blocks, because the weights change. ``tables``: the tables
+        that keep their blocks."""
+        for block in list(self._key_of):
+            self._forget(block)
+        self._free.extend(self._cached)
+        self._cached.clear()
+        for table in tables:
+            table.keys.clear()
+            table.pages.clear()
+            table.mixed = bool(table.blocks)
 
     def free(self, table: BlockTable) -> None:
         """Frees all blocks of a table. Registered blocks can be matched until they are reused."""

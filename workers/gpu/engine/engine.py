@@ -33,6 +33,7 @@ from ..model.device_traits import traits_of
 from ..model.kv_cache import Layout, cpu_bytes, token_bytes
 from ..model.loader import LoadedModel, ModelLoadError, OnProgress
 from ..model.memory import cache_bytes, largest_step_bytes
+from ..model.new_weights import NewWeights
 from ..model.runner import Runner
 from ..sampling.biases import Bias
 from ..sampling.distributions import TokenOptions
@@ -335,6 +336,25 @@ class Engine:
         """The result of other work with the model, such as pooling states. The work runs after the
         forwards that were launched, and before later ones."""
         return self._runner.queue.submit(work).result()
+
+    def replace_weights(self, new: NewWeights, keep: bool) -> set[int]:
+        """Replaces the weights between two steps; the live sequences continue with the new weights.
+
+        ``keep``: sequences keep their KV cache. Otherwise it is computed again. Returns the
+        requests with sequences that keep a part. If this method raises an exception, the weights
+        are a mixture, and the engine must not be used any more.
+        """
+        self._stepper.cancel_ahead()
+
+        def replace() -> None:
+            new.copy_into(self.loaded)
+            self._runner.refresh()
+
+        self.run(replace)
+        if keep:
+            return {sequence.request for sequence in self._scheduler.keep_blocks()}
+        self._scheduler.compute_again()
+        return set()
 
     # --- the step -------------------------------------------------------------------------------
 

@@ -196,6 +196,28 @@ class Scheduler:
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
 
+    def compute_again(self) -> None:
+        """Frees the blocks and logits of all sequences, which are computed again."""
+        for sequence in list(self._with_blocks()):
+            self._preempt(sequence)
+        self._blocks.outdate(())
+
+    def keep_blocks(self) -> list[Sequence]:
+        """Discards all logits, and keeps the blocks of the sequences, whose last token is computed
+        again. Returns the sequences that have blocks."""
+        kept = list(self._with_blocks())
+        for sequence in kept:
+            last = len(sequence.tokens) - 1
+            if sequence.row is not None:
+                sequence.row = None
+                sequence.num_computed_tokens = min(sequence.num_computed_tokens, last)
+            if sequence in self.deferred:
+                self._take_out(sequence)
+                self.waiting.put_back(sequence)
+        self._blocks.outdate([sequence.block_table for sequence in kept])
+        self.changed()
+        return [sequence for sequence in kept if sequence.block_table.blocks]
+
     def changed(self) -> None:
         """Records that a table or the remaining work of a sequence has changed."""
         self.changes += 1

@@ -120,6 +120,13 @@ class Stepper:
             self._verifier.take(verification)
         return self._take(sampling)
 
+    def cancel_ahead(self) -> None:
+        """Discards the next step if it was launched ahead; its tokens are computed again."""
+        if self._ahead is not None and self._ahead.forward is not None:
+            self._ahead.forward.work.wait()
+        self._one_by_one.undo(self._ahead)
+        self._live.step = self._ahead = self._decodes = None
+
     # --- the parts of a step --------------------------------------------------------------------
 
     def _launch(self, before: Sampling | None) -> PendingStep | None:

@@ -46,6 +46,11 @@ class ForwardBackend(ABC):
         """
         return self.compute(*self.tensors.inputs(packed, drawn)).float()
 
+    def refresh(self) -> None:
+        """Makes all copies of weights again, after the model's weights have been changed in
+        place."""
+        return
+
     def reads_blocks(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether a step of this size reads keys and values from their blocks, not from mirrors."""
         return False

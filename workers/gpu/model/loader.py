@@ -92,6 +92,8 @@ class LoadedModel:
     """The other ranks, if the model is spread over several."""
     weights: str = ""
     """The version of the weights (``weights_version``)."""
+    version: int = 0
+    """The number of the last change of the weights; 0: the weights are those that were loaded."""
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
     causal: bool = True

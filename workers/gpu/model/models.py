@@ -148,6 +148,12 @@ class Models:
             torch.cuda.empty_cache()
         return evicted
 
+    def unload(self, name: str) -> None:
+        """Unloads a model that no stream uses."""
+        del self._engines[name]
+        if self._ranks is not None:
+            self._ranks.drop(name)
+
     def close(self) -> None:
         """Ends the thread after the current load."""
         self._wanted.put(None)

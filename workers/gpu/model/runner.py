@@ -64,7 +64,7 @@ class Runner:
         )
         tensors = StepTensors(self._cache, loaded.device)
         self.backend = choose_backend(loaded, tensors, layout, options)
-        self._weights = loaded.weights
+        self._loaded = loaded
         self._longest = -(-loaded.context_length // layout.block_size)
         """Number of blocks of the longest sequence."""
         self._mirrors: Mirrors | None = None
@@ -109,7 +109,8 @@ class Runner:
             exact=not why,
             why_not_exact=why,
             arithmetic="" if why else instruction_set(),
-            weights=self._weights,
+            weights=self._loaded.weights,
+            version=self._loaded.version,
         )
         if self._layout.in_place or not self._traits.host_memory:
             reasons = {
@@ -119,6 +120,11 @@ class Runner:
             }
             found.fallbacks = [f"{name}: {why}" for name, why in reasons.items() if why]
         return found
+
+    def refresh(self) -> None:
+        """Makes all copies of weights again, after the weights have been changed in place."""
+        self.forget_mirrors()
+        self.backend.refresh()
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""

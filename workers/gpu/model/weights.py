@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,14 +23,20 @@ def weights_version(model: Any) -> str:
 
     The version is a random number if a weight has a type whose bytes cannot be read.
     """
-    found = hashlib.sha256()
     try:
-        for name, weight in sorted(model.state_dict().items()):
-            local = weight.to_local() if hasattr(weight, "to_local") else weight
-            found.update(f"{name} {local.dtype} {tuple(local.shape)}\n".encode())
-            for part in local.detach().reshape(-1).split(HASHED):
-                found.update(part.contiguous().cpu().view(torch.uint8).numpy())
+        return version_of(model.state_dict())
     except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
         log.info("the weights have a random version, because they cannot be hashed: %s", error)
         return secrets.token_hex(16)
+
+
+def version_of(tensors: Mapping[str, Any]) -> str:
+    """``weights_version`` of a model with these weights. Raises an exception if they cannot be
+    hashed."""
+    found = hashlib.sha256()
+    for name, weight in sorted(tensors.items()):
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        found.update(f"{name} {local.dtype} {tuple(local.shape)}\n".encode())
+        for part in local.detach().reshape(-1).split(HASHED):
+            found.update(part.contiguous().cpu().view(torch.uint8).numpy())
     return found.hexdigest()[:32]

@@ -45,6 +45,12 @@ class CpuBackend(ForwardBackend):
         self._base = base
         self._threads = threads
 
+    def refresh(self) -> None:
+        """Makes the copies of weights again."""
+        self._base.refresh()
+        if self.native is not None:
+            self.native.refresh()
+
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:

@@ -255,6 +255,10 @@ class NativeDecoder:
         self._rotations = _Rotations(decoder)
         collapse(_weights(decoder))
 
+    def refresh(self) -> None:
+        """Reads the scale of the embeddings again. The native code reads all weights in place."""
+        _, _, self._native.contents.embedding_scale = _embeddings(self._decoder)
+
     def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:
         """The logits ``[rows, vocab]`` of a step. ``ids``: ids of the packed tokens, int64."""
         positions, count = packed.positions, len(packed.rows)

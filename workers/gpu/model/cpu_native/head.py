@@ -30,9 +30,13 @@ class PackedHead:
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._layer = layer
-        weight = layer.weight.detach()
-        with torch.inference_mode():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Makes the copy of the weights, again after they have been changed in place."""
+        weight = self._layer.weight.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

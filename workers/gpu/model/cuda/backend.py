@@ -22,6 +22,10 @@ class CudaBackend(ForwardBackend):
         self.base = base
         self._graphs = graphs
 
+    def refresh(self) -> None:
+        """Makes the copies of weights again, at the addresses that the graphs read."""
+        self.base.refresh()
+
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:

@@ -20,6 +20,10 @@ class FusedBackend(ForwardBackend):
         self.decoder = decoder
         self._attend = attend_of(layout)
 
+    def refresh(self) -> None:
+        """Makes the copies of weights again."""
+        self.decoder.refresh()
+
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:

@@ -10,7 +10,7 @@ logits equal the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,14 +57,24 @@ class AttentionOptions:
 class RmsNorm:
     """``x / sqrt(mean(x ** 2) + eps) * gain`` over the last dimension."""
 
-    def __init__(self, gain: torch.Tensor, eps: float) -> None:
+    def __init__(self, gain: torch.Tensor, eps: float, offset: torch.Tensor | None = None) -> None:
+        """``offset``: the weight to which the model adds 1; ``gain`` is then a copy. None:
+        ``gain`` is the model's own weight."""
         self.gain = gain
         self.eps = eps
+        self._offset = offset
         # On a CPU, torch's rms_norm takes a dozen operations and this formula four: x * gain *
         # sqrt(dim), divided by the hypotenuse of the norm of x and sqrt(dim * eps).
         self._few = gain.device.type == "cpu" and gain.dtype == torch.float32
         self._scaled = gain * len(gain) ** 0.5
         self._floor = torch.tensor((len(gain) * eps) ** 0.5, dtype=gain.dtype, device=gain.device)
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Makes the copies again, after the weight has been changed in place."""
+        if self._offset is not None:
+            self.gain.copy_(1 + self._offset)
+        self._scaled.copy_(self.gain * len(self.gain) ** 0.5)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self._few:
@@ -188,9 +198,13 @@ class FusedDecoder:
         logits_scale: float,
         logits_cap: float | None,
         by_position: bool = False,
+        measured_scale: Callable[[], float] | None = None,
     ) -> None:
+        """``measured_scale``: measures ``embedding_scale``, which depends on the weights by its
+        rounding."""
         self.embed = embed
         self._embedding_scale = embedding_scale
+        self._measured_scale = measured_scale
         self.layers = list(layers)
         self.kinds = sorted({layer.rotation for layer in layers if layer.rotation is not None})
         """The rotary embeddings that the layers use."""
@@ -238,12 +252,32 @@ class FusedDecoder:
         """Packs weights within ``budget`` bytes, the output layer's first, because it is the
         largest product. Returns the size of the packed copies in bytes."""
         left = budget
-        projections = [self.head]
-        for layer in self.layers:
-            projections += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
-        for projection in projections:
+        for projection in self._projections():
             left -= projection.pack(left)
         return budget - left
+
+    def refresh(self) -> None:
+        """Makes all copies of weights again, after the weights have been changed in place."""
+        for projection in self._projections():
+            projection.refresh()
+        for norm in self._norms():
+            if isinstance(norm, RmsNorm):
+                norm.refresh()
+        if self._measured_scale is not None and self._embedding_scale != 1:
+            self._embedding_scale = self._measured_scale()
+
+    def _projections(self) -> Iterator[Projection]:
+        yield self.head
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+
+    def _norms(self) -> Iterator[Function | None]:
+        yield self.norm
+        for layer in self.layers:
+            yield from (layer.before_attention, layer.after_attention)
+            yield from (layer.before_mlp, layer.after_mlp)
+            if layer.head_norms is not None:
+                yield from (layer.head_norms.query, layer.head_norms.key)
 
     def rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
         """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. Only the dtype and

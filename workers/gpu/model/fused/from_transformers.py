@@ -13,6 +13,7 @@ and the model's parameters become views of them, so that no weight is stored twi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ def fused_model(
         logits_scale=1 / getattr(config, "logits_scaling", 1.0),
         logits_cap=getattr(config, "final_logit_softcapping", None),
         by_position=rotary.by_position,
+        measured_scale=partial(_scale_measured_later, model, base),
     )
 
 
@@ -181,10 +183,10 @@ def fused_norm(module: Any) -> Function:
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     with torch.inference_mode():
         wanted = module(sample)
-        for gain in (weight, 1 + weight):
+        for gain, offset in ((weight, None), (1 + weight, weight)):
             found = rms_norm(sample, weight.shape, gain, eps)
             if torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
-                return RmsNorm(gain, eps)
+                return RmsNorm(gain, eps, offset)
     return module  # type: ignore[no-any-return]
 
 
@@ -198,9 +200,8 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
             raise NotFusible("its linear layers have hooks")
     if len({layer.bias is None for layer in layers}) > 1:
         raise NotFusible("some of its projections have a bias and others do not")
-    bias = None
-    if layers[0].bias is not None:
-        bias = torch.cat([layer.bias.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if biases else None
     weights = [layer.weight.detach() for layer in layers]
     joined = _already_joined(weights, by_input)
     if joined is None:
@@ -209,7 +210,7 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
         joined = joined.t().contiguous().t() if wants else joined.contiguous()
         for layer, part in zip(layers, joined.split([len(w) for w in weights]), strict=True):
             layer.weight.data = part
-    return Projection(joined, bias)
+    return Projection(joined, bias, biases)
 
 
 def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
@@ -247,6 +248,16 @@ def _embedding_scale(model: Any, base: Any) -> float:
         raise NotFusible("its first layer does not take the embeddings")
     scale = (seen[0].float().norm() / embedded.float().norm()).item()
     return 1.0 if abs(scale - 1) < 1e-6 else scale
+
+
+def _scale_measured_later(model: Any, base: Any) -> float:
+    """``_embedding_scale`` of a model whose attention the engine has replaced."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return _embedding_scale(model, base)
+    finally:
+        model.set_attn_implementation(before)
 
 
 class _Rotary:

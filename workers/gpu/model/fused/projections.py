@@ -22,6 +22,8 @@ Times in microseconds, with 2 threads and weights outside the caches:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psutil
 import torch
 from torch.nn.functional import linear
@@ -38,9 +40,16 @@ class Projection:
     ``weight`` may be the transpose of a matrix in memory: see ``stored_by_input``.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        biases: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``biases``: the tensors of which ``bias`` is a joined copy."""
         self.weight = weight
         self.bias = bias
+        self._biases = tuple(biases)
         self._packed: torch.Tensor | None = None
         self._splits = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._by_input = weight.t()
@@ -58,6 +67,15 @@ class Projection:
                 weight.detach().contiguous(), TYPICAL_ROWS
             )
         return weight.nbytes
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Makes the copies again, after the weights have been changed in place."""
+        if self.bias is not None and self._biases:
+            torch.cat(self._biases, out=self.bias)
+        if self._packed is not None:
+            self._packed = None
+            self.pack(self.weight.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._splits and x.shape[0] == 1:

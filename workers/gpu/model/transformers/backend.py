@@ -40,6 +40,11 @@ class TransformersBackend(ForwardBackend):
         if not self._keeps_logits:
             self.why_no_graphs = "the model computes the logits of all tokens"
 
+    def refresh(self) -> None:
+        """Makes the copy of the output layer again."""
+        if self._head is not None:
+            self._head.refresh()
+
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:

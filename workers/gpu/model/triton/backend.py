@@ -22,8 +22,13 @@ class TritonBackend(ForwardBackend):
 
     def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
+        self._fused = decoder
         self._decoder = TritonDecoder(decoder)
         self._attend = KERNELS[layout.kernel].attend_stored
+
+    def refresh(self) -> None:
+        """Makes the copies of weights again."""
+        self._fused.refresh()
 
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
