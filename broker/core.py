@@ -32,6 +32,7 @@ from .quarantine import Quarantine
 from .quotas import Quotas
 from .relay import RELAYED, Relay
 from .request import ROLES, STREAMS, Request
+from .rollouts import Rollouts
 from .sessions import Sessions
 from .settings import BrokerSettings
 from .state import BrokerState
@@ -82,10 +83,16 @@ class Broker:
         self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
         drains = Drains(state, placement, controllers)
         inputs = Inputs(state, controllers, quotas)
+        self._rollouts = rollouts = Rollouts(state, placement)
         statuses, relay = Statuses(state), Relay(state, controllers, quotas, inputs)
-        from_clients = _client_handlers(admission, adoption, buffers, drains, statuses, inputs)
+        from_clients = {
+            **_client_handlers(admission, adoption, buffers, drains, statuses, inputs),
+            b"PAUSE": rollouts.pause,
+            b"RESUME": rollouts.resume,
+            b"UPDATE_WEIGHTS": rollouts.update,
+        }
         self._front = Front(state, sessions, dispatcher, ends, from_clients)
-        self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas)
+        self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas, rollouts)
         from_workers: Mapping[bytes, WorkerHandler] = dict.fromkeys(RELAYED, relay.on_message) | {
             b"HEARTBEAT": leases.on_heartbeat,
             b"UNREGISTER": leases.on_unregister,
@@ -94,6 +101,7 @@ class Broker:
             b"CLAIMED": adoption.on_claimed,
             b"RELEASED": adoption.on_released,
             b"REFUSED": dispatcher.on_refused,
+            b"ORDER_DONE": rollouts.on_done,
             b"PAGES": prefixes.on_pages,
             b"BUFFER": buffers.on_save,
             b"START": controllers.on_start,
@@ -217,7 +225,8 @@ class Broker:
         """Checks leases and deadlines, and sends notices. Call it after ``wait_s`` seconds."""
         self._at(now)
         self._ticked_at = now
-        parts = (self._leases.tick, self.adoption.tick, self._sessions.tick, self.dispatcher.tick)
+        ticks = (self._leases, self.adoption, self._sessions, self.dispatcher, self._rollouts)
+        parts = [part.tick for part in ticks]
         for part in parts:
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:

@@ -172,6 +172,7 @@ def registered(
         expiry_s=state.settings.expiry_s,
         unknown=list(unknown),
         wanted=list(wanted),
+        states=list(state.states.values()) if worker.role == "gpu" else [],
         registration=worker.registration,
     )
 

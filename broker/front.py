@@ -94,8 +94,8 @@ class Front:
             raise RequestError(
                 Code.NOT_ALLOWED,
                 f"this client may not send {message_type.decode()}: send it with the operator's "
-                "key, or, if the broker has no keys, from a client that is not a gateway; a "
-                "SIGTERM also drains a worker",
+                "key, or, if the broker has no keys, from a client that is not a gateway"
+                + ("; a SIGTERM also drains a worker" if message_type == b"DRAIN" else ""),
             )
 
     def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:

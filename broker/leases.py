@@ -20,6 +20,7 @@ from .losses import log_end
 from .outgoing import Outgoing, Side
 from .quarantine import TRIAL_S
 from .quotas import Quotas
+from .rollouts import Rollouts
 from .state import BrokerState
 from .sweep import Sweep
 from .worker import Loss, Worker, WorkerState
@@ -44,6 +45,7 @@ class Leases:
         adoption: Adoption,
         drains: Drains,
         quotas: Quotas,
+        rollouts: Rollouts,
     ) -> None:
         self._state = state
         self._settings = state.settings
@@ -52,6 +54,7 @@ class Leases:
         self._adoption = adoption
         self._drains = drains
         self._quotas = quotas
+        self._rollouts = rollouts
         self.by_peer: dict[bytes, Worker] = {}
         self._by_name: dict[str, Worker] = {}
         self._leases = Sweep(self.by_peer, LEASES_AT_ONCE)
@@ -254,6 +257,7 @@ class Leases:
             self._dispatcher.worker_lives(worker.name)
         self._asked.pop(peer, None)
         log.info("worker %s (%s) registered: %s", worker.name, worker.role, worker.names())
+        self._rollouts.adopt(worker, message.states)
         unknown, wanted = self._adoption.reported(worker, message)
         answer = registered(self._state, worker, unknown, wanted)
         self._out.to_worker(worker, b"REGISTERED", answer)
@@ -296,6 +300,7 @@ class Leases:
         worker.default = message.default
         worker.capacity = message.capacity
         pools.add(worker)
+        self._rollouts.adopt(worker, message.states)
         self._dispatcher.rebalance()
         self._drains.hand_over()
 
@@ -323,6 +328,7 @@ class Leases:
         log_end(worker, loss, streams, live, wait_s)
         self._adoption.on_lost(worker)
         self._drains.on_lost(worker)
+        self._rollouts.on_lost(worker)
         contender = None if loss.replaced else self._names.left(worker.name, self._state.now)
         if contender is not None:
             self.on_register(contender.peer, contender.frames, self._state.now)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..protocol.errors import TokenbusError
 from ..protocol.ids import counting_ids
 from ..protocol.metrics import Tally
+from ..protocol.worker_messages import ModelState
 from .deadlines import Deadlines
 from .fair_queue import Queues
 from .keyring import Keyring
@@ -74,6 +75,8 @@ class BrokerState:
         """The requests that wait for their first worker."""
         self.waiting = Waiting()
         """The requests that have lost their worker."""
+        self.states: dict[str, ModelState] = {}
+        """The models whose weights have changed, or that are or were paused."""
         self.deadlines = Deadlines()
         self.tokenizers = Counter[str]()
         """By key: the requests for tokenizers that have not ended."""

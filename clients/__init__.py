@@ -23,6 +23,7 @@ from ..protocol.errors import (
 from ..protocol.keys import KeyFault, OwnKey
 from ..protocol.messages import (
     ModelInfo,
+    Rollout,
     Status,
     StoredModule,
     StreamStatus,
@@ -54,6 +55,7 @@ __all__ = [
     "RequestError",
     "RequestOptions",
     "RequestTimeoutError",
+    "Rollout",
     "Scores",
     "GeneratedSequence",
     "ScoreOptions",

@@ -18,12 +18,15 @@ from ..protocol.messages import (
     ModelInfoRequest,
     ModelTokenizerRequest,
     Msg,
+    PauseModel,
+    ResumeModel,
     Score,
     StatusRequest,
     System,
     Tag,
     Tags,
     Token,
+    UpdateWeights,
     Upload,
 )
 
@@ -43,6 +46,9 @@ Request = (
     | Tags
     | Delete
     | DrainWorker
+    | PauseModel
+    | ResumeModel
+    | UpdateWeights
 )
 
 

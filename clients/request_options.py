@@ -20,13 +20,19 @@ from ..protocol.messages import (
     ModelInfoRequest,
     ModelTokenizerRequest,
     Msg,
+    PauseMode,
+    PauseModel,
     Pooling,
+    ResumeModel,
+    Rollout,
     Score,
     StatusRequest,
     StoredModule,
     System,
     Tag,
     Tags,
+    UpdateMode,
+    UpdateWeights,
     Upload,
     module_too_large,
 )
@@ -40,7 +46,8 @@ OnSystem = Callable[[System], None]
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
 DRAIN_S = 600.0
-"""Time that ``drain_worker`` waits, in seconds. The worker may have to finish its streams."""
+"""Time that ``drain_worker``, ``pause`` and ``update_weights`` wait, in seconds. Workers may have
+to finish their streams, or to read weights."""
 ASK_S = 30.0
 """Time that ``model_info``, ``tokenizer`` and ``status`` wait for an answer, in seconds."""
 UPLOAD_S = 120.0
@@ -200,6 +207,37 @@ def status_call(timeout_s: float, streams: bool = False, metrics: bool = False) 
 def drain_call(worker: str, timeout_s: float) -> Call:
     """The call of a DRAIN."""
     return Call(b"DRAIN", DrainWorker(stream_id=0, worker=worker), timeout_s=timeout_s)
+
+
+def pause_call(model: str, mode: PauseMode, timeout_s: float) -> Call:
+    """The call of a PAUSE."""
+    message = PauseModel(stream_id=0, model=model, mode=mode)
+    return Call(b"PAUSE", message, timeout_s=timeout_s)
+
+
+def resume_call(model: str, timeout_s: float) -> Call:
+    """The call of a RESUME."""
+    return Call(b"RESUME", ResumeModel(stream_id=0, model=model), timeout_s=timeout_s)
+
+
+def update_call(
+    folder: str | Path, model: str, version: int, mode: UpdateMode, timeout_s: float
+) -> Call:
+    """The call of an UPDATE_WEIGHTS."""
+    message = UpdateWeights(
+        stream_id=0,
+        folder=str(folder),
+        model=model,
+        version=version,
+        mode=mode,
+        timeout_s=timeout_s,
+    )
+    return Call(b"UPDATE_WEIGHTS", message, timeout_s=2 * timeout_s)
+
+
+def rollout_of(answer: Msg) -> Rollout:
+    """The result of PAUSE, RESUME and UPDATE_WEIGHTS."""
+    return msgspec.convert(answer.result, Rollout)
 
 
 def drained_requests(answer: Msg) -> int:

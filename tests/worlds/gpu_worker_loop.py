@@ -104,6 +104,7 @@ class Loop:
         worker._answer_attaching()
         worker._load_events()
         worker._expire()
+        worker._follow_orders()
         worker._step()
 
     def sent(self, kind: bytes, link: int = 0) -> list[list[bytes]]:

@@ -32,6 +32,7 @@ from ...protocol.worker_messages import (
     FetchTokenizer,
     LiveRequest,
     Lost,
+    Order,
     Pages,
     Register,
     Registered,
@@ -47,6 +48,7 @@ from .model.ranks import Ranks
 from .serving.arrivals import Arrivals, Request
 from .serving.attaching import Attaching, AttachQueue
 from .serving.live_streams import LiveStreams
+from .serving.rollouts import Calls, Rollouts
 from .serving.steering import Steering, decision_timeout
 from .serving.streams import Stream, gone_frames
 
@@ -99,6 +101,10 @@ class GpuWorker:
             self._bus.changed,
             self._bus.interrupt,
         )
+        calls = Calls(self._bus.post, self._bus.changed, self._bus.interrupt, self._cancel)
+        self._rollouts = Rollouts(
+            self._models, self._arrivals, self._streams, settings.allow, calls
+        )
         self._attaching = AttachQueue()
         self._draining_since: float | None = None
         self._paged: set[str] = set()
@@ -134,6 +140,7 @@ class GpuWorker:
                 self._answer_attaching()
                 self._load_events()
                 self._expire()
+                self._follow_orders()
                 self._step()
                 self._report_pages()
         finally:
@@ -171,7 +178,8 @@ class GpuWorker:
 
     def _take(self) -> None:
         """Receives the messages that have arrived. Waits for a message while no engine has work."""
-        busy = any(engine.has_work for engine in self._models.engines.values())
+        frozen, engines = self._rollouts.frozen, self._models.engines
+        busy = any(e.has_work and not frozen(model) for model, e in engines.items())
         busy = busy or self._arrivals.embeddings.has_work
         self._receive(0 if busy or self._attaching else IDLE_S)
 
@@ -208,7 +216,9 @@ class GpuWorker:
             event = self._models.events.get()
             try:
                 with self._bus.stepping():
+                    self._rollouts.hold(event.model)
                     self._failed = self._arrivals.on_load_event(event) or self._failed
+                    self._rollouts.on_loaded(event.model)
             except Exception as error:
                 self._arrivals.fail_model(event.model, error)
             self._bus.flush()
@@ -222,11 +232,18 @@ class GpuWorker:
             self._streams.send(ends)
             self._bus.flush()
 
+    def _follow_orders(self) -> None:
+        """Pauses models, resumes them and replaces their weights."""
+        with self._bus.stepping():
+            self._rollouts.act()
+        self._failed = self._rollouts.failed or self._failed
+        self._bus.flush()
+
     def _step(self) -> None:
         """Runs one step of each model that has work, and sends the tokens of each step in one
         message."""
         for model, engine in self._models.engines.items():
-            if not engine.has_work:
+            if not engine.has_work or self._rollouts.frozen(model):
                 continue
             try:
                 self._streams.send(self._computed(engine))
@@ -335,6 +352,8 @@ class GpuWorker:
                 self._handed_over.add(message.link)
             case b"DRAIN":
                 self.stop("the broker has sent DRAIN")
+            case b"ORDER":
+                self._rollouts.on_order(decode_as(Order, message.body, "msgpack"), message.link)
             case b"REGISTERED":
                 self._registered(decode_as(Registered, message.body, "msgpack"), message.link)
             case b"CLAIM":
@@ -402,6 +421,9 @@ class GpuWorker:
             if request in answer.unknown or (kept is not None and request not in kept):
                 self._arrivals.drop(request)
                 self._streams.drop(request)
+        if kept is not None:
+            self._rollouts.on_lease(link)
+        self._rollouts.on_states(answer.states)
         self._bus.registered(answer, link)
         # Earlier reports were dropped, or were sent to another broker.
         self._all_pages = True
@@ -506,6 +528,7 @@ class GpuWorker:
             patterns=self._models.patterns,
             default=self._models.default,
             live=live,
+            states=self._rollouts.states,
         )
 
     def _load(self) -> tuple[int, dict[str, float]]:

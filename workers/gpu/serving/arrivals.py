@@ -98,6 +98,9 @@ class Arrivals:
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
         """The numbers of attempts, for controllers that are restarted."""
+        self.held: set[str] = set()
+        """The models whose new streams wait. ``Rollouts`` adds models, and removes them before it
+        calls ``release``."""
         self._logged = ("", 0)
         """The last logged stage of loading, and the last logged tenth of that stage."""
 
@@ -156,7 +159,7 @@ class Arrivals:
             waiting.job = None
             try:
                 engine = self._models.get(waiting.stream.model)
-                if engine is None:
+                if engine is None or self._holds(waiting):
                     self._take(waiting)
                 else:
                     self._run(waiting, engine, job.result())
@@ -227,12 +230,23 @@ class Arrivals:
                 path="$.model",
             )
         engine = self._models.get(stream.model)
-        if engine is not None:
+        if engine is None:
+            self._models.want(stream.model)
+            self._waiting[stream.request] = waiting
+            self._notice(stream, f"loading {stream.model}", 0.0)
+        elif self._holds(waiting):
+            self._waiting[stream.request] = waiting
+            what = f"{stream.model} is paused, or gets new weights"
+            notice = System(
+                event="queued", message=what, stream_id=stream.stream_id, model=stream.model
+            )
+            self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
+        else:
             self._begin(waiting, engine)
-            return
-        self._models.want(stream.model)
-        self._waiting[stream.request] = waiting
-        self._notice(stream, f"loading {stream.model}", 0.0)
+
+    def _holds(self, waiting: Waiting) -> bool:
+        """Whether a request waits until its model is not held any more."""
+        return waiting.stream.model in self.held and isinstance(waiting.message, Generate | Score)
 
     def _begin(self, waiting: Waiting, engine: Engine) -> None:
         """Answers a request, or passes it to its engine after its texts have been tokenized. Raises
@@ -360,12 +374,7 @@ class Arrivals:
                 log.info("%s ready on device %s", model, engine.loaded.device)
                 self.evict()
                 self._on_models()
-                for w in waiting:
-                    del self._waiting[w.stream.request]
-                    try:
-                        self._begin(w, engine)
-                    except Exception as error:
-                        self._streams.fail(w.stream, error, "starting this request")
+                self._begin_all([w for w in waiting if not self._holds(w)], engine)
             case Failed(model, error):
                 self._models.loaded(event)
                 log.error("%s", error)
@@ -374,6 +383,22 @@ class Arrivals:
                 if model == self._models.default and not self._models.engines:
                     return str(error)
         return None
+
+    def release(self, model: str) -> None:
+        """Begins the requests that have waited because their model was held."""
+        engine = self._models.get(model)
+        if engine is not None:
+            waiting = self._waiting.values()
+            loading = [w for w in waiting if w.job is None and w.stream.model == model]
+            self._begin_all(loading, engine)
+
+    def _begin_all(self, waiting: list[Waiting], engine: Engine) -> None:
+        for w in waiting:
+            del self._waiting[w.stream.request]
+            try:
+                self._begin(w, engine)
+            except Exception as error:
+                self._streams.fail(w.stream, error, "starting this request")
 
     def evict(self) -> None:
         """Unloads idle models above the limit of loaded models."""

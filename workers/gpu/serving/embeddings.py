@@ -74,6 +74,13 @@ class Embeddings:
         job = self._jobs.pop(request, None)
         return job.stream if job is not None else None
 
+    def restart(self, engine: Engine) -> None:
+        """Computes the vectors of a model's EMBEDs from the first input again, because the weights
+        have changed: the vectors of an EMBED have one version."""
+        for job in self._jobs.values():
+            if job.engine is engine:
+                job.vectors.clear()
+
     def cancel(self, request: int) -> bool:
         """Ends an EMBED that was cancelled or took too long. Returns whether the request was an
         EMBED."""

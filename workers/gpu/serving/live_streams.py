@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from ....protocol import logs
 from ....protocol.errors import Code, ServiceError, TokenbusError
 from ....protocol.header import FORM
 from ....protocol.logs import about
-from ....protocol.messages import Msg, Token
+from ....protocol.messages import ForwardPath, Msg, Token
 from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
 from .attaching import Attaching, rows_frames
 from .kept_streams import KeptStreams
@@ -290,6 +290,20 @@ class LiveStreams:
         for frames in messages:
             self._post(frames, stream.link)
         return last_rows
+
+    def change_path(self, model: str, path: ForwardPath, kept: Collection[int]) -> int:
+        """Sets how the streams of a model are computed from now on. ``kept``: the requests that
+        keep a part of their KV cache. Returns the number of the streams."""
+        self._dissolve()
+        streams = [stream for stream in self if stream.model == model]
+        for stream in streams:
+            stream.compute_by(path, stream.request in kept)
+            log.debug(
+                "request %d continues after %d tokens at %s with version %d of the weights, %s",
+                *(stream.request, stream.num_tokens, self._name, path.version, path.weights),
+                extra=about(stream.request),
+            )
+        return len(streams)
 
     def send_journal(self, stream: Stream) -> None:
         """Sends the request and all entries of a stream to the broker of the stream's link, which

@@ -148,10 +148,14 @@ class Stream:
         """Whether all steps were exact, with the same arithmetic."""
         return len(self.arithmetics) == 1 and "" not in self.arithmetics
 
-    def compute_by(self, path: ForwardPath) -> None:
-        """Sets how this worker computes the stream."""
-        self.span = Span(weights=path.weights, exact=path.arithmetic)
-        self.arithmetics.add(path.arithmetic)
+    def compute_by(self, path: ForwardPath, kept_cache: bool = False) -> None:
+        """Sets how this worker computes the stream from now on. ``kept_cache``: as in ``Span``."""
+        exact = "" if kept_cache else path.arithmetic
+        self.span = Span(
+            weights=path.weights, exact=exact, version=path.version, kept_cache=kept_cache
+        )
+        self.arithmetics.add(exact)
+        self.begun.clear()
 
     def begin(self, entry: Token) -> None:
         """Adds the span to the first entry of a sequence from this worker, and ``exact`` to its

@@ -1,0 +1,284 @@
+"""PAUSE, RESUME and UPDATE_WEIGHTS: orders to all GPU workers of a model, and their answers.
+
+An update has two phases. All workers that have loaded the model read the new weights; if one could
+not, none changes. Then the broker records the version and orders all workers to use it. A worker
+that is lost in between receives the current version when it registers again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ..protocol.bodies import decode_as, error_body
+from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
+from ..protocol.messages import Msg, PauseModel, ResumeModel, Rollout, UpdateWeights
+from ..protocol.worker_messages import ModelState, Order, OrderDone
+from .placement import Placement
+from .session import Session
+from .state import BrokerState
+from .worker import RETRY_AFTER_S, Worker
+
+log = logging.getLogger(__name__)
+
+MAX_RUNNING = 64
+"""Maximum number of pauses and updates that wait for workers."""
+MAX_STATES = 1024
+"""Maximum number of models with a state."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A message of the operator that waits for the answers of workers."""
+
+    session: Session
+    stream_id: int
+    result: Rollout
+    order: Order
+    awaited: dict[int, Worker] = field(default_factory=dict)
+    """The workers that have not answered the order, by id."""
+    prepared: dict[int, Worker] = field(default_factory=dict)
+    """The workers that have read the weights."""
+    read: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By dtype: the hash of the weights, and the first worker that reported it."""
+    give_up_at: float = float("inf")
+    """When an update ends with ``timeout`` if weights have not been read."""
+
+
+class Rollouts:
+    """The pauses and the weights of models. ``BrokerState.states`` has their current states."""
+
+    def __init__(self, state: BrokerState, placement: Placement) -> None:
+        self._state = state
+        self._states = state.states
+        self._out = state.out
+        self._placement = placement
+        self._running: dict[int, _Running] = {}
+        """By the number of the order."""
+
+    # --- messages of the operator ---------------------------------------------------------------
+
+    def pause(self, session: Session, frames: list[bytes]) -> None:
+        """Handles PAUSE."""
+        message: PauseModel = decode_as(PauseModel, frames[1])
+        model = self._model(message.model)
+        state = replace(self._state_of(model), paused=message.mode)
+        order = self._order("pause", state)
+        order.pause = message.mode
+        self._begin(session, message.stream_id, order, self._serving(model))
+        self._states[model] = state
+
+    def resume(self, session: Session, frames: list[bytes]) -> None:
+        """Handles RESUME."""
+        message: ResumeModel = decode_as(ResumeModel, frames[1])
+        model = self._model(message.model)
+        state = replace(self._state_of(model), paused=None)
+        order = self._order("resume", state)
+        self._begin(session, message.stream_id, order, self._serving(model))
+        self._states[model] = state
+
+    def update(self, session: Session, frames: list[bytes]) -> None:
+        """Handles UPDATE_WEIGHTS: begins its first phase."""
+        message: UpdateWeights = decode_as(UpdateWeights, frames[1])
+        model = self._model(message.model)
+        state = self._state_of(model)
+        if not message.folder.startswith("/"):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"the folder {message.folder!r} is a relative path; expected an absolute path on "
+                "the workers' machines",
+                path="$.folder",
+            )
+        version = message.version or state.version + 1
+        if version <= state.version:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"version {version} of the weights of {model} is not new; the current version is "
+                f"{state.version}; name a higher one",
+                path="$.version",
+            )
+        if any(one.order.model == model and _changes(one) for one in self._running.values()):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"the weights of {model} are being updated; try again when that update has ended",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        workers = [w for w in self._serving(model) if model in w.models]
+        if not workers:
+            raise UnavailableError(
+                Code.NO_WORKER,
+                f"no worker has loaded the model {model!r}; send a request for the model first",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        new = replace(state, version=version, folder=message.folder)
+        order = self._order("prepare", new)
+        order.update = message.mode
+        one = self._begin(session, message.stream_id, order, workers)
+        one.give_up_at = self._state.now + message.timeout_s
+
+    # --- messages of workers --------------------------------------------------------------------
+
+    def on_done(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles ORDER_DONE."""
+        done: OrderDone = decode_as(OrderDone, frames[2], "msgpack")
+        one = self._running.get(done.number)
+        if one is None or done.action != one.order.action:
+            return
+        if one.awaited.pop(worker.id, None) is None:
+            return
+        if done.action == "prepare":
+            error = done.error or self._compared(one, worker, done)
+            if error:
+                one.prepared[worker.id] = worker
+                why = f"no worker has new weights, because {worker.name} cannot have them: {error}"
+                self._give_up(one, RequestError(Code.INVALID_FIELD, why, path="$.folder"))
+                return
+            one.prepared[worker.id] = worker
+        elif done.error:
+            log.warning("worker %s: %s", worker.name, done.error)
+        else:
+            result = one.result
+            result.workers += 1
+            result.streams += done.streams
+            result.update_pause_ms = max(result.update_pause_ms, done.pause_ms)
+            result.weights = result.weights or done.weights
+        self._go_on(one)
+
+    def on_lost(self, worker: Worker) -> None:
+        """Handles the loss of a worker: it receives the current states when it registers again."""
+        for one in list(self._running.values()):
+            one.prepared.pop(worker.id, None)
+            if one.awaited.pop(worker.id, None) is not None:
+                self._go_on(one)
+
+    def adopt(self, worker: Worker, states: Iterable[ModelState]) -> None:
+        """Takes over what a worker reports that another broker, or this broker before a restart,
+        has decided."""
+        for reported in states:
+            known = self._states.get(reported.model)
+            if known is None and len(self._states) >= MAX_STATES:
+                log.warning("the state of the model %s was ignored", reported.model)
+                continue
+            if known is None:
+                self._states[reported.model] = reported
+            elif reported.version > known.version:
+                new = replace(known, version=reported.version, folder=reported.folder)
+                self._states[reported.model] = new
+            if reported.version > (known.version if known is not None else 0):
+                self._send(self._order("commit", reported), self._serving(reported.model, worker))
+
+    def tick(self, now: float) -> None:
+        """Gives up updates whose time is over."""
+        for one in list(self._running.values()):
+            if one.order.action == "prepare" and now > one.give_up_at:
+                names = ", ".join(sorted(w.name for w in one.awaited.values()))
+                why = f"no worker has new weights, because they were not read in time by: {names}"
+                self._give_up(one, ServiceError(Code.TIMEOUT, why))
+
+    # --- the phases -----------------------------------------------------------------------------
+
+    def _begin(
+        self, session: Session, stream_id: int, order: Order, workers: list[Worker]
+    ) -> _Running:
+        if len(self._running) >= MAX_RUNNING or len(self._states) >= MAX_STATES:
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"{len(self._running)} pauses and updates wait for workers and {len(self._states)} "
+                f"models have a state; {MAX_RUNNING} and {MAX_STATES} are allowed; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        result = Rollout(model=order.model, version=order.version)
+        one = _Running(session, stream_id, result, order)
+        self._running[order.number] = one
+        one.awaited = {worker.id: worker for worker in workers}
+        self._send(order, workers)
+        if not workers:
+            self._go_on(one)
+        return one
+
+    def _go_on(self, one: _Running) -> None:
+        """Continues with the next phase if all workers have answered."""
+        if one.awaited:
+            return
+        if one.order.action == "prepare":
+            self._commit(one)
+            return
+        del self._running[one.order.number]
+        self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
+
+    def _commit(self, one: _Running) -> None:
+        """Begins the second phase: the new weights are the current ones from now on."""
+        order, current = one.order, self._state_of(one.order.model)
+        if not one.prepared:
+            why = f"all workers of {order.model} were lost; the weights have not changed"
+            self._give_up(one, UnavailableError(Code.WORKER_LOST, why, retry_after_s=RETRY_AFTER_S))
+            return
+        if order.version <= current.version:
+            why = (
+                f"no worker has new weights, because {order.model} has version {current.version} "
+                "since; name a higher version"
+            )
+            self._give_up(one, RequestError(Code.CONFLICT, why, path="$.version"))
+            return
+        self._states[order.model] = replace(current, version=order.version, folder=order.folder)
+        one.order = order = replace(order, action="commit")
+        workers = self._serving(order.model)
+        one.awaited = {worker.id: worker for worker in workers}
+        log.info("%s: version %d is in %s", order.model, order.version, order.folder)
+        self._send(order, workers)
+
+    def _give_up(self, one: _Running, error: TokenbusError) -> None:
+        """Ends an update in its first phase: no worker has changed."""
+        del self._running[one.order.number]
+        drop = replace(one.order, action="drop")
+        self._send(drop, [*one.awaited.values(), *one.prepared.values()])
+        self._out.count_error(error)
+        body = error_body(error, one.stream_id, b"UPDATE_WEIGHTS")
+        self._out.to_session(one.session, b"ERROR", body)
+
+    # --- their details --------------------------------------------------------------------------
+
+    @staticmethod
+    def _compared(one: _Running, worker: Worker, done: OrderDone) -> str:
+        """Why a worker's weights are not those of the others; empty if they are."""
+        if not done.weights:
+            return ""
+        weights, name = one.read.setdefault(done.dtype, (done.weights, worker.name))
+        if weights == done.weights:
+            return ""
+        return f"it has read other weights than {name}; expected equal files on all machines"
+
+    def _order(self, action: str, state: ModelState) -> Order:
+        return Order(
+            number=next(self._state.ids),
+            action=action,  # type: ignore[arg-type]
+            model=state.model,
+            version=state.version,
+            folder=state.folder,
+        )
+
+    def _send(self, order: Order, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            self._out.to_worker(worker, b"ORDER", order)
+
+    def _model(self, name: str) -> str:
+        """The model that a message names; raises an error if no worker serves it."""
+        name = name or self._state.pools.default_model
+        self._placement.candidates("gpu", name)
+        return name
+
+    def _state_of(self, model: str) -> ModelState:
+        return self._states.get(model) or ModelState(model=model)
+
+    def _serving(self, model: str, besides: Worker | None = None) -> list[Worker]:
+        """The GPU workers that serve a model, also on demand."""
+        workers = self._state.workers.values()
+        return [w for w in workers if w.role == "gpu" and w.serves(model) and w is not besides]
+
+
+def _changes(one: _Running) -> bool:
+    """Whether a running message is an UPDATE_WEIGHTS."""
+    return one.order.action in ("prepare", "commit")

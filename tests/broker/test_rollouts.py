@@ -1,0 +1,184 @@
+"""Pauses and new weights: all workers of a model change, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenbus.broker.outgoing import Side
+from tokenbus.protocol.messages import ModelInfo
+from tokenbus.protocol.worker_messages import ModelState, Order, OrderDone, Unregister
+
+from ..worlds.broker import Bench, peer_of
+
+MODEL = ModelInfo(name="m", vocab_size=8, context_length=8, eos_token_ids=[], fingerprint="")
+UPDATE = {"stream_id": 5, "model": "m", "folder": "/weights/1"}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A broker with two workers of a model."""
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.worker(name, models=[MODEL])
+    return bench
+
+
+def orders(bench: Bench, name: str) -> list[Order]:
+    """The orders sent to a worker since the last call."""
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
+    bench.sent = [m for m in bench.sent if m not in mine]
+    return [
+        msgspec.msgpack.decode(m.frames[2], type=Order) for m in mine if m.frames[0] == b"ORDER"
+    ]
+
+
+def the_order(bench: Bench, name: str, action: str) -> Order:
+    [order] = orders(bench, name)
+    assert order.action == action
+    return order
+
+
+def answer(bench: Bench, name: str, order: Order, **fields: Any) -> None:
+    done = OrderDone(number=order.number, action=order.action, **fields)
+    bench.send(name, "ORDER_DONE", done)
+
+
+def operator(bench: Bench) -> tuple[str, Any]:
+    """The only message to the operator since the last call."""
+    [message] = bench.to_client("operator")
+    return message
+
+
+def test_all_workers_read_the_weights_before_any_uses_them(bench: Bench) -> None:
+    assert bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"mode": "keep"}) == []
+    first, second = (the_order(bench, name, "prepare") for name in ("a", "b"))
+    assert (first.version, first.folder, first.update) == (1, "/weights/1", "keep")
+    answer(bench, "a", first, weights="w", dtype="f")
+    assert orders(bench, "a") == []
+    answer(bench, "b", second, weights="w", dtype="f")
+    first, second = (the_order(bench, name, "commit") for name in ("a", "b"))
+    answer(bench, "a", first, streams=2, pause_ms=3.0, weights="w")
+    assert bench.to_client("operator") == []
+    answer(bench, "b", second, streams=1, pause_ms=1.0, weights="w")
+    kind, message = operator(bench)
+    assert (kind, message["stream_id"]) == ("MSG", 5)
+    assert message["result"] == {
+        "model": "m",
+        "version": 1,
+        "workers": 2,
+        "streams": 3,
+        "update_pause_ms": 3.0,
+        "weights": "w",
+    }
+
+
+@pytest.mark.parametrize("fault", ["an error", "other weights"])
+def test_no_worker_changes_if_one_cannot_have_the_weights(bench: Bench, fault: str) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    first, second = (the_order(bench, name, "prepare") for name in ("a", "b"))
+    answer(bench, "a", first, weights="w", dtype="f")
+    if fault == "an error":
+        answer(bench, "b", second, error="the tensor 'x' is missing")
+    else:
+        answer(bench, "b", second, weights="v", dtype="f")
+    for name in ("a", "b"):
+        the_order(bench, name, "drop")
+    kind, error = operator(bench)
+    assert (kind, error["stream_id"], error["code"]) == ("ERROR", 5, "invalid_field")
+    assert "because b cannot have them: " in error["message"]
+    assert bench.worker("c", models=[MODEL]).states == []
+
+
+def test_a_worker_that_is_lost_between_the_phases_returns_with_the_new_version(
+    bench: Bench,
+) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    first, second = (the_order(bench, name, "prepare") for name in ("a", "b"))
+    answer(bench, "b", second, weights="w", dtype="f")
+    bench.send("b", "UNREGISTER", Unregister())
+    answer(bench, "a", first, weights="w", dtype="f")
+    commit = the_order(bench, "a", "commit")
+    [state] = bench.worker("b", models=[MODEL]).states
+    assert (state.model, state.version, state.folder) == ("m", 1, "/weights/1")
+    answer(bench, "a", commit)
+    assert operator(bench)[1]["result"]["workers"] == 1
+
+
+def test_an_update_whose_workers_are_all_lost_changes_nothing(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    for name in ("a", "b"):
+        bench.send(name, "UNREGISTER", Unregister())
+    kind, error = operator(bench)
+    assert (kind, error["code"]) == ("ERROR", "worker_lost")
+    assert bench.worker("a", models=[MODEL]).states == []
+
+
+def test_an_update_is_given_up_when_its_time_is_over(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"timeout_s": 1.0})
+    answer(bench, "a", the_order(bench, "a", "prepare"), weights="w", dtype="f")
+    bench.pass_time(1.5)
+    kind, error = operator(bench)
+    assert (kind, error["code"]) == ("ERROR", "timeout")
+    assert "were not read in time by: b" in error["message"]
+    assert [order.action for order in orders(bench, "b")] == ["prepare", "drop"]
+
+
+def test_a_restarted_broker_learns_the_state_and_brings_others_up_to_date() -> None:
+    bench = Bench()
+    bench.worker("a", models=[MODEL])
+    state = ModelState(model="m", version=3, folder="/weights/3", paused="keep")
+    assert bench.worker("b", models=[MODEL], states=[state]).states == [state]
+    order = the_order(bench, "a", "commit")
+    assert (order.version, order.folder) == (3, "/weights/3")
+    [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"version": 3})
+    assert (kind, error["path"]) == ("ERROR", "$.version")
+    assert "the current version is 3" in error["message"]
+
+
+def test_a_pause_is_answered_by_all_workers_and_holds_for_later_ones(bench: Bench) -> None:
+    bench.client("operator", "PAUSE", {"stream_id": 5, "mode": "wait"})
+    waits = [the_order(bench, name, "pause") for name in ("a", "b")]
+    assert [order.pause for order in waits] == ["wait", "wait"]
+    assert [s.paused for s in bench.worker("c").states] == ["wait"]
+    answer(bench, "a", waits[0], streams=2)
+    bench.client("operator", "RESUME", {"stream_id": 6})
+    answer(bench, "b", waits[1])
+    assert operator(bench)[1]["result"] == {"model": "m", "workers": 2, "streams": 2}
+    for name in ("a", "b", "c"):
+        answer(bench, name, the_order(bench, name, "resume"))
+    assert operator(bench)[1]["result"] == {"model": "m", "workers": 3}
+    assert [s.paused for s in bench.worker("d").states] == [None]
+
+
+@pytest.mark.parametrize("kind", ["PAUSE", "RESUME", "UPDATE_WEIGHTS"])
+def test_only_the_operator_may_change_a_model(bench: Bench, kind: str) -> None:
+    bench.client("g", "HELLO", {"capabilities": ["gateway"]})
+    for name, key in (("g", ""), ("k", "a tenant")):
+        [(answered, error)] = bench.client(name, kind, UPDATE, key=key)
+        assert (answered, error["code"]) == ("ERROR", "not_allowed")
+    assert orders(bench, "a") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"folder": "weights"}, "invalid_field", "is a relative path"),
+        ({"model": "other"}, "unknown_model", "served are: m"),
+        ({"mode": "fast"}, "invalid_field", "mode"),
+    ],
+)
+def test_a_wrong_update_is_refused(
+    bench: Bench, change: dict[str, Any], code: str, said: str
+) -> None:
+    [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | change)
+    assert (kind, error["code"]) == ("ERROR", code)
+    assert said in error["message"] or said in error["path"]
+    assert orders(bench, "a") == []
+
+
+def test_a_model_has_one_update_at_a_time(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"stream_id": 6})
+    assert (kind, error["code"]) == ("ERROR", "queue_full")

@@ -1,0 +1,392 @@
+"""PAUSE, RESUME and UPDATE_WEIGHTS at a GPU worker.
+
+The broker sends each as ORDERs. New weights are read on a thread, while streams run, and replace
+the old ones between two steps. The worker runs no new stream of a model before it has the model's
+current weights, and none while the model is paused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from msgspec.structs import replace
+
+from ....protocol.bodies import encode_body
+from ....protocol.errors import Code, RequestError
+from ....protocol.header import encode_header
+from ....protocol.messages import Cancel, UpdateMode
+from ....protocol.worker_messages import ModelState, Order, OrderDone
+from ..engine.engine import Engine
+from ..model.allow_list import is_allowed
+from ..model.models import Models
+from ..model.new_weights import NewWeights, WeightsError, read_weights
+from .arrivals import Arrivals
+from .live_streams import LiveStreams
+from .streams import Frames, Stream
+
+log = logging.getLogger(__name__)
+
+MAX_READ = 4
+"""Maximum number of models with weights that are read or prepared at the same time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Weights that are read, or that wait to replace the old ones."""
+
+    model: str
+    engine: Engine
+    version: int
+    folder: str
+    mode: UpdateMode = "recompute"
+    prepare: tuple[Order, int] | None = None
+    """The order that waits for the weights to be read, and its link."""
+    commits: list[tuple[Order, int]] = field(default_factory=list)
+    """The orders that wait for the weights to replace the old ones, and their links."""
+    committed: bool = False
+    """Whether the weights replace the old ones as soon as they have been read. They are the
+    model's current weights."""
+    read: NewWeights | None = None
+    link: int = -1
+    """The link of ``prepare``."""
+
+
+class Rollouts:
+    """The current weights and the pauses of a worker's models.
+
+    ``post`` sends frames over a link. ``changed`` is called when the registration has changed.
+    ``wake`` is called on another thread when ``act`` has work. ``cancel`` ends a stream.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        arrivals: Arrivals,
+        streams: LiveStreams,
+        allow: list[str],
+        calls: Calls,
+    ) -> None:
+        self._models = models
+        self._arrivals = arrivals
+        self._streams = streams
+        self._allow = allow
+        self._calls = calls
+        self._states: dict[str, ModelState] = {}
+        """By model: the broker's decisions. The engine may not have the weights yet."""
+        self._readings: dict[str, _Reading] = {}
+        self._orders: list[tuple[Order, int]] = []
+        """The orders that ``act`` will follow, and their links."""
+        self._waits: dict[str, list[tuple[Order, int, int]]] = {}
+        """By model: the PAUSEs that wait for the end of streams, with their links and the number
+        of these streams."""
+        self._wanted: SimpleQueue[_Reading] = SimpleQueue()
+        self._read: SimpleQueue[tuple[_Reading, NewWeights | WeightsError]] = SimpleQueue()
+        self._reader: threading.Thread | None = None
+        self.failed: str | None = None
+        """The reason why the worker must exit; its models may be mixtures, or outdated."""
+
+    @property
+    def states(self) -> list[ModelState]:
+        """The models whose weights have changed, or that are paused; safe on another thread."""
+        return list(self._states.values())
+
+    def frozen(self, model: str) -> bool:
+        """Whether no step of a model may run, because the model is paused."""
+        state = self._states.get(model)
+        return state is not None and state.paused == "keep"
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def on_order(self, order: Order, link: int) -> None:
+        """Receives an order. Requests that arrive later wait until it has been followed."""
+        if order.action in ("commit", "pause"):
+            self._arrivals.held.add(order.model)
+        self._orders.append((order, link))
+
+    def on_states(self, states: Iterable[ModelState]) -> None:
+        """Receives the current states from a broker that has registered this worker."""
+        for state in states:
+            known = self._states.get(state.model)
+            if known is not None and known.version > state.version:
+                # The broker has not received the registration with the new version yet.
+                state = replace(known, paused=state.paused)
+            self._states[state.model] = state
+            self._catch_up(state.model)
+            self._settle(state.model)
+
+    def on_lease(self, link: int) -> None:
+        """Discards the weights that the broker of a link has not made the current ones, because a
+        new lease begins."""
+        for model, reading in list(self._readings.items()):
+            if reading.link == link and not reading.committed:
+                del self._readings[model]
+
+    def hold(self, model: str) -> None:
+        """Called before a model is loaded: its requests wait if it may not have its current
+        weights."""
+        state = self._states.get(model)
+        if state is not None and state.version:
+            self._arrivals.held.add(model)
+
+    def on_loaded(self, model: str) -> None:
+        """Called when a model has been loaded."""
+        self._catch_up(model)
+        self._settle(model)
+
+    # --- between two steps ----------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Follows the orders that have arrived, and replaces weights that have been read. Called
+        between two steps."""
+        while not self._read.empty():
+            self._take_read(*self._read.get())
+        orders, self._orders = self._orders, []
+        for order, link in orders:
+            match order.action:
+                case "prepare":
+                    self._prepare(order, link)
+                case "commit":
+                    self._commit(order, link)
+                case "drop":
+                    self._drop(order)
+                    self._done(order, link)
+                case "pause":
+                    self._pause(order, link)
+                case "resume":
+                    self._resume(order, link)
+            self._settle(order.model)
+        for model in list(self._waits):
+            if not self._streams_of(model):
+                self._answer_waits(model)
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def _prepare(self, order: Order, link: int) -> None:
+        """Begins to read weights. A model that is not loaded has nothing to prepare."""
+        engine = self._models.engines.get(order.model)
+        if engine is None:
+            self._done(order, link)
+        elif not is_allowed(order.folder, self._allow):
+            shown = ", ".join(self._allow) or "empty"
+            error = f"the folder {order.folder!r} is not in the allow-list ({shown})"
+            self._done(order, link, error=error)
+        elif self._reads_current(order.model) or len(self._readings) >= MAX_READ:
+            error = "the worker still reads other weights; try again when it has read them"
+            self._done(order, link, error=error)
+        else:
+            reading = _Reading(order.model, engine, order.version, order.folder, order.update)
+            reading.prepare, reading.link = (order, link), link
+            self._begin(reading)
+
+    def _reads_current(self, model: str) -> bool:
+        """Whether the current weights of a model are being read."""
+        reading = self._readings.get(model)
+        return reading is not None and reading.committed
+
+    def _commit(self, order: Order, link: int) -> None:
+        """Makes weights the current ones of a model."""
+        state = self._states.get(order.model) or ModelState(model=order.model)
+        if order.version > state.version:
+            state = replace(state, version=order.version, folder=order.folder)
+            self._states[order.model] = state
+        self._catch_up(order.model, order.update)
+        reading = self._readings.get(order.model)
+        if reading is None:
+            self._done(order, link)
+            self._calls.changed()
+            return
+        reading.commits.append((order, link))
+        if reading.read is not None:
+            self._replace(reading)
+
+    def _drop(self, order: Order) -> None:
+        """Discards weights that are not the current ones."""
+        reading = self._readings.get(order.model)
+        if reading is not None and not reading.committed and reading.version == order.version:
+            del self._readings[order.model]
+
+    def _catch_up(self, model: str, mode: UpdateMode = "recompute") -> None:
+        """Begins to read the current weights of a loaded model that has not got them yet."""
+        engine, state = self._models.engines.get(model), self._states.get(model)
+        if engine is None or state is None or engine.loaded.version >= state.version:
+            return
+        reading = self._readings.get(model)
+        if reading is None or (reading.engine, reading.version) != (engine, state.version):
+            commits = reading.commits if reading is not None else []
+            reading = _Reading(model, engine, state.version, state.folder, commits=commits)
+            self._begin(reading)
+        reading.mode, reading.committed = mode, True
+
+    def _begin(self, reading: _Reading) -> None:
+        """Begins to read weights, instead of other weights of the model."""
+        before = self._readings.get(reading.model)
+        if before is not None and before.prepare is not None:
+            order, link = before.prepare
+            self._done(order, link, error="another update of the model has begun")
+        self._readings[reading.model] = reading
+        self._wanted.put(reading)
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_all, name="weights", daemon=True)
+            self._reader.start()
+
+    def _read_all(self) -> None:
+        """Reads weights, on a separate thread."""
+        while True:
+            reading = self._wanted.get()
+            found: NewWeights | WeightsError
+            try:
+                found = read_weights(reading.engine.loaded, reading.folder, reading.version)
+            except WeightsError as error:
+                found = error
+            except Exception as error:
+                log.exception("reading the weights of %s failed", reading.model)
+                found = WeightsError(f"reading {reading.folder!r} failed: {error}")
+            self._read.put((reading, found))
+            self._calls.wake()
+
+    def _take_read(self, reading: _Reading, found: NewWeights | WeightsError) -> None:
+        if self._readings.get(reading.model) is not reading:
+            return
+        error = str(found) if isinstance(found, WeightsError) else ""
+        if isinstance(found, NewWeights):
+            reading.read = found
+        if reading.prepare is not None:
+            order, link = reading.prepare
+            reading.prepare = None
+            weights = found.weights if isinstance(found, NewWeights) else ""
+            dtype = str(reading.engine.loaded.dtype)
+            self._done(order, link, error=error, weights=weights, dtype=dtype)
+        if error:
+            del self._readings[reading.model]
+            if reading.committed:
+                self._outdated(reading, error)
+        elif reading.committed:
+            self._replace(reading)
+        self._settle(reading.model)
+
+    def _replace(self, reading: _Reading) -> None:
+        """Replaces the weights of a model. The worker exits if this fails."""
+        assert reading.read is not None
+        model, engine, new = reading.model, reading.engine, reading.read
+        del self._readings[model]
+        if self._models.engines.get(model) is not engine:
+            self._catch_up(model)
+            for order, link in reading.commits:
+                self._done(order, link)
+            return
+        began = time.perf_counter()
+        try:
+            kept = engine.replace_weights(new, reading.mode == "keep")
+        except Exception as error:
+            log.exception("replacing the weights of %s failed", model)
+            self.failed = f"replacing the weights of {model} failed: {error}"
+            return
+        pause_ms = round((time.perf_counter() - began) * 1000, 3)
+        streams = self._streams.change_path(model, engine.path, kept)
+        self._arrivals.embeddings.restart(engine)
+        log.info(
+            "%s has version %d of its weights (%s) from %s: %d streams, %.1f ms, %s",
+            *(model, new.version, new.weights, new.folder, streams, pause_ms, reading.mode),
+        )
+        self._calls.changed()
+        for order, link in reading.commits:
+            self._done(order, link, streams=streams, pause_ms=pause_ms, weights=new.weights)
+
+    def _outdated(self, reading: _Reading, error: str) -> None:
+        """Handles a model whose current weights cannot be read. Its streams move to other workers,
+        or wait for them."""
+        model = reading.model
+        why = f"{model} cannot have version {reading.version} of its weights: {error}"
+        for order, link in reading.commits:
+            self._done(order, link, error=why)
+        if model == self._models.default or self._streams_of(model):
+            self.failed = why
+            return
+        log.error("%s", why)
+        self._models.unload(model)
+        refusal = RequestError(Code.MODEL_LOAD_FAILED, why, path="$.model")
+        self._arrivals.fail_model(model, refusal)
+        self._calls.changed()
+
+    # --- pauses ---------------------------------------------------------------------------------
+
+    def _pause(self, order: Order, link: int) -> None:
+        model = order.model
+        state = self._states.get(model) or ModelState(model=model)
+        self._states[model] = replace(state, paused=order.pause)
+        live = self._streams_of(model)
+        if order.pause == "abort":
+            waiting = [s for s in self._arrivals.streams() if s.model == model]
+            for stream in live + waiting:
+                self._calls.cancel(stream, Cancel(stream_id=stream.stream_id))
+        if order.pause == "wait" and live:
+            self._waits.setdefault(model, []).append((order, link, len(live)))
+        else:
+            self._done(order, link, streams=len(live))
+
+    def _resume(self, order: Order, link: int) -> None:
+        state = self._states.get(order.model)
+        if state is not None:
+            self._states[order.model] = replace(state, paused=None)
+        self._answer_waits(order.model)
+        self._done(order, link, streams=len(self._streams_of(order.model)))
+
+    def _answer_waits(self, model: str) -> None:
+        for order, link, streams in self._waits.pop(model, ()):
+            self._done(order, link, streams=streams)
+
+    # --- their details --------------------------------------------------------------------------
+
+    def _settle(self, model: str) -> None:
+        """Holds the new requests of a model, or begins them."""
+        state, reading = self._states.get(model), self._readings.get(model)
+        paused = state is not None and state.paused is not None
+        if paused or (reading is not None and reading.committed):
+            self._arrivals.held.add(model)
+        elif model in self._arrivals.held and self.failed is None:
+            self._arrivals.held.discard(model)
+            self._arrivals.release(model)
+
+    def _streams_of(self, model: str) -> list[Stream]:
+        return [stream for stream in self._streams if stream.model == model]
+
+    def _done(
+        self,
+        order: Order,
+        link: int,
+        error: str = "",
+        streams: int = 0,
+        pause_ms: float = 0.0,
+        weights: str = "",
+        dtype: str = "",
+    ) -> None:
+        """Answers an order."""
+        body = OrderDone(
+            number=order.number,
+            action=order.action,
+            error=error,
+            streams=streams,
+            pause_ms=pause_ms,
+            weights=weights,
+            dtype=dtype,
+        )
+        self._calls.post([b"ORDER_DONE", encode_header(), encode_body(body, "msgpack")], link)
+
+
+@dataclass(slots=True, frozen=True)
+class Calls:
+    """The functions of the worker that ``Rollouts`` calls."""
+
+    post: Callable[[Frames, int], None]
+    """Sends frames over a link."""
+    changed: Callable[[], None]
+    """Called when the registration has changed."""
+    wake: Callable[[], None]
+    """Called on another thread when ``act`` has work."""
+    cancel: Callable[[Stream, Cancel], None]
+    """Ends a stream."""
