@@ -101,7 +101,13 @@ class GpuWorker:
             self._bus.changed,
             self._bus.interrupt,
         )
-        calls = Calls(self._bus.post, self._bus.changed, self._bus.interrupt, self._cancel)
+        calls = Calls(
+            post=self._bus.post,
+            changed=self._bus.changed,
+            wake=self._bus.interrupt,
+            cancel=self._cancel,
+            held=self._steering.kept_ends,
+        )
         self._rollouts = Rollouts(
             self._models, self._arrivals, self._streams, settings.allow, calls
         )

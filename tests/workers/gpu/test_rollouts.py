@@ -228,6 +228,22 @@ def first_decided(tmp_path: Path, folder: str, mode: str) -> Any:
     return loop.entries(3)[0]
 
 
+def test_a_last_token_that_waits_for_its_controller_has_its_own_version(
+    tmp_path: Path, loaded: LoadedModel, folder: str
+) -> None:
+    old, loop = loaded.weights, Loop(tmp_path, loaded)
+    loop.generate(3, controller="c", max_tokens=1)
+    worker = loop.worker
+    until(loop, lambda _: worker._models.engines["m"]._scheduler.deferred)
+    loop.decide(3, "sample")
+    until(loop, lambda _: worker._steering.kept_ends(3))
+    update(loop, folder)
+    assert loop.entries(3) == []
+    loop.decide(3, "stop")
+    until(loop, lambda each: each.entries(3))
+    assert loop.entries(3)[0]["span"]["weights"] == old
+
+
 def test_weights_that_cannot_be_had_change_nothing(
     tmp_path: Path, loaded: LoadedModel, folder: str
 ) -> None:

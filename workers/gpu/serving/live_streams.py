@@ -291,13 +291,24 @@ class LiveStreams:
             self._post(frames, stream.link)
         return last_rows
 
-    def change_path(self, model: str, path: ForwardPath, kept: Collection[int]) -> int:
+    def change_path(
+        self,
+        model: str,
+        path: ForwardPath,
+        kept: Collection[int],
+        held: Callable[[int], list[TokenOutput]] = lambda request: [],
+    ) -> int:
         """Sets how the streams of a model are computed from now on. ``kept``: the requests that
-        keep a part of their KV cache. Returns the number of the streams."""
+        keep a part of their KV cache. ``held``: the outputs of a request that have been computed
+        and will be sent later. Returns the number of the streams."""
         self._dissolve()
         streams = [stream for stream in self if stream.model == model]
         for stream in streams:
+            computed = held(stream.request)
+            for output in computed:
+                stream.begin(output)
             stream.compute_by(path, stream.request in kept)
+            stream.begun.update(output.seq for output in computed)
             log.debug(
                 "request %d continues after %d tokens at %s with version %d of the weights, %s",
                 *(stream.request, stream.num_tokens, self._name, path.version, path.weights),

@@ -21,7 +21,7 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.header import encode_header
 from ....protocol.messages import Cancel, UpdateMode
 from ....protocol.worker_messages import ModelState, Order, OrderDone
-from ..engine.engine import Engine
+from ..engine.engine import Engine, TokenOutput
 from ..model.allow_list import is_allowed
 from ..model.models import Models
 from ..model.new_weights import NewWeights, WeightsError, read_weights
@@ -287,7 +287,7 @@ class Rollouts:
             self.failed = f"replacing the weights of {model} failed: {error}"
             return
         pause_ms = round((time.perf_counter() - began) * 1000, 3)
-        streams = self._streams.change_path(model, engine.path, kept)
+        streams = self._streams.change_path(model, engine.path, kept, self._calls.held)
         self._arrivals.embeddings.restart(engine)
         log.info(
             "%s has version %d of its weights (%s) from %s: %d streams, %.1f ms, %s",
@@ -390,3 +390,5 @@ class Calls:
     """Called on another thread when ``act`` has work."""
     cancel: Callable[[Stream, Cancel], None]
     """Ends a stream."""
+    held: Callable[[int], list[TokenOutput]]
+    """The outputs of a request that have been computed and will be sent later."""
