@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients import Client, RequestError, Rollout, Stream
+from tokenbus.clients.operator import Operator
 
 from ..processes import Bus, until
 from ..workers.gpu.changed_weights import write_embedded
@@ -40,17 +41,17 @@ def test_weights_change_at_all_workers_or_at_none(tmp_path: Path) -> None:
         narrow = bus.start_worker(allow="/nowhere/*")
         bus.wait_for_models("embedded", workers=3)
         with pytest.raises(RequestError, match="is not in the allow-list"):
-            client.update_weights(first, timeout_s=WAIT_S)
+            Operator(client).update_weights(first, timeout_s=WAIT_S)
         assert versions(client) == [0, 0, 0]
         narrow.kill()
         bus.workers.remove(narrow)
         until(lambda: len(versions(client)) == 2, WAIT_S, "two workers")
 
         streams = [begun(client, seed) for seed in range(1, 5)]
-        assert client.pause().streams == 4
-        done = client.update_weights(first, timeout_s=WAIT_S)
+        assert Operator(client).pause().streams == 4
+        done = Operator(client).update_weights(first, timeout_s=WAIT_S)
         assert (done.version, done.workers, done.streams) == (1, 2, 4)
-        client.resume()
+        Operator(client).resume()
         for stream in streams:
             assert sum(1 for _ in stream)
             [sequence] = stream.sequences
@@ -61,7 +62,7 @@ def test_weights_change_at_all_workers_or_at_none(tmp_path: Path) -> None:
         stopped.send(signal.SIGSTOP)
         results: list[Rollout] = []
         update = threading.Thread(
-            target=lambda: results.append(client.update_weights(second, timeout_s=WAIT_S))
+            target=lambda: results.append(Operator(client).update_weights(second, timeout_s=WAIT_S))
         )
         update.start()
         stopped.kill()
