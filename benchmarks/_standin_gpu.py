@@ -76,7 +76,7 @@ class SleepingDevice:
         self._busy_until = max(time.monotonic(), self._busy_until) + self._seconds
 
 
-def draw(logits: torch.Tensor, which: Sequence[int] | None, rows: Rows) -> Drawn:
+def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Drawn:
     """Chooses an arbitrary token for each row; with a mask, an allowed token."""
     count, vocab = len(rows.parameters), logits.shape[-1]
     tokens = (np.arange(count) * 7919 + 101) % vocab

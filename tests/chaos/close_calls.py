@@ -36,12 +36,12 @@ def main() -> int:
     choose = sampler._choose
 
     def choose_and_look(
-        own: torch.Tensor, rows: sampler.Rows, best: torch.Tensor | None = None
+        logits: torch.Tensor, rows: sampler.Rows, best: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chosen, allowed = choose(own, rows, best)
+        chosen, allowed = choose(logits, rows, best)
         kept = chosen.clone()
         for _ in range(TRIES):
-            noisy = own + NOISE * torch.randn_like(own)
+            noisy = logits + NOISE * torch.randn_like(logits)
             other, _ = choose(noisy, rows)
             for i in (other != kept).nonzero().flatten().tolist():
                 print(CLOSE_CALL, rows.parameters.seeds[i], flush=True)

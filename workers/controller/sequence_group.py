@@ -512,7 +512,7 @@ class SequenceGroup:
             self._max_tokens,
             self._ignore_eos,
             self.memory,
-            SequenceTools(self.tools, variables) if self.tools is not None else None,
+            tools=SequenceTools(self.tools, variables) if self.tools is not None else None,
         )
 
     def _buffer(self) -> memoryview:

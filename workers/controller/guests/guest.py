@@ -290,8 +290,8 @@ class GuestProcess:
             spec.max_tokens,
             spec.ignore_eos,
             self._memory if spec.counted else None,  # type: ignore[arg-type]
-            _Questions(),
-            _Tools(),
+            questions=_Questions(),
+            tools=_Tools(),
         )
         return host, log
 
