@@ -363,6 +363,12 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _ids(ids: Sequence[int], path: str) -> list[int]:
+    if isinstance(ids, str):
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"{ids[:40]!r} is text; expected a list of token ids",
+            path=path,
+        )
     try:
         return [int(i) for i in ids]
     except (TypeError, ValueError) as error:

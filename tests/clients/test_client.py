@@ -347,6 +347,12 @@ def test_a_wrong_option_is_named(client: Client, options: Any, says: str) -> Non
         client.generate(PROMPT, **options).wait()
 
 
+def test_a_text_in_place_of_token_ids_is_named(client: Client) -> None:
+    with pytest.raises(RequestError, match="'tea' is text; expected a list of token ids") as caught:
+        client.embed([[1], "tea"])  # type: ignore[list-item]
+    assert caught.value.path == "$.inputs[1]"
+
+
 def test_a_wrong_prompt_is_named(client: Client) -> None:
     for prompt in ("caf\udce9", b"bytes"):
         with pytest.raises(RequestError, match=r"UTF-8|bytes") as caught:

@@ -407,7 +407,10 @@ def test_a_body_that_is_not_one_is_refused(gateway: Gateway) -> None:
 
     broken = post(b'{"prompt": ')
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
-    assert post(b"prompt=x", "application/x-www-form-urlencoded").status_code == 415
+    form = "application/x-www-form-urlencoded"
+    assert post(b"prompt=x", form).json()["error"]["code"] == "invalid_json"
+    assert post(b'{"prompt": "x", "max_tokens": 1}', form).status_code == 200
+    assert post(b'{"prompt": "x"}', form, origin=gateway.url).status_code == 415
     assert post(b"[]").status_code == 400
     large = request_head(gateway, 200 * 1024 * 1024)
     assert b" 413 " in large.partition(b"\r\n")[0]
