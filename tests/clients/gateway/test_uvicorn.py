@@ -5,6 +5,7 @@ A release that changes one of these has to be looked at before pyproject.toml al
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import tomllib
@@ -60,8 +61,17 @@ def test_the_methods_that_are_overridden_are_there_and_take_the_same(
     own: type, base: type, methods: dict[str, list[str]]
 ) -> None:
     assert overridden(own, base) == set(methods)
+    [node] = ast.parse(inspect.getsource(base)).body
+    # The source is as uvicorn has it. sse-starlette, which the tests of tools import, replaces a
+    # method of the class.
+    assert isinstance(node, ast.ClassDef)
+    found = {
+        one.name: one
+        for one in node.body
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     for name, parameters in methods.items():
-        assert list(inspect.signature(getattr(base, name)).parameters)[1:] == parameters, name
+        assert [argument.arg for argument in found[name].args.args][1:] == parameters, name
 
 
 @pytest.mark.parametrize(("owner", "names"), ATTRIBUTES.items())

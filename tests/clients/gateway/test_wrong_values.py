@@ -44,7 +44,6 @@ IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
             {"messages": [IMAGE]},
             "messages[0].content[0].type: expected 'text', not 'image_url'",
         ),
-        (ResponsesRequest, {"background": True}, "background: expected false, not true"),
         (
             ResponsesRequest,
             {"truncation": "some"},

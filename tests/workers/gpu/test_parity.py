@@ -103,8 +103,8 @@ def test_a_seed_gives_the_same_alone_and_in_a_batch_of_32(
             ignore_eos=True,
         )
 
-    alone = [begin(seed).tokens for seed in range(32)]
-    together = [s.tokens for s in [begin(seed) for seed in range(32)]]
+    alone = [begin(seed).tokens() for seed in range(32)]
+    together = [s.tokens() for s in [begin(seed) for seed in range(32)]]
     assert together == alone
     assert len({tuple(t) for t in alone}) > 16
 

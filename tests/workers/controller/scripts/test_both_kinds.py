@@ -122,7 +122,7 @@ def test_a_class_with_the_four_calls_runs_in_both_kinds() -> None:
     [
         (
             "def mid_process(self, group): return 5",
-            "TypeError: mid_process returned 5; right would",
+            "TypeError: mid_process returned 5; expected",
         ),
         ("def mid_process(self, group): return sample([])", "no token is allowed"),
         ("def mid_process(self, group): return splice(-1)", "splice.backtrack=-1."),

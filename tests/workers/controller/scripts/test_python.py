@@ -191,8 +191,8 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
         ("def main(ctx): pass", r"main is not a coroutine function; expected async def main"),
         ("import numpy", "line 1: ImportError"),
         (
-            "from tokenbus.workers.controller.python import Controller",
-            "cannot import Controller; .* need: tokenbus controller serve",
+            "from tokenbus.workers.controller.python import ScriptProgram",
+            "cannot import ScriptProgram; .* need: tokenbus controller serve",
         ),
         (main("x = = 1"), "line 2: SyntaxError"),
         ("def f(): f()\nf()", "RuntimeError: maximum recursion depth exceeded"),
