@@ -14,7 +14,7 @@ SCRIPTS := $(wildcard workers/controller/scripts/*/*.c)
 SDK := $(wildcard workers/controller/sdk/*.h workers/controller/sdk/examples/*.c)
 FOLDERS := $(PACKAGES) tests benchmarks
 
-.PHONY: install image demo test test-quick test-paused test-long test-clients model mutants fuzz chaos ray triton lint bench bench-peers clean
+.PHONY: install image demo test test-quick test-paused test-long test-hostile test-clients model mutants fuzz chaos ray triton lint bench bench-peers clean
 .DEFAULT_GOAL := install
 
 install: $(INSTALLED)
@@ -61,6 +61,10 @@ test: install
 # Runs the tests that do not start processes, in about 85 seconds on two cores.
 test-quick: install
 	$(PYTEST) -m 'not process' $(ARGS)
+
+# Makes all attacks of tests/hostile. make test makes one of three.
+test-hostile: install
+	ATTACKS=all $(PY) -m pytest -q tests/hostile $(ARGS)
 
 # Runs all tests while random processes are stopped for random times: make test-paused SEED=7.
 test-paused: install

@@ -29,12 +29,14 @@ class Broker:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * BOUND_S))
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
 
     async def receive(self) -> tuple[bytes, bytes, Any]:
-        peer, kind, body = await asyncio.to_thread(self.socket.recv_multipart)
+        # The end of the loop waits for this thread.
+        while not await asyncio.to_thread(self.socket.poll, 50):
+            pass
+        peer, kind, body = self.socket.recv_multipart()
         return peer, kind, msgspec.json.decode(body)
 
     def welcome(self, peer: bytes) -> None:
