@@ -226,7 +226,7 @@ class Dispatcher:
             return
         self._pools.remove(worker)
         if not self._pools.names(worker.role).issuperset(worker.names()):
-            self._state.recovery.lost(self._state.now)
+            self._state.recovery.lost(worker.role, self._state.now)
         self._placement.on_lost(worker)
         self._controllers.on_lost(worker)
         self._take_from(worker, list(worker.requests.values()), loss)

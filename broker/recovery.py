@@ -15,6 +15,11 @@ from .settings import BrokerSettings
 
 MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
 """Error codes of requests that no registered worker serves."""
+MISSING_OF_ROLE = {
+    "gpu": (Code.NO_WORKER, Code.UNKNOWN_MODEL),
+    "controller": (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER),
+}
+"""Error codes of requests that a lost worker of a role may have served."""
 
 
 class Recovery:
@@ -31,12 +36,14 @@ class Recovery:
         self._settled_at = min(started + settings.expiry_s, self.until)
         self._follows = False
         self._expiry_s = settings.expiry_s
-        self._back_until = float("-inf")
+        self._back_until: dict[Code | str, float] = {}
+        """Until when a lost worker may register that served requests with an error code."""
 
-    def lost(self, now: float) -> None:
+    def lost(self, role: str, now: float) -> None:
         """Records the loss of the last worker that served a model or a controller: it or its
         successor may register within ``expiry_s``."""
-        self._back_until = now + self._expiry_s
+        for code in MISSING_OF_ROLE.get(role, ()):
+            self._back_until[code] = now + self._expiry_s
 
     def follow(self) -> None:
         """Records that a client or worker was connected to an earlier run of this broker."""
@@ -54,8 +61,8 @@ class Recovery:
         ``expiry_s``. If nothing shows an earlier run, it waits for ``expiry_s``, and only while no
         worker is registered.
         """
-        if now < self._back_until:
-            return error.code in MISSING
+        if now < self._back_until.get(error.code, float("-inf")):
+            return True
         if self._follows:
             return error.code in MISSING and now < self.until
         return error.code == Code.NO_WORKER and now < self._settled_at

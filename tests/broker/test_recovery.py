@@ -191,6 +191,15 @@ def test_a_request_after_the_loss_of_all_workers_waits_for_them() -> None:
     assert errors(bench.client("c", "GENERATE", generate(4))) == {4: "no_worker"}
 
 
+def test_an_unknown_model_is_refused_at_once_after_the_loss_of_a_controller_worker() -> None:
+    bench = Bench(expiry_s=60.0)
+    bench.worker("gpu", patterns=["m"], default="m")
+    controller_worker(bench, "python", "mine")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("python"), bench.now)
+    assert errors(bench.client("c", "GENERATE", generate(1, model="n"))) == {1: "unknown_model"}
+    assert errors(bench.client("c", "GENERATE", generate(2, controller="mine"))) == {}
+
+
 def test_what_waits_counts_as_queued() -> None:
     bench = Bench(recover_s=30.0, max_queued=1)
     bench.client("c", "GENERATE", generate(1))
