@@ -17,6 +17,8 @@ export class Chat extends EventTarget {
   #live = new Map();
   /** What stops each running answer, by the answer's id. */
   #running = new Map();
+  /** Number of saves that have not ended. */
+  #saves = 0;
   /** Removed conversations, which their ended answers must not save again. */
   #removed = new Set();
   conversation = null;
@@ -149,7 +151,10 @@ export class Chat extends EventTarget {
 
   async #put(conversation) {
     if (this.#removed.has(conversation.id)) return false;
-    return this.#attempt(() => this.#store.put(conversation));
+    document.body.toggleAttribute("data-saving", ++this.#saves > 0);
+    const done = await this.#attempt(() => this.#store.put(conversation));
+    document.body.toggleAttribute("data-saving", --this.#saves > 0);
+    return done;
   }
 
   async #attempt(work) {

@@ -108,6 +108,11 @@ class Chat:
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
             self.problems.append(message.text)
 
+    def reload(self) -> None:
+        """Loads the page again when it has saved everything."""
+        expect(self.page.locator("body[data-saving]")).to_have_count(0)
+        self.page.reload()
+
     def send(self, text: str) -> None:
         """Types a message and sends it with the keyboard."""
         self.page.get_by_label("Message", exact=True).fill(text)
@@ -273,7 +278,7 @@ def test_an_edited_message_begins_a_version_of_the_conversation(
     expect(users.last).to_contain_text("changed")
     users.last.get_by_role("button", name="Earlier version").click()
     expect(chat.text).to_have_text("two")
-    chat.page.reload()
+    chat.reload()
     expect(chat.text).to_have_text("two")
     chat.answer.get_by_role("button", name="Branch").click()
     expect(chat.page.locator("#conversations > li")).to_have_count(2)
@@ -420,7 +425,7 @@ def test_a_reloaded_page_resumes_its_answer(chat: Chat, worker: SteppedWorker) -
     stream = worker.begun()
     stream.step(text="one ")
     expect(chat.text).to_have_text("one")
-    chat.page.reload()
+    chat.reload()
     again = worker.begun()
     assert again.generate.seed == stream.generate.seed
     again.step(text="one ")
