@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
@@ -26,6 +27,8 @@ KV_CACHE_BYTES = 256 * 2**20
 """The default of a GPU worker: enough for 80,000 tokens of the embedded model. All of it
 is written when it is made."""
 
+LOG_SIZE = 4000
+"""Maximum characters of each log that a failed test shows."""
 LASTING: dict[str, object] = {
     "kv_cache_bytes": KV_CACHE_BYTES,
     "log_level": "debug",
@@ -54,16 +57,30 @@ def until(condition: Callable[[], object], seconds: float, what: str | Callable[
         time.sleep(0.02)
 
 
+_random = random.SystemRandom()
+_ports: set[int] = set()
+"""The ports that ``free_port`` has returned in this process."""
+_port_locks = os.open(
+    Path(tempfile.gettempdir(), f"tokenbus-test-ports-{os.getuid()}"), os.O_RDWR | os.O_CREAT, 0o600
+)
+"""A file in which each test process locks the bytes at its ports until it ends."""
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nothing listens.
+    """A port of 127.0.0.1 at which nothing listens. No other test process gets it, also before
+    something listens there: a client would otherwise connect to the broker of another test.
 
     Below those that the kernel gives to outgoing connections: one of these could take the port of a
     broker that is being started again, even a client's attempt to reach it.
     """
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = _random.randrange(20_000, 32_000)
+        if port in _ports:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
+            fcntl.lockf(_port_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             probe.bind(("127.0.0.1", port))
+            _ports.add(port)
             return port
 
 
@@ -224,8 +241,8 @@ class Bus:
         with self.client() as client:
 
             def ready() -> bool:
-                for worker in self.workers:
-                    assert worker.alive, worker.log
+                for process in (self.broker, *self.workers):
+                    assert process.alive, process.log
                 try:
                     status = client.status(timeout_s=60.0)
                 except TokenbusError:
@@ -234,6 +251,12 @@ class Bus:
                 return len(serving) >= workers
 
             until(ready, seconds, f"{workers} workers with {models}")
+
+    @property
+    def logs(self) -> str:
+        """The last lines of the logs of all its processes."""
+        files = sorted(self.folder.glob("*.log"))
+        return "".join(f"--- {file.name}\n{file.read_text()[-LOG_SIZE:]}" for file in files)
 
     def __enter__(self) -> Self:
         return self
