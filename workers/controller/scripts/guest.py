@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
@@ -36,7 +34,8 @@ class ScriptModule:
         """Creates an instance and runs the script up to its end, which defines ``main``."""
         text = self._text
         if text is None:
-            text, host = host.arg, replace(host, arg=b"")
+            # A copy of the host would not have its later limits and distributions.
+            text, host.arg = host.arg, b""
         state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits, host.memory)
         try:

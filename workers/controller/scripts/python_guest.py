@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -48,16 +47,16 @@ class PythonModule:
 
     def start(self, host: Host) -> Controller:
         """A controller with the script at its beginning."""
-        text = self._text
-        if text is None:
-            text, host = host.arg, replace(host, arg=b"")
+        text = host.arg if self._text is None else self._text
         script = text.decode("utf-8", "replace")
 
         async def drive(ctx: Context) -> None:
             assert isinstance(ctx, PythonContext)
+            if self._text is None:
+                ctx.remove_arg()
             session = ctx.session(self._template, script)
             try:
-                asked = session.begin(host.limits)
+                asked = session.begin(ctx.limits)
                 while asked is not None:
                     asked = await ctx.step(session, asked)
             finally:
@@ -83,6 +82,15 @@ class PythonContext(Context):
 
     calls: GuestCalls
 
+    @property
+    def limits(self) -> Limits:
+        """The limits of this sequence. A fork has limits of its own."""
+        return self._host.limits
+
+    def remove_arg(self) -> None:
+        """Removes the argument of the sequence, because the argument is the script itself."""
+        self._host.arg = b""
+
     def session(self, template: Template, script: str) -> PythonSession:
         """An interpreter for the script of this context."""
         host, transcript = self._host, self._transcript
@@ -103,7 +111,7 @@ class PythonContext(Context):
         )
         answer = await self.answer(asked)
         renews = replaying or number != self.calls.number
-        limit_s = self._host.limits.round_s if renews else None
+        limit_s = self.limits.round_s if renews else None
         session.guest.host_bytes = self._transcript.stored_bytes
         # The worker bounds the time of its constraints itself.
         asks = asked.text.startswith('["next_tokens"')
@@ -190,8 +198,7 @@ class PythonContext(Context):
         if not isinstance(text, str | bytes):
             raise _wrong(f"tokens of {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)
-        limits = self._host.limits
-        most = limits.max_text(limits.round_s)
+        most = self.limits.max_text(self.limits.round_s)
         if size > most:
             raise _wrong(
                 f"the text to tokenize has {size} bytes; at most {most} are allowed at once"
