@@ -6,7 +6,7 @@ controller of a built-in constraint, and calls the guest again with the tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
@@ -40,14 +40,7 @@ class ScriptProgram:
 
     def start(self, host: Host) -> Controller:
         """Creates a guest; raises TokenbusError if the script fails."""
-        questions = ConstraintQuestions(self._constraints, host)
-        host.questions = questions
-        try:
-            guest = self._guests.start(host)
-        except BaseException:
-            questions.close()
-            raise
-        return ScriptController(guest, host, self._constraints, questions)
+        return ScriptController(self._guests.start, host, self._constraints)
 
 
 class ScriptController:
@@ -55,15 +48,19 @@ class ScriptController:
 
     def __init__(
         self,
-        guest: Controller,
+        make: Callable[[Host], Controller],
         host: Host,
         constraints: FindConstraint,
-        questions: ConstraintQuestions,
     ) -> None:
-        self._guest = guest
+        """``make`` creates the guest; its errors are raised."""
         self._host = host
         self._constraints = constraints
-        self._questions = questions
+        self._questions = host.questions = ConstraintQuestions(constraints, host)
+        try:
+            self._guest = make(host)
+        except BaseException:
+            self._questions.close()
+            raise
         self._generation: Generation | None = None
         self._length = 0
         """Number of tokens after the prompt."""
@@ -134,17 +131,14 @@ class ScriptController:
 
     def fork(self, host: Host) -> ScriptController:
         """Copies the guest and the text."""
-        questions = ConstraintQuestions(self._constraints, host)
-        host.questions = questions
-        try:
-            guest = self._guest.fork(host)
-        except BaseException:
-            questions.close()
-            raise
-        other = ScriptController(guest, host, self._constraints, questions)
+        other = ScriptController(self._guest.fork, host, self._constraints)
         other._length, other._held, other._detour = self._length, self._held, self._detour
         if self._generation is not None:
-            other._generation = self._generation.fork(host)
+            try:
+                other._generation = self._generation.fork(host)
+            except BaseException:
+                other.close()
+                raise
         return other
 
     def close(self) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from functools import partial
 
 import pytest
 import wasmtime
-from tokenbus.protocol.errors import TokenbusError
+from tokenbus.protocol.errors import Code, ControllerError, TokenbusError
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Constraint
 from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.engines import engine as interpreter
 from tokenbus.workers.controller.scripts.modules import script_module
+from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
+from tokenbus.workers.state.variables import VariableStorage
 
-from ..played import engine
-from ..python.runs import Run
+from ..played import UNHURRIED, engine
+from ..python.runs import Run, vocabulary
 from . import script_runs
 from .script_runs import says
 
@@ -245,3 +251,46 @@ def test_a_script_cannot_ask_for_more_tokens_than_a_text_has() -> None:
     call = "host.call('ask', json.dumps(['token_bytes', [0, 10 ** 12], {}]))"
     run = play("import host, json\n" + main(call, "await ctx.fixed('a')"))
     assert run.text() == "a"
+
+
+class Uncopied:
+    """A constraint whose copies fail, as they do without memory."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._constraint, name)
+
+    def fork(self, host: Host) -> Constraint:
+        raise ControllerError(Code.CONTROLLER_FAILED, "no memory for a copy")
+
+
+class UncopiedRegex:
+    """The program of this constraint."""
+
+    def start(self, host: Host) -> Constraint:
+        regex = script_runs.constraints().get("regex")
+        assert regex is not None
+        return Uncopied(regex.start(host))  # type: ignore[return-value]
+
+
+def test_a_fork_that_fails_in_a_text_frees_the_copy_of_the_script() -> None:
+    script = main("await ctx.gen(regex='[ab]+')").encode()
+    module = script_module(engine, "python", script_runs.compiled("python"), script)
+    storage = VariableStorage()
+
+    def host(seq: int) -> Host:
+        variables = SequenceVariables(1, seq, storage.apply, lambda: None)
+        return Host(1, seq, b"", vocabulary(), variables, Log(1000), UNHURRIED, 9)
+
+    controller = ScriptProgram(module, lambda kind: UncopiedRegex()).start(host(0))
+    controller.init_prompt(())
+    controller.pre_process()
+    controller.mid_process((0,), memoryview(bytearray(512)))
+    threads = threading.active_count()
+    with pytest.raises(ControllerError, match="no memory for a copy") as failure:
+        controller.fork(host(1))
+    assert failure.tb is not None
+    assert threading.active_count() == threads
+    controller.close()
