@@ -164,7 +164,7 @@ class _InProcess:
         return answer_of(json.loads(request))
 
     async def end(self) -> None:
-        """There is no process."""
+        """Does nothing, because templates are rendered in the program's own process."""
 
 
 class RenderingProcess:

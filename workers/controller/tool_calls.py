@@ -254,7 +254,7 @@ class SequenceTools:
         self._variables = variables
 
     def begin(self, tool: str, arguments: bytes) -> str:
-        """As ``host.Tools`` says."""
+        """See ``host.Tools``."""
         return self._group.begin(self._variables, tool, arguments)
 
     def with_variables(self, variables: SequenceVariables) -> SequenceTools:

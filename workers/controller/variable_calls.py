@@ -201,14 +201,14 @@ class SequenceVariables:
         return self._write("append", name, value, when_version_is)
 
     def receive(self) -> bytes | None:
-        """As ``host.Variables`` says."""
+        """See ``host.Variables``."""
         notices = self._inputs()
         answer = self._do("take", "")
         self.awaited_input = None if answer.version else notices
         return (answer.value or b"") if answer.version else None
 
     def send(self, text: bytes) -> None:
-        """As ``host.Variables`` says."""
+        """See ``host.Variables``."""
         self._round_bytes += len(text)
         self._sent_bytes += len(text)
         round_over = self._round_bytes > ROUND_BYTES

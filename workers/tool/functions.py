@@ -105,7 +105,7 @@ class Function:
         )
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
-        """As ``Served`` says."""
+        """See ``Served``."""
         try:
             decoded = self._decode(arguments or b"{}")
         except msgspec.MsgspecError as error:

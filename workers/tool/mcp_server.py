@@ -121,7 +121,7 @@ class _McpTool:
         )
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
-        """As ``Served`` says."""
+        """See ``Served``."""
         return await self._server.call(self.info.name, arguments)
 
 
