@@ -31,6 +31,37 @@ async function main(ctx) {
   ctx.send("ended");
 }
 """
+C_SOURCE = r"""
+#include "tokenbus.h"
+
+static tb_bytes text;
+static uint32_t turn, room = 1;
+static bool asked;
+
+tb_answer tb_pre_process(void) {
+    if (!room) return tb_go_on();
+    if (!asked) {
+        char question[16] = "turn 0";
+        question[5] += turn;
+        tb_send(question, 6);
+        asked = true;
+    }
+    if (!tb_receive(&text)) return tb_suspend();
+    if (text.len == 3 && !memcmp(text.data, "end", 3)) {
+        tb_send("ended", 5);
+        return tb_stop();
+    }
+    asked = false, turn += 1, room = 0;
+    tb_tokens tokens = tb_tokenize(text.data, text.len);
+    return tb_append(tokens.ids, tokens.n);
+}
+
+tb_answer tb_mid_process(const uint32_t *group, uint32_t n) {
+    (void)group, (void)n;
+    room = 1;
+    return tb_sample(0);
+}
+"""
 SCRIPTS = {"python": PYTHON, "javascript": JAVASCRIPT}
 TURNS = ("one ", "two ", "three ")
 MESSAGES = ["turn 0", "turn 1", "turn 2", "turn 3", "ended"]

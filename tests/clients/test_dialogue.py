@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +16,10 @@ from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
 from tokenbus.protocol.scripts import marked_script
 from websockets.sync.client import ClientConnection, connect
 
-from ..processes import Bus, Gateway
-from .dialogues import MESSAGES, SCRIPTS, TURNS, answered, next_message
+from ..processes import Bus, Gateway, until
+from ..workers.controller.wasm.guests import compile_guest
+from ..worlds.controllers import serving_main
+from .dialogues import C_SOURCE, MESSAGES, PYTHON, SCRIPTS, TURNS, answered, next_message
 
 NEVER = b"""
 async def main(ctx):
@@ -39,9 +42,29 @@ def client(steered: Bus) -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize("language", SCRIPTS)
-def test_a_dialogue_of_several_turns(client: Client, language: str) -> None:
-    stream = client.generate("Hello. ", controller=f"dialogue-{language}", temperature=0.0)
+def serves(client: Client, controller: str) -> bool:
+    workers = client.status(timeout_s=60.0).workers
+    return any(controller in worker.controllers for worker in workers)
+
+
+@pytest.fixture
+def controller(
+    client: Client, steered: Bus, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """The dialogue in this language: a script, a module in C, or a function that is served."""
+    if request.param == "c":
+        yield client.upload_controller(compile_guest(C_SOURCE)).module
+    elif request.param == "served":
+        with serving_main(steered, tmp_path, "dialogue_own", PYTHON.decode()):
+            until(lambda: serves(client, "dialogue_own:main"), 300.0, "the controller")
+            yield "dialogue_own:main"
+    else:
+        yield f"dialogue-{request.param}"
+
+
+@pytest.mark.parametrize("controller", [*SCRIPTS, "c", "served"], indirect=True)
+def test_a_dialogue_of_several_turns(client: Client, controller: str) -> None:
+    stream = client.generate("Hello. ", controller=controller, temperature=0.0)
     answered(stream, [*TURNS, "end"])
     [sequence] = stream.sequences
     assert (sequence.messages, sequence.error) == (MESSAGES, None)

@@ -77,9 +77,11 @@ class System:
 
 
 @contextmanager
-def serving_main(bus: Bus, folder: Path, module: str) -> Iterator[None]:
+def serving_main(
+    bus: Bus, folder: Path, module: str, text: str = "async def main(ctx):\n    pass\n"
+) -> Iterator[None]:
     """Runs a worker that serves the controller ``main`` of a new Python module in a folder."""
-    (folder / f"{module}.py").write_text("async def main(ctx):\n    pass\n")
+    (folder / f"{module}.py").write_text(text)
     served = Process(
         "tokenbus.workers.controller",
         folder / "served.log",
