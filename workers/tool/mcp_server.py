@@ -58,7 +58,7 @@ class McpServer:
         except RequestError:
             raise
         except Exception as error:
-            text = str(error) or type(error).__name__
+            text = str(_cause(error)) or type(_cause(error)).__name__
             raise _wrong(f"the MCP server {self._command!r} did not start: {text}") from None
 
     async def call(self, name: str, arguments: bytes) -> Any:
@@ -154,6 +154,13 @@ def _result(name: str, answer: CallToolResult) -> Any:
     # Servers wrap a result that is not an object.
     alone = isinstance(structured, dict) and structured.keys() == {"result"}
     return structured["result"] if alone else structured
+
+
+def _cause(error: Exception) -> Exception:
+    """The first of the errors of a task group, which the package raises as a group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _wrong(message: str) -> RequestError:

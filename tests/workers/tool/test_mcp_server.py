@@ -106,6 +106,7 @@ def test_the_end_of_the_server_is_reported(server: Started) -> None:
         ("", "the command of the MCP server is empty"),
         ('"', "is not a valid command"),
         ("/nowhere/at-all", "did not start"),
+        ("false", "the MCP server 'false' did not start: Connection closed"),
     ],
 )
 def test_a_server_that_cannot_start_is_refused(command: str, error: str) -> None:
