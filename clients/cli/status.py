@@ -15,7 +15,7 @@ from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK
 from .options import add_connection
-from .top import FILE_WIDTH
+from .top import FILE_WIDTH, serves
 
 
 def add_command(commands: Any) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             worker.name,
             worker.role,
             worker.state,
-            ", ".join(worker.models or worker.controllers) or "none",
+            serves(worker) or "none",
             f"{worker.requests} of {worker.capacity}",
             f"{worker.load.get('tokens_per_s', 0.0):,.0f}",
             f"{worker.heartbeat_age_s:.1f} s ago",

@@ -190,7 +190,7 @@ class Pictures:
                     worker.name,
                     worker.role,
                     worker.state,
-                    ", ".join(worker.models or worker.controllers),
+                    serves(worker),
                     f"{worker.requests}/{worker.capacity}",
                     *_load(worker),
                     _work(worker, rate(worker.load, load, "rounds", before, now)),
@@ -198,6 +198,11 @@ class Pictures:
                 ]
             )
         return FittedTable(WORKER_COLUMNS, rows)
+
+
+def serves(worker: WorkerStatus) -> str:
+    """The names of the models, controllers or tools that a worker serves."""
+    return ", ".join(worker.models or worker.controllers or worker.tools)
 
 
 def _load(worker: WorkerStatus) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from tokenbus.protocol.scripts import marked_script
 
+from ...clients.test_cli import tokenbus
 from ...processes import Bus, Gateway, Process, until
 
 TOOLS = """
@@ -60,6 +62,8 @@ def tool(steered: Bus, tmp_path: Path) -> Iterator[Process]:
 
 
 def test_a_script_calls_tools_and_catches_their_errors(steered: Bus, tool: Process) -> None:
+    shown = tokenbus(steered, "status").stdout
+    assert re.search(r"^tool-\S+ +tool +ready +add, die ", shown, re.MULTILINE)
     with steered.client() as client:
         module = client.upload_controller(marked_script(SCRIPT, "javascript")).module
         stream = client.generate("Q: ", controller=module, max_tokens=40, temperature=0.0)
