@@ -7,10 +7,14 @@ again until it has the answer. When an input is stored, the broker notifies the 
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.errors import Code
 from ..protocol.header import decode_header, encode_header
 from ..protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS, Input, InputAnswer, Msg
+from ..protocol.shares import fits_share
 from ..protocol.worker_messages import Inputs as Arrived
 from ..protocol.worker_messages import Variable, VariableAnswer
 from .controllers import Controllers
@@ -21,6 +25,24 @@ from .session import Session
 from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker
 
+AGAIN_S = 0.5
+"""Time during which an unanswered input is not passed on again, in seconds."""
+MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
+"""Maximum bytes of the unanswered inputs of all clients. They may all wait for the state worker."""
+INPUT_BYTES = 256
+"""Bytes that count for an unanswered input in addition to its text."""
+
+
+@dataclass(slots=True)
+class _Passed:
+    """An input that was passed to the state worker, and has no answer."""
+
+    owner: str
+    """The client's key, or its session."""
+    size: int
+    at: float
+    """The time at which the input was last passed on, in seconds."""
+
 
 class Inputs:
     """Passes the inputs of clients to the state worker, and its answers back."""
@@ -30,6 +52,10 @@ class Inputs:
         self._out = state.out
         self._controllers = controllers
         self._quotas = quotas
+        self._passed: dict[int, dict[int, _Passed]] = {}
+        """The unanswered inputs, by request and number."""
+        self._bytes = Counter[str]()
+        """The bytes of the unanswered inputs of each owner."""
 
     def on_input(self, session: Session, frames: list[bytes]) -> None:
         """Handles the INPUT of a client. Raises RequestError if it is malformed."""
@@ -41,9 +67,10 @@ class Inputs:
         request = session.streams[message.stream_id]
         worker = self._controllers.state_worker()
         assert worker is not None
-        request.steered.inputs.add(message.number)
-        request.steered.has_inputs = True
         text = message.text.encode("utf-8", "replace")
+        if not self._note(request, message.number, len(text)):
+            return
+        request.steered.has_inputs = True
         operation = Variable(request.id, 0, message.number, "give", "", text)
         tenant = self._quotas.variables(request)
         sent = [b"VARIABLE", encode_header(request.id), encode_body(operation, "msgpack")]
@@ -69,11 +96,19 @@ class Inputs:
         elif self._controllers.state_worker() is None:
             refused.code, refused.retry_after_s = Code.NO_WORKER, RETRY_AFTER_S
             refused.message = "no state worker is running, which stores inputs; try again"
-        elif _crowded(request, message.number):
+        elif message.number in self._passed.get(request.id, ()):
+            return None
+        elif len(self._passed.get(request.id, ())) >= MAX_WAITING_INPUTS:
             refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
             refused.message = (
                 f"{MAX_WAITING_INPUTS} inputs of stream {message.stream_id} wait for an answer; "
                 "more are not allowed"
+            )
+        elif not self._fits(_owner(session), size + INPUT_BYTES):
+            refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
+            refused.message = (
+                f"{self._bytes[_owner(session)]} bytes of this client's inputs wait for an answer, "
+                f"and {self._bytes.total()} of at most {MAX_UNANSWERED_BYTES} bytes of all clients"
             )
         else:
             return None
@@ -82,11 +117,12 @@ class Inputs:
     def on_answer(self, frames: list[bytes]) -> None:
         """Handles the state worker's answer about an input: notifies the controller worker of the
         request, and answers the client."""
-        request = self._state.requests.get(decode_header(frames[1]).request)
+        id_ = decode_header(frames[1]).request
+        stored: VariableAnswer = decode_as(VariableAnswer, frames[2], "msgpack")
+        self._release(id_, stored.count)
+        request = self._state.requests.get(id_)
         if request is None or request.steering is None:
             return
-        stored: VariableAnswer = decode_as(VariableAnswer, frames[2], "msgpack")
-        request.steering.inputs.discard(stored.count)
         if stored.error is None:
             worker = request.steering.worker
             if worker is not None and request.steering.started:
@@ -101,6 +137,38 @@ class Inputs:
             )
         self._answer(request.session, request.stream_id, answer)
 
+    def _note(self, request: Request, number: int, size: int) -> bool:
+        """Records that an input is passed on. Returns False if it was passed on a moment ago."""
+        passed = self._passed.setdefault(request.id, {})
+        known, now = passed.get(number), self._state.now
+        if known is not None and now < known.at + AGAIN_S:
+            return False
+        if known is None:
+            known = passed[number] = _Passed(_owner(request.session), size + INPUT_BYTES, now)
+            self._bytes[known.owner] += known.size
+        known.at = now
+        return True
+
+    def _fits(self, owner: str, size: int) -> bool:
+        """Whether a client may have another unanswered input."""
+        if not fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size):
+            # A lost state worker does not answer the inputs of requests that have ended.
+            for id_ in self._passed.keys() - self._state.requests.keys():
+                for number in list(self._passed[id_]):
+                    self._release(id_, number)
+        return fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size)
+
+    def _release(self, request: int, number: int) -> None:
+        passed = self._passed.get(request, {})
+        known = passed.pop(number, None)
+        if known is None:
+            return
+        if not passed:
+            del self._passed[request]
+        self._bytes[known.owner] -= known.size
+        if not self._bytes[known.owner]:
+            del self._bytes[known.owner]
+
     def _answer(self, session: Session, stream_id: int, answer: InputAnswer) -> None:
         self._out.to_session(session, b"MSG", Msg(stream_id=stream_id, input=answer))
 
@@ -114,7 +182,5 @@ def answers_input(worker: Worker, frames: list[bytes]) -> bool:
     )
 
 
-def _crowded(request: Request, number: int) -> bool:
-    """Whether an input that has not been sent before finds too many unanswered inputs."""
-    unanswered = request.steered.inputs
-    return number not in unanswered and len(unanswered) >= MAX_WAITING_INPUTS
+def _owner(session: Session) -> str:
+    return session.key or str(session.id)

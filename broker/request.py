@@ -106,8 +106,6 @@ class Steering:
     adopted_at: float | None = None
     """The time at which the request was adopted, in seconds. None if this run of the broker
     accepted the request."""
-    inputs: set[int] = field(default_factory=set)
-    """The numbers of the inputs that the state worker has not answered."""
     has_inputs: bool = False
     """Whether an input was sent to the state worker, which then has state of the request."""
 

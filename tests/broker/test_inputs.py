@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenbus.broker import inputs
+from tokenbus.broker.inputs import AGAIN_S, INPUT_BYTES
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
 from tokenbus.protocol.worker_messages import End, Inputs, Variable, VariableAnswer
@@ -92,6 +94,33 @@ def test_a_bounded_number_of_inputs_is_unanswered(bench: Bench) -> None:
     stored(bench, request)
     bench.to_client("c")
     assert give(bench, MAX_WAITING_INPUTS + 1) == []
+
+
+def test_an_input_is_not_passed_on_again_at_once(bench: Bench) -> None:
+    state_worker(bench)
+    begun(bench)
+    for _ in range(9):
+        assert give(bench) == []
+    assert len(bodies(bench, "state", "VARIABLE", Variable)) == 1
+    bench.pass_time(AGAIN_S)
+    assert give(bench) == []
+    assert len(bodies(bench, "state", "VARIABLE", Variable)) == 2
+
+
+def test_a_client_cannot_have_all_room_for_unanswered_inputs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_UNANSWERED_BYTES", 4 * (INPUT_BYTES + 1))
+    state_worker(bench)
+    request = begun(bench).request
+    assert give(bench, 1) == []
+    assert give(bench, 2) == []
+    assert refusal(give(bench, 3))[0] == "queue_full"
+    bench.client("d", "GENERATE", generate(1, controller="mine"))
+    assert give(bench, who="d") == []
+    stored(bench, request)
+    bench.to_client("c")
+    assert give(bench, 3) == []
 
 
 def test_the_inputs_of_a_request_that_ends_before_its_program_begins_are_dropped(
