@@ -23,7 +23,8 @@ MAX_KEPT = 8
 MAX_QUESTIONS = 256
 """Questions between two calls of a script's controller."""
 MAX_MASKS_S = 2.0
-"""CPU time of computing the masks between two calls of a script's controller, in seconds."""
+"""CPU time of making constraints and computing masks between two calls of a script's controller, in
+seconds."""
 MAX_TEXT_TOKENS = 1 << 20
 """Maximum tokens of a text. The constraint closes a text only before this number of tokens."""
 
@@ -53,17 +54,9 @@ class ConstraintQuestions:
             )
         if len(text) > MAX_TEXT_TOKENS - 2:
             raise _failed(f"the text of a constraint has {len(text)} tokens, which is too long")
-        found = self._kept.pop((kind, argument), None)
-        if found is None or not found.is_prefix_of(text):
-            if found is not None:
-                found.close()
-            found = self._started(kind, argument)
-        self._kept[kind, argument] = found
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)[1].close()
         began_s = time.thread_time()
         try:
-            return found.next_tokens(text)
+            return self._text(kind, argument, text).next_tokens(text)
         finally:
             self._spent_s += time.thread_time() - began_s
 
@@ -76,6 +69,18 @@ class ConstraintQuestions:
         for text in self._kept.values():
             text.close()
         self._kept.clear()
+
+    def _text(self, kind: str, argument: str, text: Sequence[int]) -> _Text:
+        """The kept constraint if it has a prefix of ``text``, or a new one."""
+        found = self._kept.pop((kind, argument), None)
+        if found is None or not found.is_prefix_of(text):
+            if found is not None:
+                found.close()
+            found = self._started(kind, argument)
+        self._kept[kind, argument] = found
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)[1].close()
+        return found
 
     def _started(self, kind: str, argument: str) -> _Text:
         program = self._constraints(kind) if kind in KINDS else None
