@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Bytes of the answers that are kept. The answers of the oldest request are dropped first."""
+MAX_KEPT_OF_REQUEST = 64
+"""Answers of a request that are kept. The broker does not ask for older ones (``MAX_ENDED``)."""
+ANSWER_BYTES = 512
+"""Bytes that count for a kept answer in addition to its body."""
 MAX_ERROR = 2_000
 """Maximum characters of the error of a tool; the rest is cut off."""
 
@@ -180,8 +184,11 @@ class Calls:
             answer.error, answer.code = error.message[:MAX_ERROR], str(error.code)
         body = encode_body(answer, "msgpack")
         self.num_done += 1
-        self._kept.setdefault(owner, {})[call.lineage, call.count] = body
-        self._kept_bytes += len(body)
+        of_request = self._kept.setdefault(owner, {})
+        of_request[call.lineage, call.count] = body
+        self._kept_bytes += len(body) + ANSWER_BYTES
+        if len(of_request) > MAX_KEPT_OF_REQUEST:
+            self._kept_bytes -= len(of_request.pop(next(iter(of_request)))) + ANSWER_BYTES
         while self._kept_bytes > MAX_KEPT_BYTES:
             self._drop(next(iter(self._kept)))
         self._send(owner, body)
@@ -191,7 +198,8 @@ class Calls:
         self._post([b"CALL_ANSWER", encode_header(request), body], link)
 
     def _drop(self, owner: _Owner) -> None:
-        self._kept_bytes -= sum(map(len, self._kept.pop(owner, {}).values()))
+        dropped = self._kept.pop(owner, {}).values()
+        self._kept_bytes -= sum(map(len, dropped)) + ANSWER_BYTES * len(dropped)
 
 
 def _encoded(tool: str, result: Any) -> bytes:

@@ -202,3 +202,15 @@ async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         await worker.next()
     worker.call("double", 1, again=True, n=1)
     assert (await worker.next()).code == "worker_lost"
+
+
+async def test_only_the_last_answers_of_a_request_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT_OF_REQUEST", 2)
+    worker = Worker(double)
+    for count in (1, 2, 3):
+        worker.call("double", count, n=count)
+        await worker.next()
+    worker.call("double", 3, again=True, n=3)
+    assert (await worker.next()).value == b"6"
+    worker.call("double", 1, again=True, n=1)
+    assert (await worker.next()).code == "worker_lost"
