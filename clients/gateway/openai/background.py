@@ -87,12 +87,21 @@ async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator
     the response's end."""
     stored = gateway.stored
     user = current_user.get()
+    held = 0
     while True:
         changes = stored.running.changes(user, id)
-        found = await stored.call(lambda database, user: database.find(user, id))
+        found = await stored.call(lambda database, user: database.find(user, id, contents=False))
         if found is None:
             return
         groups = await stored.call(partial(_groups, id, after))
+        size = sum(len(data) for _, data in groups)
+        try:
+            # The client may read slowly.
+            gateway.shares.take_bytes(max(0, size - held))
+        except TokenbusError as error:
+            yield event(from_tokenbus(error).body())
+            return
+        held = max(held, size)
         for first, data in groups:
             events = data.split(b"\n\n")[:-1]
             if rest := events[max(0, after + 1 - first) :]:

@@ -49,6 +49,7 @@ async def response(request: Request) -> Response:
     found = await _found(request)
     await adopt(gateway, found)
     if not query.stream:
+        gateway.shares.take_bytes(len(found.answer))
         return json_response(msgspec.Raw(found.answer))
     if not found.background:
         raise invalid_field(
@@ -94,6 +95,7 @@ async def input_items(request: Request) -> Response:
     found = await _found(request)
     stored = gateway_of(request).stored
     items = await stored.call(lambda database, user: _input_of(database, user, found))
+    gateway_of(request).shares.take_bytes(sum(map(len, items)))
     return json_response(_page(page, items))
 
 

@@ -24,8 +24,9 @@ MAX_CONTEXT_BYTES = 8 * 1024 * 1024
 """Maximum bytes of the items that earlier responses add to one input."""
 OVERHEAD_BYTES = 512
 """Bytes that count for a response, an item and a group of events in addition to their data."""
-EVENT_GROUPS = 64
-"""Number of groups of events that are read at a time."""
+EVENT_GROUPS, EVENT_BYTES = 64, 1024 * 1024
+"""Maximum number of groups of events that are read at a time, and the number of bytes after which
+no further group is read."""
 LEASE_S = 15.0
 """Time in seconds after which another gateway may continue a response that its gateway does not
 report any more."""
@@ -107,16 +108,13 @@ class Database:
         with self._transaction() as run:
             run.execute("DELETE FROM responses WHERE user = ? AND id = ?", (user, response.id))
             [number] = run.execute(
-                "INSERT INTO responses (user, id, previous, status, answer, body, background,"
-                " owner, lease, size, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " RETURNING number",
+                "INSERT INTO responses (user, id, previous, status, background, owner, lease, size,"
+                " used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
                 (
                     user,
                     response.id,
                     response.previous,
                     response.status,
-                    response.answer,
-                    response.body,
                     response.background,
                     owner,
                     now + LEASE_S,
@@ -124,15 +122,21 @@ class Database:
                     now,
                 ),
             ).fetchone()
+            contents = (number, response.answer, response.body)
+            run.execute("INSERT INTO contents VALUES (?, ?, ?)", contents)
             _insert_items(run, number, items, 0)
             self._shrink(user)
         return True
 
-    def find(self, user: str, id: str) -> Stored | None:
-        """The response of a user with this id."""
+    def find(self, user: str, id: str, contents: bool = True) -> Stored | None:
+        """The response of a user with this id; without ``contents``, its answer and body are
+        empty."""
+        answer, body = ("answer", "body") if contents else ("x''", "NULL")
+        join = "JOIN contents ON response = number" if contents else ""
         row = self._connection.execute(
-            "SELECT id, status, answer, previous, background, body, events, lease"
-            " FROM responses WHERE user = ? AND id = ?",
+            f"SELECT id, status, {answer}, previous, background, {body}, events, lease"
+            f" FROM responses {join}"
+            " WHERE user = ? AND id = ?",
             (user, id),
         ).fetchone()
         if row is None:
@@ -239,19 +243,20 @@ class Database:
             if number is None:
                 return False
             [body] = run.execute(
-                "SELECT coalesce(length(body), 0) + length(answer) FROM responses WHERE number = ?",
+                "SELECT coalesce(length(body), 0) + length(answer) FROM contents"
+                " WHERE response = ?",
                 (number,),
             ).fetchone()
             [place] = run.execute(
                 "SELECT count(*) FROM items WHERE response = ?", (number,)
             ).fetchone()
             _insert_items(run, number, items, place)
+            _replace_contents(run, number, response.answer)
             run.execute(
-                "UPDATE responses SET status = ?, answer = ?, body = NULL, owner = NULL,"
-                " size = size + ?, used = ? WHERE number = ?",
+                "UPDATE responses SET status = ?, owner = NULL, size = size + ?, used = ?"
+                " WHERE number = ?",
                 (
                     response.status,
-                    response.answer,
                     len(response.answer) + _size_of(items) - body,
                     time.time(),
                     number,
@@ -291,23 +296,33 @@ class Database:
             answer = msgspec.json.decode(found.answer)
             answer["status"] = found.status = "cancelled"
             found.answer = msgspec.json.encode(answer)
-            run.execute(
-                "UPDATE responses SET status = ?, answer = ?, body = NULL, owner = NULL"
-                " WHERE user = ? AND id = ?",
-                (found.status, found.answer, user, id),
+            sql = (
+                "UPDATE responses SET status = ?, owner = NULL WHERE user = ? AND id = ?"
+                " RETURNING number"
             )
+            [number] = run.execute(sql, (found.status, user, id)).fetchone()
+            _replace_contents(run, number, found.answer)
             return found
 
     def events(self, user: str, id: str, after: int) -> list[tuple[int, bytes]]:
         """The next groups of events after the event with the number ``after``: the number of the
         first event of each, and the events."""
-        return self._connection.execute(
+        rows = self._connection.execute(
             "SELECT first, data FROM events JOIN responses ON response = number"
             " WHERE user = :user AND id = :id AND responses.events > :next AND first >= (SELECT"
             " max(e.first) FROM events AS e WHERE e.response = number AND e.first <= :next)"
             " ORDER BY first LIMIT :limit",
             {"user": user, "id": id, "next": after + 1, "limit": EVENT_GROUPS},
-        ).fetchall()
+        )
+        found: list[tuple[int, bytes]] = []
+        size = 0
+        for first, data in rows:
+            found.append((first, data))
+            size += len(data)
+            if size >= EVENT_BYTES:
+                break
+        rows.close()
+        return found
 
     def _owned(self, user: str, id: str, owner: str) -> int | None:
         row = self._connection.execute(
@@ -351,11 +366,11 @@ class Database:
             self._delete_oldest(largest)
 
     def _delete_oldest(self, user: str) -> None:
-        # Finished responses are deleted first.
+        # Finished responses are deleted first. The index "oldest" has this order.
         self._connection.execute(
             "DELETE FROM responses WHERE number = (SELECT number FROM responses WHERE user = ?"
-            " ORDER BY status IN (?, ?), used LIMIT 1)",
-            (user, *ACTIVE),
+            " ORDER BY status IN ('queued', 'in_progress'), used LIMIT 1)",
+            (user,),
         )
 
     @contextmanager
@@ -372,6 +387,11 @@ class Database:
 
 def _size_of(items: Sequence[Item]) -> int:
     return sum(OVERHEAD_BYTES + len(item.data) for item in items)
+
+
+def _replace_contents(run: sqlite3.Connection, number: int, answer: bytes) -> None:
+    """Stores the answer of a response that is finished, whose body is not needed any more."""
+    run.execute("UPDATE contents SET answer = ?, body = NULL WHERE response = ?", (answer, number))
 
 
 def _insert_items(run: sqlite3.Connection, number: int, items: Sequence[Item], place: int) -> None:

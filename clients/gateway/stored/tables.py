@@ -10,11 +10,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = "responses.sqlite"
-VERSION = 1
+VERSION = 2
 """The version of the tables, which the file has as ``user_version``."""
 BUSY_S = 10.0
 """Time in seconds that a write waits for the write of another gateway."""
 
+# The large columns have their own table, because SQLite reads and writes whole rows: the rows of
+# ``responses`` are updated and searched often.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
@@ -22,8 +24,6 @@ CREATE TABLE IF NOT EXISTS responses (
     id TEXT NOT NULL,
     previous TEXT,
     status TEXT NOT NULL,
-    answer BLOB NOT NULL,
-    body BLOB,
     background INTEGER NOT NULL,
     owner TEXT,
     lease REAL NOT NULL DEFAULT 0,
@@ -32,7 +32,12 @@ CREATE TABLE IF NOT EXISTS responses (
     used REAL NOT NULL,
     UNIQUE (user, id)
 );
-CREATE INDEX IF NOT EXISTS oldest ON responses (user, used);
+CREATE INDEX IF NOT EXISTS oldest ON responses (user, (status IN ('queued', 'in_progress')), used);
+CREATE TABLE IF NOT EXISTS contents (
+    response INTEGER PRIMARY KEY REFERENCES responses ON DELETE CASCADE,
+    answer BLOB NOT NULL,
+    body BLOB
+);
 CREATE TABLE IF NOT EXISTS items (
     response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
     place INTEGER NOT NULL,

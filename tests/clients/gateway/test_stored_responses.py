@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,55 @@ def test_the_user_with_the_most_bytes_makes_room(
     assert [n for n in range(5) if database.find("large", str(n))] == [4]
     assert not database.save("large", stored("huge"), [item("huge", "x" * 20_000)])
     assert database.find("large", "huge") is None
+
+
+def steps(database: Database, work: Callable[[], object]) -> int:
+    """The number of instructions that SQLite executes for ``work``, in hundreds."""
+    count = 0
+
+    def executed() -> None:
+        nonlocal count
+        count += 1
+
+    database._connection.set_progress_handler(executed, 100)
+    work()
+    database._connection.set_progress_handler(None, 0)
+    return count
+
+
+def test_a_response_is_dropped_without_a_search_through_all_responses(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_RESPONSES_OF_ONE", 500)
+    for number in range(500):
+        database.save("ann", stored(str(number)), [])
+    assert steps(database, lambda: database.save("ann", stored("last"), [])) < 20
+    assert database.find("ann", "0") is None
+
+
+def test_new_events_do_not_rewrite_a_large_response(database: Database, tmp_path: Path) -> None:
+    large = b" " * 2**20
+    database.save("ann", Stored("1", "queued", large, None, True, large), [], "owner")
+    with sqlite3.connect(tmp_path / FILE) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert database.append("ann", "1", "owner", 0, b"data: 0\n\n", 1)
+    assert (tmp_path / f"{FILE}-wal").stat().st_size < 2**17
+    found = database.find("ann", "1")
+    assert found is not None
+    assert (found.answer, found.body, found.status) == (large, large, "in_progress")
+    short = database.find("ann", "1", contents=False)
+    assert short is not None
+    assert (short.answer, short.body, short.events) == (b"", None, 1)
+
+
+def test_a_read_of_events_is_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "EVENT_BYTES", 15)
+    database.save("ann", stored("1", status="queued"), [], "owner")
+    for number in range(4):
+        database.append("ann", "1", "owner", number, b"data: %d\n\n" % number, 1)
+    assert [first for first, _ in database.events("ann", "1", -1)] == [0, 1]
+    assert [first for first, _ in database.events("ann", "1", 1)] == [2, 3]
+    assert [first for first, _ in database.events("ann", "1", 3)] == []
 
 
 def test_the_items_of_an_input_are_bounded(
