@@ -53,6 +53,8 @@ MUST_FACTOR = 2
 ``max_pending_bytes``."""
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
+READ_REST_S = 0.5
+"""Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
 """Seconds after a leaving broker's own signal at which its workers have received their signals too,
 if all programs are restarted at the same time. These workers are about to drain."""
@@ -193,6 +195,9 @@ class BrokerServer:
             loop.remove_reader(connections.fd)
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
+        if self._leaving:
+            # The next broker does not see the messages that this broker has not read.
+            self._read_rest()
         self._post(self.core.left() if self._leaving else self.core.stop())
         loop.remove_reader(self._zap.fd)
         self.close()
@@ -291,6 +296,12 @@ class BrokerServer:
         if flush:
             self._flush_all(now)
         return from_clients > 0 or from_workers == BURST or flush
+
+    def _read_rest(self) -> None:
+        """Takes and routes the messages that have arrived, for up to ``READ_REST_S``."""
+        until = time.monotonic() + READ_REST_S
+        while self._take_all() and time.monotonic() < until:
+            pass
 
     def _take(
         self,

@@ -177,6 +177,19 @@ class Call:
         streams = isinstance(self.message, Generate | Score)
         return streams and (self.received > 0 or self.retry_s == 0)
 
+    @property
+    def resends_unknown(self) -> bool:
+        """Whether the client sends the request again, also with a ``retry_s`` of 0, if no worker
+        has reported the stream. The broker did not read the request before it was restarted, or
+        lost the request with its workers. A controller may have had effects, so a steered request
+        is sent again only if it has an idempotency key."""
+        if self.base is not None and not self.tries:
+            return True
+        plain = isinstance(self.message, Score) or (
+            isinstance(self.message, Generate) and not self.message.controller
+        )
+        return plain and self.received == 0
+
     def begin_try(self) -> None:
         """Resets the state of the failed attempt. The counts of delivered entries are kept."""
         self.sent = False

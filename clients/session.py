@@ -501,7 +501,7 @@ class ClientSession:
             self._drop_input(call, _in_flight(call), error, now)
         elif call is not None:
             if call.attaching and body.code == Code.UNKNOWN_STREAM:
-                if call.base is not None and not call.tries:
+                if call.resends_unknown:
                     call.attaching = False
                     self._send_call(call, now)
                     return

@@ -122,6 +122,17 @@ export class Call {
     return (type === "GENERATE" || type === "SCORE") && (this.received > 0 || this.retryS === 0);
   }
 
+  /**
+   * Whether the client sends the request again, also with a `retryS` of 0, if no worker has reported
+   * the stream. The broker did not read the request before it was restarted, or lost the request
+   * with its workers. A controller may have had effects, so a steered request is not sent again.
+   */
+  get resendsUnknown(): boolean {
+    const { type, body } = this.request;
+    const plain = type === "SCORE" || (type === "GENERATE" && !body.controller);
+    return plain && this.received === 0;
+  }
+
   /** Begins another attempt with a new number. The counts of delivered entries are kept. */
   beginTry(number: number): void {
     this.number = number;

@@ -418,7 +418,14 @@ export class Session {
         this.#dropInput(call, sent, error, now);
         return;
       }
-      if (call.attaching && body.code === "unknown_stream") error = endedOffline();
+      if (call.attaching && body.code === "unknown_stream") {
+        if (call.resendsUnknown) {
+          call.attaching = false;
+          this.#sendCall(call, now);
+          return;
+        }
+        error = endedOffline();
+      }
       this.#failed(call, error, now, false);
       return;
     }

@@ -219,6 +219,23 @@ test("a resumed session attaches its streams where they were", () => {
   assert.deepEqual(bench.events(call), [7, 8, "ended"]);
 });
 
+test("a request that a restarted broker does not know is sent again if it has no controller", () => {
+  const bench = new Bench();
+  const [plain, steered] = [bench.begin(), bench.begin(generateCall("x", { controller: "choice" }))];
+  bench.session.disconnected(bench.now, "cut");
+  bench.session.connected(bench.now);
+  const welcome = { version: 1, encoding: "json", session: "T", recovering: true, streams: [] };
+  bench.hear("WELCOME", welcome);
+  bench.sent();
+  for (const { number } of [plain, steered]) {
+    bench.hear("ERROR", { code: "unknown_stream", message: "none", stream_id: number });
+  }
+  const again = bench.sent().map(({ type, body }) => [type, (body as { stream_id?: number }).stream_id]);
+  assert.deepEqual(again, [["GENERATE", plain.number]]);
+  const [error] = bench.events(steered);
+  assert.match(String(error), /while the connection was lost/);
+});
+
 test("an answer to ATTACH can have rows of several streams, some of them received before", () => {
   const bench = new Bench();
   const calls = [bench.begin(), bench.begin()];

@@ -31,6 +31,9 @@ RESULT_BYTES = 256 * 1024
 ASK_BYTES = 4096
 """The cost of a call of the script, as a number of copied bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
+MIN_BYTES = 9 * 1024 * 1024
+"""Memory of an interpreter with this heap. With less, MicroPython would write outside its
+memory."""
 # The collector of garbage does not see references in WebAssembly's locals. So context.upy runs it,
 # where no function of the script is being executed.
 _BOOT = b"import gc, host\ngc.disable()\nexec(host.call('boot', ''))"
@@ -112,6 +115,12 @@ class PythonSession:
 
     def begin(self, limits: Limits) -> Asked | None:
         """Runs the script to its first call; None: it has ended. Raises ControllerError."""
+        if limits.memory_bytes < MIN_BYTES:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"a script in Python needs {MIN_BYTES} bytes of memory; with this many sequences, "
+                f"each of the request may have {limits.memory_bytes}",
+            )
         self.guest = Guest(self._template, self, limits, self._memory)
         before = threading.stack_size(HOST_STACK_BYTES)
         try:

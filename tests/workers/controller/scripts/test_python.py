@@ -247,6 +247,12 @@ def test_hostile_scripts_end_by_the_limits(script: str) -> None:
     assert "outside its memory" not in run.errors[0]
 
 
+def test_a_fork_that_would_get_too_little_memory_fails_with_the_sizes() -> None:
+    run = play(main("while True: await ctx.fork(2)"), limits=Limits(memory_bytes=32 * 2**20))
+    assert any("needs 9437184 bytes of memory; with this many" in e for e in run.errors.values())
+    assert not any("outside its memory" in error for error in run.errors.values())
+
+
 def test_a_script_cannot_ask_for_more_tokens_than_a_text_has() -> None:
     call = "host.call('ask', json.dumps(['token_bytes', [0, 10 ** 12], {}]))"
     run = play("import host, json\n" + main(call, "await ctx.fixed('a')"))
