@@ -90,13 +90,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the logs of the shared processes to the report of a failed test. Escapes lone surrogates
-    in the test's output: no report with one can be sent to the process that collects the
-    reports."""
+    """Adds the logs of the shared processes to the report of a failed test, and their stacks if the
+    test waited too long. Escapes lone surrogates in the test's output: no report with one can be
+    sent to the process that collects the reports."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         shared = (one for one in item.funcargs.values() if isinstance(one, Bus))
-        report.sections += [("logs of the processes", bus.logs) for bus in shared]
+        for bus in shared:
+            report.sections.append(("logs of the processes", bus.logs))
+            if "Timeout" in report.longreprtext:
+                report.sections.append(("stacks of the processes", bus.stacks))
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -257,6 +258,20 @@ class Bus:
         """The last lines of the logs of all its processes."""
         files = sorted(self.folder.glob("*.log"))
         return "".join(f"--- {file.name}\n{file.read_text()[-LOG_SIZE:]}" for file in files)
+
+    @property
+    def stacks(self) -> str:
+        """The stacks of the threads of its broker and workers, as py-spy reads them. They show what
+        a test waited for."""
+        found = ""
+        for process in (self.broker, *self.workers, *self.others):
+            if process.alive:
+                command = [Path(sys.executable).with_name("py-spy"), "dump", "--pid", process.pid]
+                done = subprocess.run(
+                    list(map(str, command)), capture_output=True, text=True, timeout=60, check=False
+                )
+                found += done.stdout + done.stderr
+        return found
 
     def __enter__(self) -> Self:
         return self
