@@ -84,11 +84,12 @@ class Placement:
         return min(free, key=pool.rank, default=None)
 
     def beyond_capacity(self, request: Request) -> Worker | None:
-        """The worker for a request if all workers are full, but the key of the request has no
-        request at a worker; None if the request must wait. Otherwise a key would wait until one of
-        the other keys' long streams ends. For such requests, each worker accepts an eighth more
-        than its capacity. The workers are searched first, because a key may have thousands of
-        sessions.
+        """The worker for a request if all workers are full, but none of them has a request of the
+        same key; None if the request must wait.
+
+        Without this exception, the first request of a key would wait until a long stream of another
+        key ends. For such requests, each worker accepts an eighth more than its capacity. The
+        workers are searched first, because a key may have thousands of sessions.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):
@@ -101,7 +102,7 @@ class Placement:
             return None
         key = request.session.key
         sessions = self._state.sessions.of_key(key) if key else [request.session]
-        # No request has lost its worker, so each stream that is not queued has a worker.
+        # Because ``waiting`` is empty, each stream that is not queued has a worker.
         at_worker = any(len(session.streams) > session.queued for session in sessions)
         return None if at_worker else worker
 

@@ -76,8 +76,8 @@ def add_command(subparsers: Subparsers) -> None:
         verb.add_argument(
             "--tools",
             metavar="T,T",
-            help="tools that the client's programs may call, with * and ?; none; or default: those "
-            "of the setting allow_tools",
+            help="tools that the client's programs may call, with * and ?; 'none' for no tools, "
+            "'default' for the tools of the setting allow_tools",
         )
     revoke = add("revoke", "revoke a key, which also ends its live connections", _revoke)
     revoke.add_argument("name", metavar="NAME", help="holder of the key")

@@ -19,10 +19,10 @@ READY_S = 600.0
 OTHERS_READY_S = 120.0
 """Maximum time until the successor of a broker or a gateway is ready, in seconds."""
 ANSWER_S = 10.0
-"""Maximum time until the broker answers, in seconds. Checked before processes are replaced."""
+"""Maximum time until the broker answers, in seconds. If it does not, no process is replaced."""
 LOOK_EVERY_S = 0.1
 LINGERS = "--lingers"
-"""The flag of a gateway that lets its successor take over after SIGUSR2."""
+"""The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves."""
 
 
 def roll(settings: Settings) -> int:
@@ -106,6 +106,6 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
 
 
 def _lingers(pid: int) -> bool:
-    """Whether a gateway lets its successor take over after SIGUSR2. The signal would kill a process
-    of an older release."""
+    """Whether a process is a gateway that handles SIGUSR2. The signal would kill a gateway of an
+    older release."""
     return LINGERS.encode() in arguments(pid)

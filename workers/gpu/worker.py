@@ -123,8 +123,8 @@ class GpuWorker:
         requests."""
         self._stop_reason = ""
         self._restarts = False
-        """Whether supervisord may start a successor; the worker then asks supervisord. ``stop``
-        sets it."""
+        """Whether supervisord may start a successor. If so, the worker asks supervisord when it
+        begins to drain. ``stop`` sets the flag."""
         self._failed: str | None = None
         """The reason why the worker must exit."""
         self._rate = 0.0
@@ -201,8 +201,8 @@ class GpuWorker:
         self._bus.flush()
 
     def _answer_attaching(self) -> None:
-        """Answers as many ATTACHes as a pass of the loop allows. If a stream has ended, the broker
-        has answered its ATTACHes."""
+        """Answers as many ATTACHes as a pass of the loop allows. Skips streams that have ended,
+        because the broker has answered their ATTACHes."""
         self._attaching.renew()
         answered: dict[Stream, Attaching] = {}
         with self._bus.stepping():
@@ -376,7 +376,8 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
         if known is not None and known.link != message.link:
-            # The other broker has not been notified of the move, and treats the stream as lost.
+            # The stream has moved to another broker. The sender has not been notified, and treats
+            # the stream as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
@@ -416,8 +417,8 @@ class GpuWorker:
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
-        """Drops the streams that the broker gave to other workers while the lease was lost. The
-        broker receives the journals of requests that continue here, because it was restarted or
+        """Drops the streams that the broker gave to other workers while the lease was lost. Sends
+        the journals of requests that continue here to a broker that was restarted or
         disconnected."""
         kept = self._bus.kept(answer, link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):

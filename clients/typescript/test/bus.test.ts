@@ -92,7 +92,7 @@ overEachTransport((test, address) => {
     });
   });
 
-  test("token ids in give token ids out", async (t) => {
+  test("a prompt of token ids gives tokens without text", async (t) => {
     const client = clientOf(t, address);
     const stream = client.generate(Uint32Array.of(5, 6, 7), { max_tokens: 4, top_logprobs: 3 });
     for await (const { token, logprob, top_logprobs = {} } of stream) {
@@ -134,7 +134,7 @@ overEachTransport((test, address) => {
     assert.notEqual(biased, token);
   });
 
-  test("what was generated scores as it did when it was generated", async (t) => {
+  test("generated tokens have the same log-probabilities when they are scored", async (t) => {
     const client = clientOf(t, address);
     const [sequence] = await client.generate(PROMPT, { max_tokens: 5 }).wait();
     const scores = await client.score(PROMPT, sequence?.tokens ?? []);
@@ -299,7 +299,7 @@ overEachTransport((test, address) => {
     assert.ok(columns.every((one) => (one.get(0)?.entries.length ?? 0) >= 3));
   });
 
-  test("streams go on where they were when their connection is cut", async (t) => {
+  test("streams continue without a gap after their connection was cut", async (t) => {
     const json = jsonClientOf(t, address);
     const whole = await entriesOf(json.generate(PROMPT, LONG));
     const wholeOfIds = await entriesOf(json.generate([5, 6, 7], LONG));
@@ -315,7 +315,7 @@ overEachTransport((test, address) => {
     assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
   });
 
-  test("streams go on at the next of several addresses where one is gone", async (t) => {
+  test("streams continue at the next of several addresses if one does not answer", async (t) => {
     const whole = await entriesOf(jsonClientOf(t, address).generate(PROMPT, LONG));
     const proxies = [await proxyTo(t, address), await proxyTo(t, address)];
     const away = new URL(address);
@@ -344,7 +344,7 @@ overEachTransport((test, address) => {
 });
 
 overEachTransport((test, address) => {
-  test("calls give up where no broker answers", async (t) => {
+  test("calls fail if no broker answers", async (t) => {
     const away = new URL(address);
     away.port = "1";
     const client = clientOf(t, away.href, 0.3);

@@ -66,7 +66,8 @@ def go_on() -> Decision:
 
 
 def suspend() -> Decision:
-    """pre_process: suspend until a variable of the request changes or one of its forks ends.
+    """pre_process: suspend until another sequence of the request writes a variable, samples a token
+    or ends.
 
     Then pre_process is called again, and may suspend again.
     """
@@ -101,8 +102,8 @@ def sample(
 
     ``bias`` is added to the logits before the temperature, as ``logit_bias`` is: ``{id: value}``,
     or a value for each token of the vocabulary (an array of float32 is the fastest). Minus infinity
-    forbids a token. ``query`` asks for numbers of the distribution of this token, in place of the
-    controller's own ``query``; ``override`` has sampling parameters for this token.
+    forbids a token. ``query`` queries the distribution that this token is sampled from, in place of
+    the controller's own ``query``; ``override`` has sampling parameters for this token.
     """
     return Decision("sample", Action.CONTINUE, mask=mask, bias=bias, query=query, override=override)
 
