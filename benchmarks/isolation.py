@@ -1,9 +1,9 @@
 """Measures the effect of attacks on another tenant's streams, and the time to import the client.
 
 The attacks are the table of ``tests/hostile``: modules, arguments, and guest processes that were
-taken over. The calm streams of another tenant run all the time, in the same workers. For each
-attack, the largest time between two calm tokens is compared with the largest time in a period of
-equal length without an attack. ``calm_throughput`` compares the numbers of calm tokens in these
+taken over. Another tenant's streams, the *calm streams*, run all the time in the same workers. For
+each attack, the largest time between two calm tokens is compared with the largest time in a period
+of equal length without an attack. ``calm_throughput`` compares the numbers of calm tokens in these
 periods. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
 two required libraries.
 """
@@ -31,11 +31,11 @@ SETTLED_S = 0.2
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
 """Bounds of a period without an attack, in seconds."""
 NOTES = {
-    "calm_gap_ms": "largest gap of calm tokens beyond the usual one, of all attacks: at most 50",
+    "calm_gap_ms": "how much an attack lengthens the longest gap between calm tokens: at most 50",
     "calm_throughput": "ratio of calm tokens per second with and without attacks: at least 0.97",
     "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
     "wrong_outcomes": "attacks with another outcome than expected: 0",
-    "hostile_step_ratio": "largest ratio of the calm streams' slowest steps",
+    "hostile_step_ratio": "longest gap between calm tokens with an attack, relative to without",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }
 

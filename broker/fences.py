@@ -1,11 +1,11 @@
 """Fences hold back a worker's messages about attempts that the broker has given up.
 
-An attempt is a request at a worker. The broker gives it up if another worker has a later copy of
-the request, if its client comes from another broker, or if nobody needs the request any more. The
-worker does not know that yet: it may send further entries, also after the same request was sent to
-it again. So a fence holds back the worker's messages about the attempt. The broker passes bodies of
-TOKEN on unread. While a worker has a fence, its bodies for the session of the fence are decoded,
-and the entries of the stream are removed.
+An attempt is a request at a worker. The broker gives an attempt up if another worker has a later
+copy of the request, if the client comes from another broker, or if nobody needs the request any
+more. The worker may still send entries of the attempt, also after the same request was sent to it
+again. So a fence holds back the worker's messages about the attempt. The broker usually forwards
+bodies of TOKEN without reading them. While a worker has a fence, its bodies for the session of the
+fence are decoded, and the entries of the stream are removed.
 
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
 CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds:
@@ -137,9 +137,9 @@ class Fences:
             del self.by_session[fence.session]
 
     def without_fenced(self, frames: Sequence[bytes], sessions: Sequence[int]) -> list[bytes]:
-        """The frames of a TOKEN without the entries of streams with a fence. ``sessions`` are those
-        of its bodies, which begin at the third frame. A body without remaining entries becomes
-        empty.
+        """The frames of a TOKEN without the entries of streams with a fence. ``sessions`` has the
+        session of each body; the bodies begin at the third frame. A body without remaining entries
+        becomes empty.
 
         Raises RequestError if a body is malformed.
         """
@@ -183,8 +183,8 @@ def drop(state: BrokerState, worker: Worker, requests: Sequence[int]) -> None:
 
 
 def give_up(state: BrokerState, worker: Worker, request: int, session: int, stream_id: int) -> None:
-    """Orders a worker to drop its attempt of a request, and holds its messages about the attempt
-    back until it has confirmed that."""
+    """Orders a worker to drop its attempt of a request, and ignores the worker's messages about the
+    attempt until the worker has confirmed the order."""
     drop(state, worker, [request])
     fence = worker.fences.add(request, session, stream_id)
     fence.void = send_claim(state, worker, [fence])

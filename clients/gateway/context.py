@@ -44,8 +44,8 @@ class Gateway:
 
     @property
     def client(self) -> SharedClient:
-        """The bus client that all HTTP requests of a tenant share. The tenant belongs to the API
-        key of the current task; without one, the gateway itself is the tenant."""
+        """The bus client that all HTTP requests of a tenant share. The tenant is that of the
+        current task's API key, or else the gateway itself."""
         key = current_tenant.get()
         if key is None:
             return self._own

@@ -56,7 +56,7 @@ class Line implements Link {
   close(): void {
     const { socket } = this;
     socket.onopen = socket.onmessage = socket.onclose = null;
-    // The package ws reports the end of a connection that was not yet open as an error.
+    // If a connection is closed before it opens, the package ws reports an error.
     socket.onerror = () => {};
     socket.close();
   }

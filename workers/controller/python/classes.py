@@ -1,4 +1,4 @@
-"""Controllers as a class that implements the four calls in Python.
+"""A controller as a Python class that implements the four calls.
 
 class Upper(Controller):
     def mid_process(self, fork_group):
@@ -35,8 +35,9 @@ class Controller:
     host: Host
     """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
     query: Query | None = None
-    """The query for numbers about each sampled token, which post_process reads. Set it in the
-    class, in ``__init__`` or in any call; ``sample(query=...)`` is for one token only."""
+    """Queries the distribution of each sampled token; post_process reads the answers from
+    ``distributions``. Set the query in the class, in ``__init__`` or in any call.
+    ``sample(query=...)`` applies to one token only."""
 
     takes_drafts: bool = False
     """Whether a clone may run the rounds of a draft's tokens before they are sampled, so that one
@@ -61,8 +62,8 @@ class Controller:
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
         """Called after ``backtrack`` tokens were dropped and ``tokens`` appended.
 
-        ``tokens`` includes an end-of-sequence token. By default it ends the sequence, as in
-        AICI's controllers.
+        ``tokens`` includes a sampled end-of-sequence token. This default method stops after such a
+        token, as AICI's controllers do.
         """
         return stop() if self.host.vocabulary.eos in tokens else go_on()
 

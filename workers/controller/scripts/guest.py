@@ -1,4 +1,4 @@
-"""Scripts as guests: an interpreter of the native ABI that has loaded a script."""
+"""Scripts as guests: a guest is an interpreter with the native ABI that has loaded a script."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .engines import BACKTRACK, put_text, words
 from .imports import linker_of
 
 GENERATE = 5
-"""The result of mid_process that asks the worker to generate a text. The list of the answer has
-the bytes of a ``generation.Generate`` as JSON."""
+"""The result of mid_process if the worker is to generate a text. Words 8 and 9 of the call block
+then have the size and the address of a ``generation.Generate`` as JSON."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 
@@ -31,10 +31,10 @@ class ScriptModule:
         self._text = text
 
     def start(self, host: Host) -> Controller:
-        """Creates an instance and runs the script up to its end, which defines ``main``."""
+        """Creates an instance and runs the script, which defines ``main``."""
         text = self._text
         if text is None:
-            # A copy of the host would not have its later limits and distributions.
+            # The host is changed, not copied: a copy would not get later limits and distributions.
             text, host.arg = host.arg, b""
         state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits, host.memory)
@@ -62,7 +62,8 @@ LAST_LINE = (
     b"\n;globalThis.__script = {main: typeof main === 'undefined' ? undefined : main, "
     b"Main: typeof Main === 'undefined' ? undefined : Main};"
 )
-"""Hands the names of a script, which is a module, to the interpreter's library."""
+"""Passes ``main`` and ``Main`` to the interpreter's library. A script is a module, so its names are
+not global."""
 
 
 def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
@@ -72,7 +73,7 @@ def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
 
 
 class ScriptGuest(NativeController):
-    """The guest of one sequence. A script may run for the CPU time of a round in every call."""
+    """The guest of one sequence. Each call of a script may take the CPU time of a whole round."""
 
     def _limit(self, own_s: float) -> float:
         return max(own_s, self._host.limits.round_s)

@@ -45,7 +45,7 @@ CHECKED_WORK = 32
 """Units of host work after which the CPU time of a call is checked. A unit is a call of a host
 function, or ``WORK_BYTES`` copied bytes."""
 WORK_BYTES = 256
-"""Number of bytes that a host function copies in about the time of entering it."""
+"""Copying this number of bytes takes about as long as entering a host function."""
 BULK_BYTES = CHECKED_WORK * WORK_BYTES
 
 

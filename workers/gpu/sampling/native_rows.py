@@ -10,11 +10,13 @@ from ..model.cpu_native.library import address, library
 
 
 def reduce_rows(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-    """The most likely token of each row of ``logits`` ``[n, vocab]``, int64 ``[n]``; the lowest id
-    among equals. And float64 ``[3, n]``: these tokens, their log-probabilities, and 1.
+    """Reduces the rows of ``logits`` ``[n, vocab]``; returns two arrays. The first, int64 ``[n]``,
+    has the most likely token of each row, the lowest id among equals. The second, float64
+    ``[3, n]``, has these tokens, their log-probabilities, and 1.
 
-    A log-probability is NaN if the row contains NaN, or only -inf. Returns None if torch has to
-    compute it: on another device, in another dtype, or without native code for this machine.
+    A log-probability is NaN if the row contains NaN, or only -inf. Returns None if torch must
+    reduce the rows: they are not on the CPU, not contiguous float32, or this machine has no native
+    code.
     """
     native = library()
     if native is None or logits.device.type != "cpu" or logits.dtype != torch.float32:
