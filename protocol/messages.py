@@ -389,7 +389,7 @@ class PauseModel(Struct, kw_only=True, omit_defaults=True):
     """``PAUSE``: the workers of a model stop. Requests that arrive later wait for RESUME.
 
     Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a ``MSG`` with a
-    ``Rollout`` as its result, once all workers of the model have done it.
+    ``Rollout`` as its result. It is sent when all workers of the model have followed the order.
     """
 
     stream_id: StreamId
@@ -411,8 +411,9 @@ class ResumeModel(Struct, kw_only=True, omit_defaults=True):
 class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """``UPDATE_WEIGHTS``: the workers of a model replace its weights, while its streams run.
 
-    The workers first read and check the weights. Only if all of them could, all replace them,
-    between two steps. If one could not, the answer is an ``ERROR`` and none has changed.
+    Each worker first reads and checks the new weights. If all of these checks succeed, each worker
+    replaces its weights between two steps. Otherwise the answer is an ``ERROR``, and no worker has
+    changed its weights.
     """
 
     stream_id: StreamId
@@ -437,7 +438,7 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
     version: WeightsVersion = 0
     """The version of the weights."""
     workers: Count = 0
-    """Number of workers that have done it."""
+    """Number of workers that have followed the order."""
     streams: Count = 0
     """Number of live streams that stopped, were aborted, or continue under the new weights."""
     update_pause_ms: float = 0.0
@@ -530,8 +531,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     drawn from: after bias, penalties, mask and temperature, among the candidates that ``top_k``,
     ``top_p`` and ``min_p`` left. 0 for a greedy token."""
     kept: int | list[int] | UnsetType = UNSET
-    """``kept``: the ids of the candidates that the token was drawn from, ascending. A number if all
-    tokens of the vocabulary or more than ``MAX_KEPT`` were left: the number of these candidates."""
+    """``kept``: the ids of the candidates that the token was drawn from, ascending. If all tokens
+    of the vocabulary or more than ``MAX_KEPT`` were left: the number of candidates."""
     pos: int = 0
     """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""Matches the part of a client's ``x-request-id`` that is accepted."""
+"""Matches the values of ``x-request-id`` that the gateway accepts from a client."""
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
 """Paths whose requests are logged at the level ``debug`` and are not traced."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -211,8 +211,8 @@ class _Request:
 
 
 def route_path(scope: Scope) -> str:
-    """The path of a request's route, such as ``/v1/models/{model}``. The number of different values
-    is small, because metrics have a series for each."""
+    """The path of a request's route, such as ``/v1/models/{model}``, for metrics: their number of
+    series must stay small."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

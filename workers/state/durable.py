@@ -115,7 +115,8 @@ class DurableVariables:
     def apply(
         self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
     ) -> list[VariableAnswer]:
-        """Applies operations in order, each given decoded and as received; returns their answers.
+        """Applies operations in order; returns their answers. ``ops`` has each operation decoded,
+        and its body as it was received.
 
         ``tenants`` has the tenant of each operation, None if the broker did not name one. All
         operations are logged with one write. If the write fails, or a sync of the log has failed,

@@ -129,7 +129,7 @@ class Run:
             self._stream.close()
 
     async def finished(self, request: Request) -> list[GeneratedSequence]:
-        """All sequences when the stream has ended."""
+        """Waits until the stream has ended, and returns all of its sequences."""
         await unless_disconnected(request.receive, self._read())
         return sorted(self._sequences.listed(), key=lambda one: self.index_of(one.seq))
 

@@ -62,7 +62,9 @@ def _check(tools: Sequence[Tool], choice: str) -> None:
             raise invalid_field("tools", f"tools: two tools have the name {name!r}")
         names[name] = None
     if choice == "required" and not names:
-        raise invalid_field("tool_choice", "tool_choice requires a call without tools; add tools")
+        raise invalid_field(
+            "tool_choice", "tool_choice requires a call, but the request has no tools; add tools"
+        )
     if choice.startswith(":") and choice[1:] not in names:
         raise invalid_field(
             "tool_choice",

@@ -520,7 +520,7 @@ export interface DrainWorker {
  * `PAUSE`: the workers of a model stop. Requests that arrive later wait for RESUME.
  *
  * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a `MSG` with a
- * `Rollout` as its result, once all workers of the model have done it.
+ * `Rollout` as its result. It is sent when all workers of the model have followed the order.
  */
 export interface PauseModel {
   /** At least 0, at most 9223372036854775807. */
@@ -545,8 +545,9 @@ export interface ResumeModel {
 /**
  * `UPDATE_WEIGHTS`: the workers of a model replace its weights, while its streams run.
  *
- * The workers first read and check the weights. Only if all of them could, all replace them,
- * between two steps. If one could not, the answer is an `ERROR` and none has changed.
+ * Each worker first reads and checks the new weights. If all of these checks succeed, each worker
+ * replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker has
+ * changed its weights.
  */
 export interface UpdateWeights {
   /** At least 0, at most 9223372036854775807. */
@@ -789,8 +790,8 @@ export interface Token {
    */
   readonly processed?: number;
   /**
-   * `kept`: the ids of the candidates that the token was drawn from, ascending. A number if all
-   * tokens of the vocabulary or more than `MAX_KEPT` were left: the number of these candidates.
+   * `kept`: the ids of the candidates that the token was drawn from, ascending. If all tokens of
+   * the vocabulary or more than `MAX_KEPT` were left: the number of candidates.
    */
   readonly kept?: number | readonly number[];
   /** Position in its sequence, counted from the first generated or scored token. */

@@ -88,12 +88,12 @@ class _Variables:
         return Stored(told.version, told.value or b"") if told.version else None
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable, or only the given version of it."""
+        """Writes a variable; with ``when_version_is``, only if the variable has this version."""
         told = _ask("set", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable, or only to the given version of it."""
+        """Appends to a variable; with ``when_version_is``, only if it has this version."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
@@ -108,10 +108,10 @@ class _Variables:
 
 
 class _Questions:
-    """The constraints of the worker."""
+    """The built-in constraints, which the worker runs."""
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
-        """Asks about a text."""
+        """The tokens that may follow ``text`` under the constraint ``kind``."""
         asked = messages.encode(messages.ConstrainedText(argument, list(text)))
         told = _ask("next_tokens", kind[:NAME_BYTES], asked)
         return NextTokens(told.value or b"", told.ok, bool(told.version))
@@ -319,8 +319,8 @@ def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
 def _run(
     seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
 ) -> None:
-    """Makes the calls of an item, up to the first answer other than to continue. ``rooms``: memory
-    for the mask, and for a large bias."""
+    """Makes the calls of an item until a call does not return CONTINUE. ``rooms``: memory for the
+    mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
         seated.host.distributions = item.distributions
