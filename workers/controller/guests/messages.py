@@ -77,8 +77,8 @@ class Prompt(OfController):
 
 
 class Item(Struct, array_like=True):
-    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, up to the
-    first answer other than to continue."""
+    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, until a call
+    does not return CONTINUE."""
 
     handle: int
     tokens: list[int] | None = None

@@ -40,7 +40,7 @@ class Operation:
         """Called after tokens were appended, which the transcript already has."""
 
     def after_post(self) -> Answer:
-        """The answer of the controller's post_process, if the operation before has ``posts``."""
+        """The answer of the controller's post_process, if the previous operation has ``posts``."""
         return CONTINUE
 
     def resume(self, other: Operation) -> None:

@@ -1,8 +1,9 @@
 """``print`` and ``sys.stderr`` of an author's code, written to the log of its sequence.
 
-``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, they
-write by thread. A thread that runs a call of a controller writes to the log of the call's
-sequence. Any other thread writes to the worker's own output, also if the author's code started it.
+``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, the
+output depends on the thread. A thread that runs a call of a controller writes to the log of the
+call's sequence. Any other thread writes to the worker's own output, also if the author's code
+started it.
 """
 
 from __future__ import annotations

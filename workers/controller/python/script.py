@@ -1,4 +1,4 @@
-"""Controllers as a script: a coroutine that builds the sequence step by step.
+"""A controller as a script: a coroutine that builds the sequence step by step.
 
 async def main(ctx):
     await ctx.fixed("The answer is ")

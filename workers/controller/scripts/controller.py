@@ -1,7 +1,8 @@
 """The controller of a script: its guest, and the text that the worker generates for the guest.
 
-The guest decides between texts. While a text is generated, the worker runs the rounds with the
-controller of a built-in constraint, and calls the guest again with the tokens of the whole text.
+The guest decides before and after each text. While a text is generated, the worker runs the rounds
+with the controller of a built-in constraint. It then calls the guest with the tokens of the whole
+text.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class ScriptController:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether the guest agrees, which a class may do, and a script cannot."""
+        """Whether the guest takes drafts: only a script that is a class can."""
         return isinstance(self._guest, RunsAhead) and self._guest.takes_drafts
 
     # --- interface.DecidesAhead -----------------------------------------------------------------

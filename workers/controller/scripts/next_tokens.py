@@ -19,12 +19,12 @@ from ..interface import Action, Constraint, ConstraintProgram
 KINDS = frozenset({"regex", "choice", "yacc", "substring", "combination"})
 """The constraints that scripts can ask about."""
 MAX_KEPT = 8
-"""Constraints of a sequence that are kept between questions."""
+"""Maximum number of a sequence's constraints that are kept between questions."""
 MAX_QUESTIONS = 256
-"""Questions between two calls of a script's controller."""
+"""Maximum number of questions between two calls of a script's controller."""
 MAX_MASKS_S = 2.0
-"""CPU time of making constraints and computing masks between two calls of a script's controller, in
-seconds."""
+"""Maximum CPU time of making constraints and computing masks between two calls of a script's
+controller, in seconds."""
 MAX_TEXT_TOKENS = 1 << 20
 """Maximum tokens of a text. The constraint closes a text only before this number of tokens."""
 

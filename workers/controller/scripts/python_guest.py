@@ -1,4 +1,4 @@
-"""Scripts in MicroPython: the script's calls are calls of the context of trusted scripts.
+"""Scripts in MicroPython. The worker answers a script's calls with the context of trusted scripts.
 
 A fork replays the script in a new interpreter with its recorded answers.
 """

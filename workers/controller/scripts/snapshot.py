@@ -1,8 +1,9 @@
 """A module whose memory begins as another module's memory after its initialization.
 
 Source: Wizer. The data segments are replaced by the memory of an initialized instance, and the
-initial values of the mutable globals by their values. Wasmtime maps these segments copy-on-write,
-so that an instance starts in tens of microseconds and shares the pages that it does not change.
+initial values of the mutable globals by the instance's values. Wasmtime maps these segments
+copy-on-write, so that an instance starts in tens of microseconds and shares the pages that it does
+not change.
 """
 
 from __future__ import annotations
