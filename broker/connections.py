@@ -1,9 +1,9 @@
 """The connections of a bound ROUTER: the routing id of each connection, and its end.
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
-gives the id of a closed connection to the next peer that chooses it. So a message is known by the
-number that ZAP gave to its connection (``zap.py``), and a routing id belongs to one connection
-only.
+gives the id of a closed connection to the next peer that chooses it. So the number that ZAP gave to
+a connection (``zap.py``) identifies the sender of a message, and a routing id belongs to one
+connection only.
 
 libzmq's monitor reports a closed connection by its descriptor. The first message of a connection
 names its descriptor, which connects the events to the routing id.

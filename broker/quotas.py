@@ -193,8 +193,8 @@ def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> Unavail
 
 
 def _tokens_in(body: bytes) -> int:
-    """The number of tokens in a body of TOKEN; 0 if it cannot be decoded, as the broker passes it
-    on."""
+    """The number of tokens in a body of TOKEN. 0 if it cannot be decoded: the broker routes such a
+    body too."""
     try:
         counted: _Counted = decode_as(_Counted, body)
     except TokenbusError:

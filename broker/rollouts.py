@@ -1,8 +1,8 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS: orders to all GPU workers of a model, and their answers.
 
-An update has two phases. All workers that have loaded the model read the new weights; if one could
-not, none changes. Then the broker records the version and orders all workers to use it. A worker
-that is lost in between receives the current version when it registers again.
+An update has two phases. All workers that have loaded the model read the new weights. If a worker
+cannot, no worker changes. Then the broker records the version and orders all workers to use it. A
+worker that is lost in between receives the current version when it registers again.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Rollouts:
                 self._go_on(one)
 
     def adopt(self, worker: Worker, states: Iterable[ModelState]) -> None:
-        """Takes over what a worker reports that another broker, or this broker before a restart,
-        has decided."""
+        """Takes over the states that a worker reports. Another broker, or an earlier run of this
+        broker, has decided them."""
         for reported in states:
             known = self._states.get(reported.model)
             if known is None and len(self._states) >= MAX_STATES:

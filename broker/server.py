@@ -224,11 +224,11 @@ class BrokerServer:
             self._stopping.set()
 
     def leave(self) -> None:
-        """Makes ``run`` end, but no stream that a worker runs: the next broker at these addresses
-        adopts the streams that workers report.
+        """Makes ``run`` end without ending the streams that workers run: the next broker at these
+        addresses adopts the streams that workers report.
 
-        It ends at once, or within ``drain_s`` if requests run that cannot be adopted. After
-        ``stop_for_good`` it is the same as ``stop``.
+        ``run`` ends at once, or within ``drain_s`` if requests run that cannot be adopted. After
+        ``stop_for_good``, this method is the same as ``stop``.
         """
         self._leaving = not self._for_good
         self.stop()

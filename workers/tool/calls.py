@@ -82,7 +82,7 @@ class Calls:
 
     def end(self, link: int, request: int | None = None) -> None:
         """Drops a request that has ended, or all requests of a link: cancels its calls. A function
-        without ``async`` runs on, and its result is dropped."""
+        without ``async`` continues, and its result is dropped."""
         for owner in [*self._running, *self._kept]:
             if owner[0] == link and request in (None, owner[1]):
                 for task in self._running.pop(owner, {}).values():
@@ -203,7 +203,7 @@ class Calls:
 
 
 def _encoded(tool: str, result: Any) -> bytes:
-    """The JSON of a result; raises RequestError if it has none, or is too long."""
+    """The JSON of a result; raises RequestError if JSON cannot represent it, or is too long."""
     try:
         value = msgspec.json.encode(result)
     except (TypeError, ValueError, RecursionError) as error:

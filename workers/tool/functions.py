@@ -120,8 +120,8 @@ class Function:
 def load_tools(source: str, timeout_s: float) -> dict[str, Served]:
     """The tools of a module, given as its dotted name or as a file that ends with ``.py``.
 
-    These are the functions that ``tool`` marks. If it marks no function, they are all public
-    functions that the module defines. Raises RequestError.
+    The tools are the functions that ``tool`` marks. If no function is marked, all public functions
+    that the module defines are tools. Raises RequestError.
     """
     module = _module(source)
     found = [each for each in vars(module).values() if inspect.isfunction(each)]
