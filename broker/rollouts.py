@@ -1,8 +1,8 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS: orders to all GPU workers of a model, and their answers.
 
 An update has two phases. All workers that have loaded the model read the new weights. If a worker
-cannot, no worker changes. Then the broker records the version and orders all workers to use it. A
-worker that is lost in between receives the current version when it registers again.
+cannot read them, no worker changes. Then the broker records the version and orders all workers to
+use it. A worker that is lost in between receives the current version when it registers again.
 """
 
 from __future__ import annotations

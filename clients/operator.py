@@ -19,7 +19,7 @@ from .request_options import (
 
 
 class Operator:
-    """The operator's calls of a client. Its key is the operator's, or the broker has no keys.
+    """The operator's calls, for a client that has the operator's key or uses a broker without keys.
 
     with Client() as client:
         Operator(client).drain_worker("gpu-0")

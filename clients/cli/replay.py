@@ -81,7 +81,7 @@ def add_command(commands: Any) -> None:
         "--expect",
         choices=("same", "success"),
         default="same",
-        help="same: all entries are the same (default); success: no error, with any tokens",
+        help="same: all entries are the same (default); success: no error, whatever the tokens",
     )
     parser.add_argument(
         "--test", metavar="PATH", help="write a test to PATH and copy the recording next to it"

@@ -13,7 +13,8 @@ from ...protocol.settings import SettingError, load
 from .lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""The flag of a gateway that lets its successor take over after SIGUSR2 (``lingering.py``)."""
+"""The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves
+(``lingering.py``)."""
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ class EngineConfig:
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
     """Compute a sequence with the same bits in every batch. ``auto``: if the kernels can; ``on``:
-    refuse a model for which they cannot."""
+    refuse a model whose kernels cannot."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""

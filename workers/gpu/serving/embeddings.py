@@ -52,7 +52,7 @@ class Embeddings:
         return bool(self._jobs)
 
     def stream(self, request: int) -> Stream | None:
-        """The stream of a waiting EMBED; None if the request is not one."""
+        """The stream of a waiting EMBED; None if the request is not an EMBED."""
         job = self._jobs.get(request)
         return job.stream if job is not None else None
 
@@ -70,7 +70,7 @@ class Embeddings:
         self._jobs[stream.request] = _Job(stream, engine, message.inputs, pooling)
 
     def pop(self, request: int) -> Stream | None:
-        """Removes an EMBED without an answer; None if the request is not one."""
+        """Removes an EMBED without an answer; None if the request is not an EMBED."""
         job = self._jobs.pop(request, None)
         return job.stream if job is not None else None
 

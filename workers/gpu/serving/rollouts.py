@@ -88,7 +88,7 @@ class Rollouts:
         self._read: SimpleQueue[tuple[_Reading, NewWeights | WeightsError]] = SimpleQueue()
         self._reader: threading.Thread | None = None
         self.failed: str | None = None
-        """The reason why the worker must exit; its models may be mixtures, or outdated."""
+        """The reason why the worker must exit: a model may have outdated weights, or a mixture."""
 
     @property
     def states(self) -> list[ModelState]:
