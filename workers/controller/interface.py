@@ -28,8 +28,8 @@ class Action(IntEnum):
     """pre_process: continue with mid_process; post_process: continue with pre_process; mid_process:
     sample."""
     SUSPEND = 2
-    """pre_process: do not schedule the sequence until a variable of the request changes or a fork
-    of it ends."""
+    """pre_process: do not schedule the sequence until another sequence of the request writes a
+    variable, samples a token or ends."""
     FORK = 3
     """pre_process: append ``tokens`` if there are any, and then become ``count`` sequences,
     including this sequence."""
@@ -144,7 +144,7 @@ class RunsAhead(Controller, Protocol):
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether it agrees. Read after init_prompt."""
+        """Whether a copy may run along drafts. Read after init_prompt."""
 
 
 class Batch(Protocol):

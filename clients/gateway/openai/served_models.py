@@ -27,7 +27,7 @@ class Model(Struct):
     max_model_len: int
     """The context length. The name is vLLM's."""
     root: str
-    """The model that answers; another than ``id`` if ``id`` is a name or a pattern of
+    """The model that answers. It differs from ``id`` if ``id`` is a name or a pattern of
     ``served_model_name``. The name is vLLM's."""
     owned_by: str = "tokenbus"
     object: Literal["model"] = "model"
