@@ -56,9 +56,12 @@ async def background_response(
     found = await gateway.stored.call(lambda database, user: database.find(user, id))
     if found is None:
         given = await read_input(gateway, body, ignored)
-        task = BackgroundTask(gateway, id, data)
-        gateway.stored.running.start(task.user, id, task.run(body, given, ignored))
-        answer = await task.begun
+        begun = gateway.stored.running.begun(current_user.get(), id)
+        if begun is None:
+            task = BackgroundTask(gateway, id, data)
+            begun = task.start(body, given, ignored)
+        # The response is generated even if this client closes its connection now.
+        answer = await asyncio.shield(begun)
     else:
         answer = found.answer
     if body.stream:
@@ -78,8 +81,7 @@ async def adopt(gateway: Gateway, found: Stored) -> None:
     ignored = Ignored()
     body = decode_body(taken.body, ResponsesRequest, ignored)
     given = await stored_input(gateway, taken, ignored)
-    task = BackgroundTask(gateway, taken.id, taken.body, taken)
-    gateway.stored.running.start(task.user, taken.id, task.run(body, given, ignored))
+    BackgroundTask(gateway, taken.id, taken.body, taken).start(body, given, ignored)
 
 
 async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -177,7 +179,15 @@ class BackgroundTask:
         events = 0 if taken is None else taken.events
         self._unsaved = _Unsaved(events, events)
 
-    async def run(self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored) -> None:
+    def start(
+        self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored
+    ) -> asyncio.Future[bytes]:
+        """Begins to generate the response; returns ``begun``."""
+        work = self._run(body, given, ignored)
+        self._stored.running.start(self.user, self._id, work, self.begun)
+        return self.begun
+
+    async def _run(self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored) -> None:
         """Generates the response to its end."""
         named = self._gateway.named.of_background(self._id, self._unsaved.first)
         named.read(PATH, self._data)

@@ -12,15 +12,25 @@ class Running:
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
+        """The first answer of each response that a task generates."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
         """Set when a response has new events or has ended. Each event is set once."""
 
-    def start(self, user: str, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Runs ``work``, which generates a response of ``user``, in the context of this call."""
+    def start(
+        self, user: str, id: str, work: Coroutine[Any, Any, None], begun: asyncio.Future[bytes]
+    ) -> None:
+        """Runs ``work``, which generates a response of ``user``, in the context of this call.
+        ``begun``: the response before its generation, or the error."""
         key = user, id
         task = asyncio.ensure_future(work)
-        self._tasks[key] = task
+        self._tasks[key], self._begun[key] = task, begun
         task.add_done_callback(lambda _: self._ended(key))
+
+    def begun(self, user: str, id: str) -> asyncio.Future[bytes] | None:
+        """The response before its generation; None if this process does not generate the
+        response."""
+        return self._begun.get((user, id))
 
     def changes(self, user: str, id: str) -> asyncio.Event | None:
         """An event that is set at the next change of a response; None if this process does not
@@ -48,5 +58,5 @@ class Running:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, key: tuple[str, str]) -> None:
-        del self._tasks[key]
+        del self._tasks[key], self._begun[key]
         self.notify(*key)

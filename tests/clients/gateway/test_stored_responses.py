@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,26 @@ def test_a_response_in_the_background_is_cancelled(
         assert worker.cancelled()
         with pytest.raises(openai.BadRequestError, match="store"):
             ann.responses.create(model="stepped", input="hi", background=True, store=False)
+
+
+@pytest.mark.process
+def test_repeated_requests_in_the_background_begin_one_response(
+    stepped: tuple[Bus, SteppedWorker, str],
+) -> None:
+    bus, worker, keys = stepped
+    gateway = bus.start_gateway(api_keys=keys)
+    with client(gateway, "ann") as ann, ThreadPoolExecutor(8) as pool:
+        named = {"Idempotency-Key": "one-of-eight"}
+
+        def begin(_: int) -> str:
+            begun = ann.responses.create(
+                model="stepped", input="hi", background=True, extra_headers=named
+            )
+            return begun.id
+
+        [id] = set(pool.map(begin, range(8)))
+        running = worker.begun()
+        assert ann.responses.cancel(id).status == "cancelled"
+        while worker.cancelled() != running.request:
+            """Earlier tests have cancelled requests too."""
+    assert "Traceback" not in gateway.process.log
