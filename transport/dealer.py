@@ -17,7 +17,7 @@ import select
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -42,13 +42,17 @@ _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RECEIVE_AT_ONCE = 256
 """Maximum number of messages that are received before the peer handles them and may send."""
-PAUSES_S = (0.05, 2.0)
+PAUSES_S = (0.05, 1.0)
 """The pause after the first of consecutive failures, and the longest pause, in seconds. Each pause
 is twice the previous one."""
 ELSEWHERE_S = 0.2
 """The longest pause if the next connection is to another broker, in seconds."""
 OFFLINE_TICK_S = 0.1
 """Interval between checks of the peer's deadlines during a pause, in seconds."""
+NEVER_MS = 600_000
+"""Time in milliseconds after which ZeroMQ would connect a socket again. A socket that has lost its
+connection is closed long before. Otherwise ZeroMQ would send queued messages to a broker that does
+not know the peer yet."""
 MIN_WAIT_S = 0.001
 """The shortest wait of the thread if nothing has arrived, in seconds."""
 JOIN_S = 5.0
@@ -94,7 +98,9 @@ def open_dealer(
     ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0:
     without a bound. Raises AddressError.
     """
-    socket = _make_dealer(context, pipe_messages, key)
+    socket = make_dealer(context, pipe_messages, key)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     try:
         _connect(socket, address)
     except Exception:
@@ -103,10 +109,10 @@ def open_dealer(
     return socket
 
 
-def _make_dealer(
+def make_dealer(
     context: Context, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket as in ``open_dealer``, not connected yet."""
+    """A DEALER socket that is not connected yet, and does not reconnect by itself."""
     socket = context.socket(zmq.DEALER)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key.broker))
@@ -114,8 +120,7 @@ def _make_dealer(
         socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
     socket.setsockopt(zmq.SNDHWM, pipe_messages)
     socket.setsockopt(zmq.RCVHWM, pipe_messages)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     socket.setsockopt(zmq.LINGER, 0)
     return socket
 
@@ -167,30 +172,29 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
     _SEND(socket, frames[-1], _NOBLOCK)
 
 
-class _Handshakes:
-    """The results of the handshakes of one socket, until the first message arrives on it.
-    ``losses``: whether a connection that failed or was lost is reported too.
+class _Events:
+    """The failed handshake of one socket, and the loss of its connection.
 
-    The object must be created before the socket connects, because ZeroMQ reports a refusal only
-    once and then does not reconnect.
+    The object must be created before the socket connects, because ZeroMQ reports an event only
+    once.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, losses: bool
+        self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, closed: Counter[str]
     ) -> None:
+        """``closed``: the number of connections in a row that a broker has closed during the
+        handshake, without a reason, by address."""
         self._socket = socket
         self._address = address
         self._key = key
-        self._closed = 0
-        self.losses = losses
-        events = _HANDSHAKE_FAILED | (_LOST if losses else 0)
-        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        self._closed = closed
+        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_HANDSHAKE_FAILED | _LOST)
         self.fd = int(self._events.getsockopt(zmq.FD))
 
     def check(self) -> None:
         """Raises HandshakeError if the broker has refused the connection, GoneError if the
         connection is lost."""
-        while not self._events.closed and (event := receive(self._events)) is not None:
+        while (event := receive(self._events)) is not None:
             number, value = _EVENT.unpack(event[0])
             if number & _LOST:
                 raise GoneError("the broker closed the connection or cannot be reached")
@@ -200,15 +204,14 @@ class _Handshakes:
 
     def close(self) -> None:
         """Stops watching the socket. The caller must have the right to use the socket."""
-        if not self._events.closed:
-            self._socket.disable_monitor()
-            self._events.close(0)
+        self._socket.disable_monitor()
+        self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
         """The message for a failed handshake; None if the failure may be temporary.
 
         If only one side uses keys, the broker may close the connection before its greeting was
-        read. ZeroMQ then reconnects by itself.
+        read.
         """
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
@@ -231,8 +234,8 @@ class _Handshakes:
                 f"{broker} has no keys, but {shown} requires an encrypted connection; connect "
                 "without a key, or make keys there with 'tokenbus keys new'"
             )
-        self._closed += 1
-        if self._closed < CLOSED_OFTEN:
+        self._closed[self._address] += 1
+        if self._closed[self._address] < CLOSED_OFTEN:
             return None
         return (
             f"{broker} closes each connection: it has no keys, or its key is not {key.broker}, "
@@ -328,6 +331,7 @@ class Dealer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
+        self._refusals = Counter[str]()
         for valid in self._addresses:
             open_dealer(self._context, valid).close(linger=0)
 
@@ -438,9 +442,12 @@ class Dealer:
                     raise zmq.ContextTerminated from None
                 pause_s = first if self._received else min(pause_s * 2 or first, longest)
                 refused = error.refusal if isinstance(error, HandshakeError) else None
+                level = logging.WARNING
+                if refused is not None or isinstance(error, GoneError):
+                    # The peer itself logs a refusal. A broker may be down for a long time.
+                    level = logging.INFO if self._received or refused else logging.DEBUG
                 log.log(
-                    # One of several brokers may be down, and the peer itself logs a refusal.
-                    logging.INFO if refused or isinstance(error, GoneError) else logging.WARNING,
+                    level,
                     "the connection to %s failed (%s); opening a new one in %g s",
                     self.address,
                     error,
@@ -480,29 +487,27 @@ class Dealer:
 
     def _serve(self) -> None:
         """Serves one socket, until ``close`` or until the peer reports ``lost``."""
-        socket = _make_dealer(self._context, key=self._key)
-        several = len(self._addresses) > 1
+        socket = make_dealer(self._context, key=self._key)
         try:
-            handshakes = _Handshakes(socket, self.address, self._key, several)
+            events = _Events(socket, self.address, self._key, self._refusals)
         except Exception:
             socket.close()
             raise
         try:
             _connect(socket, self.address)
-            self._exchange(socket, handshakes)
+            self._exchange(socket, events)
         finally:
             with self._turn:
                 self._socket = None
-                handshakes.close()
+                events.close()
                 socket.close(linger=self._linger_ms if self._closing else 0)
 
-    def _exchange(self, socket: zmq.Socket[bytes], handshakes: _Handshakes) -> None:
+    def _exchange(self, socket: zmq.Socket[bytes], events: _Events) -> None:
         # zmq.Poller would use the socket while other threads send.
         poller = select.poll()
         poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
-        poller.register(handshakes.fd, select.POLLIN)
-        established = False
+        poller.register(events.fd, select.POLLIN)
         with self._turn:
             self._peer.connected(time.monotonic())
         while True:
@@ -511,17 +516,16 @@ class Dealer:
                     wait_s = self._take_turn(socket)
             except zmq.Again:
                 # The queue of a socket whose connection was refused is always full.
-                handshakes.check()
+                events.check()
                 raise
             if wait_s is None:
                 return
-            if not established:
-                handshakes.check()
-                if self._received and not handshakes.losses:
-                    established = True
-                    poller.unregister(handshakes.fd)
-                    with self._turn:
-                        handshakes.close()
+            try:
+                events.check()
+            except GoneError:
+                with self._turn:
+                    self._take_rest(socket)
+                raise
             if wait_s and any(fd == self._wake_r for fd, _ in poller.poll(1000 * wait_s)):
                 self._clear_wake()
 
@@ -532,6 +536,7 @@ class Dealer:
         now = time.monotonic()
         if messages:
             self._received = True
+            self._refusals.pop(self.address, None)
             peer.receive(messages, now)
         # The flag is read before ``outgoing`` is called, so that messages that were queued before
         # the close are sent.
@@ -543,6 +548,12 @@ class Dealer:
         if closing or peer.lost(now):
             return None
         return 0.0 if readable(socket) else max(peer.wait_s(now), MIN_WAIT_S)
+
+    def _take_rest(self, socket: zmq.Socket[bytes]) -> None:
+        """Receives the messages that arrived before the connection was lost."""
+        while messages := self._receive(socket):
+            self._received = True
+            self._peer.receive(messages, time.monotonic())
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[Frames]:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""

@@ -14,7 +14,8 @@ import pytest
 import zmq
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
-from tokenbus.transport.dealer import AddressError, Dealer
+from tokenbus.transport.dealer import NEVER_MS, AddressError, Dealer, make_dealer
+from zmq.utils.monitor import recv_monitor_message
 
 from ..processes import free_port, until
 
@@ -84,8 +85,8 @@ class Router:
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        self._socket.close(linger=linger_ms)
 
 
 @pytest.fixture
@@ -207,6 +208,33 @@ def test_a_broker_that_is_lost_gets_a_new_socket(router: Router) -> None:
     second, hello = router.receive()
     assert hello == b"hello"
     assert first != second
+    dealer.close()
+
+
+def test_zeromq_does_not_send_queued_messages_to_the_next_broker() -> None:
+    """A broker that was started again would receive them before the peer's first message."""
+    socket = make_dealer(zmq.Context.instance())
+    events = socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+    socket.connect(f"tcp://127.0.0.1:{free_port()}")
+    socket.send(b"queued")
+    assert events.poll(int(WAIT_S * 1000)), "no event came"
+    assert recv_monitor_message(events)["value"] >= NEVER_MS
+    socket.disable_monitor()
+    events.close(0)
+    socket.close()
+
+
+def test_messages_that_arrived_before_the_loss_are_received(router: Router) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0)
+    dealer.start()
+    client, _ = router.receive()
+    sent = [[b"%d" % number] for number in range(500)]
+    for frames in sent:
+        router.send([client, *frames])
+    router.close(linger_ms=60_000)
+    until(lambda: peer.disconnections, WAIT_S, "the loss of the connection")
+    assert peer.received == sent
     dealer.close()
 
 

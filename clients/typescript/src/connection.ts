@@ -9,7 +9,7 @@ import type { Link, Received, Transport } from "./transport.js";
  * The first and the longest pause after consecutive failures, in seconds. Each pause is twice the
  * previous pause.
  */
-const PAUSES_S = [0.05, 2] as const;
+const PAUSES_S = [0.05, 1] as const;
 /** The longest pause if the next connection is to another broker, in seconds. */
 const ELSEWHERE_S = 0.2;
 

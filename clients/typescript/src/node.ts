@@ -30,7 +30,7 @@ export class Client extends BaseClient {
     const transports = addresses.map((one) =>
       /^wss?:/.test(one)
         ? webSocket(one, (url) => new WebSocket(url, { headers, perMessageDeflate: false }))
-        : zeroMq(one, addresses.length > 1),
+        : zeroMq(one),
     );
     super(oneOf(transports), options);
   }

@@ -11,13 +11,16 @@ import { type Link, type Listener, type Transport, decodeMessages } from "./tran
 
 /** Time during which a closed socket sends its remaining messages, in milliseconds. */
 const LINGER_MS = 500;
-
 /**
- * A transport to the broker's front socket, such as `tcp://127.0.0.1:5555`. `several`: the system
- * has several brokers, so the connection fails after its first unsuccessful attempt.
+ * Time in milliseconds after which ZeroMQ would connect a socket again. A socket that has lost its
+ * connection is closed long before. Otherwise ZeroMQ would send queued messages to a broker that
+ * does not know the session yet.
  */
-export function zeroMq(address: string, several = false): Transport {
-  return { address, open: (listener) => new Socket(address, listener, several) };
+const NEVER_MS = 600_000;
+
+/** A transport to the broker's front socket, such as `tcp://127.0.0.1:5555`. */
+export function zeroMq(address: string): Transport {
+  return { address, open: (listener) => new Socket(address, listener) };
 }
 
 class Socket implements Link {
@@ -27,15 +30,13 @@ class Socket implements Link {
   constructor(
     address: string,
     readonly listener: Listener,
-    readonly several: boolean,
   ) {
     // The queue has no bound, so that a send does not wait. After a long silence, the session opens
     // a new socket.
     this.#dealer = new Dealer({
       sendHighWaterMark: 0,
       receiveHighWaterMark: 0,
-      reconnectInterval: 50,
-      reconnectMaxInterval: 1000,
+      reconnectInterval: NEVER_MS,
       linger: LINGER_MS,
     });
     try {
@@ -81,14 +82,13 @@ class Socket implements Link {
   }
 
   /**
-   * ZeroMQ reconnects by itself, but the new connection would not have a session. A new socket
-   * begins with HELLO. The events must be read until the socket is closed. Otherwise ZeroMQ's
-   * thread would wait forever for the reader, and block all sockets.
+   * Closes a socket without a connection. The events must be read until the socket is closed.
+   * Otherwise ZeroMQ's thread would wait forever for the reader, and block all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
       if (event.type === "disconnect") this.#fail("the broker closed the connection");
-      if (event.type === "connect:retry" && this.several) this.#fail("the connection failed");
+      if (event.type === "connect:retry") this.#fail("the connection failed");
     }
   }
 
