@@ -107,6 +107,7 @@ class GenerateOptions(RequestOptions, total=False):
     """Whether entries have text. Default: True if the prompt is text."""
     temperature: float
     max_tokens: int
+    min_tokens: int
     logit_bias: dict[int, float]
     top_logprobs: int
     top_k: int

@@ -32,9 +32,9 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     arguments that LMTP does not have.
 
     They apply to a row of logits ``[vocab]`` in this order: ``logit_bias`` is added, then the three
-    penalties and a controller's mask apply, and ``temperature`` divides. Then ``top_k``, ``top_p``
-    and ``min_p`` exclude tokens, in that order. The reported ``logprob`` is computed before all
-    these steps.
+    penalties, a controller's mask and ``min_tokens`` apply, and ``temperature`` divides. Then
+    ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that order. The reported ``logprob`` is
+    computed before all these steps.
     """
 
     temperature: NonNegative = 0.0
@@ -42,6 +42,11 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     max_tokens: Annotated[int, Meta(ge=1)] = 64
     """Maximum number of tokens to generate. The context length of the model is a bound too
     (``length``)."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Minimum number of tokens to generate, at most ``max_tokens``. Until then, end-of-sequence
+    tokens and token ids of ``stop`` are not sampled, and strings of ``stop`` do not end the
+    sequence. A controller can end the sequence earlier: if its mask allows only such tokens, one of
+    them is sampled."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
     it."""

@@ -27,6 +27,7 @@ PARAMETERS = {
 """The options of a generation, by name."""
 FLAGS = {
     "max_tokens": "maximum number of generated tokens (default: 64)",
+    "min_tokens": "minimum number of generated tokens (default: 0)",
     "temperature": "sampling temperature; 0 is greedy (default: 0)",
     "top_p": "sample from the fewest tokens with this total probability",
     "top_k": "sample from this number of most likely tokens",

@@ -205,6 +205,8 @@ def test_parameters_are_split_from_a_line(
          "--help)"),
         (["generate", "x", "--max-tokens", "abc"], 2,
          "--max-tokens: expected a whole number, not 'abc'"),
+        (["generate", "x", "--max-tokens", "2", "--min-tokens", "3"], 4,
+         "min_tokens is 3; expected at most max_tokens, which is 2"),
         (["generate", "x", "--top-p", "2"], 2,
          "--top-p: expected a number of at most 1.0, not '2'"),
         (["generate", "x", "--seed", "null"], 2, "--seed: expected a number, not 'null'"),

@@ -170,6 +170,13 @@ export interface Generate {
    */
   readonly max_tokens?: number | undefined;
   /**
+   * Minimum number of tokens to generate, at most `max_tokens`. Until then, end-of-sequence tokens
+   * and token ids of `stop` are not sampled, and strings of `stop` do not end the sequence. A
+   * controller can end the sequence earlier: if its mask allows only such tokens, one of them is
+   * sampled. At least 0. Default: 0.
+   */
+  readonly min_tokens?: number | undefined;
+  /**
    * Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
    * it.
    */
@@ -601,6 +608,7 @@ export interface Bye {
 export const GENERATE_FIELDS: readonly (keyof Generate)[] = [
   "temperature",
   "max_tokens",
+  "min_tokens",
   "logit_bias",
   "top_logprobs",
   "top_k",

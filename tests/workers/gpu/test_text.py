@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenbus.workers.gpu.embedded import path
 from tokenbus.workers.gpu.engine.text import (
@@ -23,9 +23,9 @@ TABLE = [bytes([b]) for b in range(256)]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
-def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], bool]:
+def pieces(text: str, stop: Sequence[str] = (), least: int = 0) -> tuple[list[str], bool]:
     """The text that each byte brings, and whether it was stopped."""
-    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop)
+    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop, min_tokens=least)
     output = []
     for byte in text.encode():
         piece = stream.push(byte)
@@ -55,6 +55,26 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
         ends = [text.find(s) + len(s) for s in stop if s in text]
         cut = text[: min(ends)]
         assert "".join(output) == cut[: min(at for at in (cut.find(s) for s in stop) if at >= 0)]
+
+
+@given(
+    st.text("abc", max_size=14),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 8),
+)
+@example("abc", ["aba", "b"], 2)
+def test_a_stop_string_is_completed_after_the_minimum(
+    text: str, stop: list[str], least: int
+) -> None:
+    output, stopped = pieces(text, stop, least)
+    found = [
+        (end, end - len(s))
+        for end in range(least + 1, len(text) + 1)
+        for s in stop
+        if text[:end].endswith(s)
+    ]
+    assert stopped == bool(found)
+    assert "".join(output) == (text[: min(found)[1]] if found else text)
 
 
 def test_what_could_begin_a_stop_string_is_held_back() -> None:

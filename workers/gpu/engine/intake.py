@@ -10,6 +10,7 @@ from itertools import count
 from ....protocol.errors import Code, RequestError
 from ....protocol.sampling import Sampling
 from ..model.loader import LoadedModel
+from ..sampling.min_tokens import Least
 from .block_manager import BlockTable
 from .sequence import PromptUsage, Sequence
 from .text import Detokenizer, TextStream, detokenizers
@@ -70,8 +71,18 @@ class Intake:
                 "this model has no tokenizer, so it cannot return text or stop at a string",
                 path="$.text" if text else "$.stop",
             )
+        if sampling.min_tokens > sampling.max_tokens:
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"min_tokens is {sampling.min_tokens}; expected at most max_tokens, which is "
+                f"{sampling.max_tokens}",
+                path="$.min_tokens",
+            )
+        # As in vLLM, ``min_tokens`` excludes end-of-sequence tokens also with ``ignore_eos``. A
+        # request with a controller has ``ignore_eos`` here, and its controller ends at them.
+        ends = ids | self._loaded.eos_token_ids
         if not sampling.ignore_eos:
-            ids |= self._loaded.eos_token_ids
+            ids = ends
         sequence = Sequence(
             request=request,
             seq=0,
@@ -84,6 +95,7 @@ class Intake:
             client=client,
             arrival=next(self._arrivals),
             stop_ids=ids,
+            least=self._least(sampling, ends),
             with_text=text,
             inspect=inspect,
             prompt_usage=PromptUsage(len(prompt) + (healed is not None)),
@@ -179,7 +191,8 @@ class Intake:
         assert self._detokenizer is not None
         strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
         prompt = sequence.tokens[: sequence.num_prompt]
-        text = TextStream(self._detokenizer(prompt), strings, sequence.healed)
+        least = sequence.sampling.min_tokens
+        text = TextStream(self._detokenizer(prompt), strings, sequence.healed, least)
         for token in sequence.generated:
             text.push(token)
         return text
@@ -194,6 +207,12 @@ class Intake:
                     f"token id {token} is outside the vocabulary, which is 0 to {vocab_size - 1}",
                     path=f"{path}[{i}]",
                 )
+
+    def _least(self, sampling: Sampling, ends: Iterable[int]) -> Least | None:
+        """The minimum length of the request's sequences. ``ends``: the tokens that would end
+        them."""
+        known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
+        return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 
     def _check_prompt(self, prompt: Tokens[int], length: int) -> None:
         path = "$.prompt"

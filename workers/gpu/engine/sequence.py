@@ -16,6 +16,7 @@ from ....protocol.sampling import Sampling
 from ..sampling.biases import Bias
 from ..sampling.candidates import Candidate
 from ..sampling.distributions import TokenOptions
+from ..sampling.min_tokens import Least
 from ..sampling.under import Under
 from ..speculation.drafting import Drafting
 from .block_manager import BlockTable
@@ -122,6 +123,8 @@ class Sequence:
     client: int = 0
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
+    least: Least | None = None
+    """The minimum length; None: the sequence may end at once."""
     text: TextStream | None = None
     healed: int = 0
     """With token healing: characters at the beginning of the text that belong to the prompt."""

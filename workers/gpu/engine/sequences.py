@@ -182,6 +182,7 @@ class LiveSequences:
             client=parent.client,
             arrival=parent.arrival,
             stop_ids=parent.stop_ids,
+            least=parent.least,
             text=parent.text.fork() if parent.text is not None else None,
             with_text=parent.with_text,
             inspect=parent.inspect,

@@ -48,15 +48,28 @@ class TextStream:
     Text that may be the beginning of a stop string is held back until it can no longer become one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), skip: int = 0) -> None:
-        """``skip``: number of characters at the beginning to leave out."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        skip: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
+        """``skip``: number of characters at the beginning to leave out. ``min_tokens``: number of
+        tokens at the beginning that do not complete a stop string. A later token can complete a
+        stop string that begins in their text."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._skip = skip
+        self._early = 1 + min_tokens if min_tokens else 0
+        """While stop strings are not searched, 1 plus the number of further tokens without a
+        search; else 0."""
         self._held = ""
 
     def push(self, token: int) -> Text:
         """Takes the next token."""
+        if self._early:
+            self._early -= 1
         return self._take(self._detokenizer.push(token))
 
     def finish(self) -> Text:
@@ -68,7 +81,7 @@ class TextStream:
     def fork(self) -> TextStream:
         """A copy with the same state."""
         copy = TextStream(self._detokenizer.fork(), self._stop, self._skip)
-        copy._held = self._held
+        copy._early, copy._held = self._early, self._held
         return copy
 
     def _take(self, new: str) -> Text:
@@ -78,8 +91,13 @@ class TextStream:
             new = new[skipped:]
         if not self._stop:
             return Text(new)
-        held = self._held + new
-        found = [(at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
+        before, held = len(self._held), self._held + new
+        # Only a stop string that ends in the new text counts.
+        found = [
+            (at, stop)
+            for stop in (() if self._early else self._stop)
+            if (at := held.find(stop, max(0, before + 1 - len(stop)))) >= 0
+        ]
         if found:
             self._held = ""
             at, stop = min(found)

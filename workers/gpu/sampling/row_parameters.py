@@ -11,6 +11,7 @@ import numpy as np
 from ....protocol.sampling import Sampling
 from .biases import Bias
 from .distributions import TokenOptions
+from .min_tokens import Least, MinTokens
 from .races import Draws, streams
 
 _MAX_INT64 = 2**63 - 1
@@ -36,6 +37,8 @@ class Row:
     """Whether to report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
     """The controller's options; only the query is used here."""
+    least: Least | None = None
+    """The minimum length of the sequence, if its request has ``min_tokens``."""
 
 
 MIN_TEMPERATURE = 1e-6
@@ -45,8 +48,11 @@ MIN_TEMPERATURE = 1e-6
 class RowParameters:
     """The sampling parameters of n rows, as columns. They are constant from token to token."""
 
-    def __init__(self, rows: Sequence[tuple[Sampling, int, int]]) -> None:
-        """``rows``: sampling parameters, seed and sequence number of each row."""
+    def __init__(
+        self, rows: Sequence[tuple[Sampling, int, int]], min_tokens: MinTokens | None = None
+    ) -> None:
+        """``rows``: sampling parameters, seed and sequence number of each row. ``min_tokens``: the
+        minimum lengths of the rows' sequences."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
@@ -64,6 +70,7 @@ class RowParameters:
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.reporting = [i for i, s in enumerate(samplings) if s.processed_logprobs or s.kept]
         """The rows whose requests ask for the distribution that their tokens are drawn from."""
+        self.min_tokens = min_tokens
         self.plain = not (self.random or self.changed)
         """Whether all rows take the most likely token of unchanged logits."""
 
@@ -117,11 +124,26 @@ class Rows:
     options: dict[int, TokenOptions] = field(default_factory=dict)
     """By row, if it has any: the controller's options (``Row.options``). ``parameters`` already
     contains their overrides."""
+    excluded: dict[int, np.ndarray] = field(init=False, default_factory=dict)
+    """By row, if its sequence may not end yet: the tokens that would end it, int64."""
+
+    def __post_init__(self) -> None:
+        if self.parameters.min_tokens is not None:
+            self.excluded = self.parameters.min_tokens.excluded(self.positions)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all rows take the most likely token of unchanged logits."""
+        decided = self.masks or self.biases or self.excluded
+        return self.parameters.plain and not decided
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Rows:
         """Makes the columns of these rows."""
-        parameters = RowParameters([(row.sampling, row.seed, row.seq) for row in rows])
+        parameters = RowParameters(
+            [(row.sampling, row.seed, row.seq) for row in rows],
+            MinTokens.of([row.least for row in rows]),
+        )
         return cls(
             parameters,
             np.array([row.position for row in rows], dtype=np.int64),

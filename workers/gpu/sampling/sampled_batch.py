@@ -12,6 +12,7 @@ from ....protocol.sampling import Override, Sampling
 from ..engine.packing import ints
 from ..engine.sequence import Sequence
 from .distributions import TokenOptions
+from .min_tokens import MinTokens
 from .row_parameters import RowParameters, Rows
 
 
@@ -20,7 +21,10 @@ class SampledBatch:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.parameters = RowParameters([(s.sampling, s.seed, s.seq) for s in sequences])
+        self.parameters = RowParameters(
+            [(s.sampling, s.seed, s.seq) for s in sequences],
+            MinTokens.of([s.least for s in sequences]),
+        )
         self.num_prompt = ints(s.num_prompt for s in sequences)
         self._others = [i for i, s in enumerate(sequences) if not s.gives_columns]
         self.with_text = [i for i, s in enumerate(sequences) if s.text is not None]
@@ -57,7 +61,8 @@ class SampledBatch:
             [
                 _with_override(s.sampling, s.seed, s.seq, overrides.get(i))
                 for i, s in enumerate(self.sequences)
-            ]
+            ],
+            self.parameters.min_tokens,
         )
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:

@@ -21,6 +21,7 @@ from ..model.device_queue import on_device
 from .biases import Bias
 from .candidates import Candidate, Candidates, greedy, packed_ids
 from .distributions import Answers, answer
+from .min_tokens import exclude
 from .native_rows import reduce_rows
 from .races import PART, costs_launches, draw_tokens, likeliest
 from .row_parameters import Row, Rows, is_unprocessed
@@ -197,6 +198,7 @@ def _is_unprocessed(rows: Rows, i: int) -> bool:
     return (
         i not in rows.masks
         and i not in rows.biases
+        and i not in rows.excluded
         and is_unprocessed(rows.parameters.samplings[i])
     )
 
@@ -235,7 +237,7 @@ def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
     tokens, numbers = reduced
     best = torch.from_numpy(tokens)
     likely = _likely_of(logits, best, torch.from_numpy(numbers[1].copy()), most) if most else None
-    if not rows.parameters.plain or rows.masks or rows.biases:
+    if not rows.unchanged:
         best = _change(logits, best, rows, numbers)
     return Drawn(rows, logits.shape[-1], best, Numbers(numbers), likely)
 
@@ -396,16 +398,18 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
-    On a CPU, this leaves out a greedy row that has only a mask, if the mask allows the best token:
-    the mask would not change the choice. On other devices the host does not know the best token.
+    On a CPU, this leaves out a greedy row that has only a mask or a minimum length, if its best
+    token is allowed: they would not change the choice. On other devices the host does not know the
+    best token.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
-    for i, mask in rows.masks.items():
+    for i in (*rows.masks, *rows.excluded):
         if i not in found and not costs_launches(logits) and not rows.parameters.temperature[i]:
             if tokens is None:
                 tokens = (_best(logits) if best is None else best).tolist()
-            if _allows(mask, tokens[i]):
+            ends = rows.excluded.get(i, ())
+            if _allows(rows.masks.get(i), tokens[i]) and tokens[i] not in ends:
                 continue
         found.add(i)
     return sorted(found)
@@ -426,7 +430,8 @@ def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
 
 
 def _process_logits(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
-    """Applies biases, penalties and masks to the logits of these rows, in place."""
+    """Applies biases, penalties, masks and minimum lengths to the logits of these rows, in
+    place."""
     samplings = [rows.parameters.samplings[i] for i in indices]
     _add_bias(logits, samplings)
     if rows.biases:
@@ -442,6 +447,10 @@ def _process_logits(logits: torch.Tensor, indices: Sequence[int], rows: Rows) ->
         else:
             index = _ints(masked, logits)
             logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
+    if rows.excluded:
+        excluded = {k: rows.excluded[i] for k, i in enumerate(indices) if i in rows.excluded}
+        if excluded:
+            exclude(logits, excluded)
     return logits
 
 

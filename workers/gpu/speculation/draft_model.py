@@ -246,6 +246,7 @@ class DraftModel:
             sequence.num_generated,
             prompt=sequence.prompt,
             generated=sequence.generated,
+            least=sequence.least if self._same_vocabulary else None,
         )
 
 

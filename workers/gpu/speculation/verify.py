@@ -169,6 +169,7 @@ def _rows(sequence: Sequence) -> list[Row]:
             mask=unders[i].mask,
             bias=unders[i].bias,
             inspect=sequence.inspect,
+            least=sequence.least,
         )
         for i in range(len(draft) + 1)
     ]
