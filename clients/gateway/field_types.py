@@ -29,6 +29,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
+MinTokens = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 MaxThinkingTokens = Annotated[int, Meta(ge=0)]
 RestOfContext = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
 """A maximum of tokens, or -1 for the rest of the context."""
@@ -64,6 +65,7 @@ def sampling_of(
     frequency_penalty: float | None = None,
     logit_bias: dict[int, float] | None = None,
     seed: int | None = None,
+    min_tokens: int | None = None,
 ) -> GenerateOptions:
     """The options that change the distribution from which the next token is sampled. Fields that
     are missing or have no effect are left out."""
@@ -80,6 +82,8 @@ def sampling_of(
         options["logit_bias"] = logit_bias
     if seed is not None:
         options["seed"] = seed_of(seed)
+    if min_tokens:
+        options["min_tokens"] = min_tokens
     return options
 
 

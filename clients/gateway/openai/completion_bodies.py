@@ -52,6 +52,9 @@ class CompletionRequest(SampledRequest, kw_only=True):
         self.check_prompt()
         if self.max_tokens == 0 and not self.echo:
             raise invalid_field("max_tokens", "max_tokens is 0 without echo; it must be at least 1")
+        if self.max_tokens == 0 and self.min_tokens:
+            what = f"min_tokens is {self.min_tokens}; expected at most max_tokens, which is 0"
+            raise invalid_field("min_tokens", what)
         if self.best_of is not None:
             if self.best_of < (self.n or 1):
                 raise invalid_field(

@@ -18,6 +18,7 @@ from ..field_types import (
     Choices,
     MaybeStop,
     MaybeStops,
+    MinTokens,
     Penalty,
     Priority,
     PromptTokens,
@@ -156,6 +157,8 @@ class SampledRequest(TextRequest):
     response_format: ResponseFormat | None = None
 
     # Fields that vLLM adds.
+    min_tokens: MinTokens | None = None
+    """Number of tokens before which the text does not end, unless its constraint ends it."""
     truncate_prompt_tokens: PromptTokens | None = None
     """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
     prompt_logprobs: TopLogprobs | None = None
@@ -207,6 +210,7 @@ class SampledRequest(TextRequest):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             seed=self.seed,
+            min_tokens=self.min_tokens,
         )
         if self.processed_logprobs:
             options["processed_logprobs"] = True

@@ -18,6 +18,7 @@ from ..field_types import (
     Choices,
     MaybeStop,
     MaybeStops,
+    MinTokens,
     Penalty,
     RepetitionPenalty,
     Seed,
@@ -64,8 +65,8 @@ class SamplingParams(Body):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[TokenId, Bias] | None = None
     sampling_seed: Seed | None = None
-    min_new_tokens: int | None = None
-    """Refused unless it is 0."""
+    min_new_tokens: MinTokens | None = None
+    """Number of tokens before which the text does not end, unless its constraint ends it."""
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -76,11 +77,12 @@ class SamplingParams(Body):
     controller_arg: str | dict[str, Any] | list[Any] | None = None
 
     def check(self) -> None:
-        """Raises ApiError 400 for a field that is not supported."""
-        if self.min_new_tokens:
+        """Raises ApiError 400 if fields contradict each other."""
+        if (self.min_new_tokens or 0) > self.max_tokens:
             raise invalid_field(
                 "sampling_params.min_new_tokens",
-                "min_new_tokens is not supported; use ignore_eos or leave it out",
+                f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
+                f"is {self.max_tokens}",
             )
 
     @property
@@ -112,6 +114,7 @@ class SamplingParams(Body):
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=self.logit_bias,
                 seed=self.sampling_seed,
+                min_tokens=self.min_new_tokens,
             ),
         }
         constraint = self.constraint

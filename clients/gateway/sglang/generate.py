@@ -35,6 +35,7 @@ GROWTH = 16
 grown by one token in this number of tokens, which bounds the size of the stream."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "top_logprobs": "top_logprobs_num",
 } | {

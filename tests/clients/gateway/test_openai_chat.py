@@ -103,6 +103,19 @@ def test_the_answer_may_be_as_long_as_the_context(api: openai.OpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
+def test_an_answer_has_a_minimum_of_tokens(api: openai.OpenAI) -> None:
+    def tokens(**fields: Any) -> list[int]:
+        answer = chat(api, extra_body={"return_token_ids": True, **fields})
+        found: list[int] = (answer.choices[0].model_extra or {})["token_ids"]
+        return found
+
+    first, second, *_ = tokens()
+    assert tokens(stop_token_ids=[second]) == [first, second]
+    longer = tokens(stop_token_ids=[second], min_tokens=7)
+    assert len(longer) >= 7
+    assert second not in longer[:7]
+
+
 def test_logprobs_have_the_bytes_of_each_token(api: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "日本 ü"}]
     answer = chat(api, messages, logprobs=True, top_logprobs=2, temperature=2, seed=1)

@@ -207,6 +207,30 @@ def test_sampling_fields_reach_the_engine(api: openai.OpenAI, gateway: Gateway) 
     assert sampled.choices[0].finish_reason == "length"
 
 
+def test_a_text_has_a_minimum_of_tokens(api: openai.OpenAI) -> None:
+    prompt = "def add(a, b):\n    return a + b\n"
+    assert complete(api, prompt).choices[0].text == ""
+    [choice] = complete(api, prompt, stop="get", extra_body={"min_tokens": 6}).choices
+    assert (choice.text, choice.finish_reason) == ("\ndef get(a, b):", "length")
+
+
+def test_a_constrained_text_has_a_minimum_unless_it_is_complete(api: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"return_token_ids": True}
+    [ended] = complete(api, "def add(a, b):\n    return a + b\n", extra_body=body).choices
+    [end] = (ended.model_extra or {})["token_ids"]
+    for regex, least, most in (("[a-z]+", 6, 6), ("yes|no", 1, 2)):
+        body["structured_outputs"] = {"regex": regex}
+        given: dict[str, Any] = {"logit_bias": {str(end): 100}, "max_tokens": 12}
+        lengths = []
+        for minimum in (0, 6):
+            [found] = complete(api, extra_body=body | {"min_tokens": minimum}, **given).choices
+            ids = (found.model_extra or {})["token_ids"]
+            assert re.fullmatch(regex, found.text)
+            lengths.append(len([token for token in ids if token != end]))
+        assert lengths[0] <= 2
+        assert least <= lengths[1] <= most
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "json": ({"json": PERSON}, "json_schema"),
     "text": ({"json": json.dumps(PERSON)}, "json_schema"),
@@ -275,6 +299,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "unknown inside": ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "0 constraints"),
     "suffix": ({"suffix": "x"}, "suffix", "no tokens that mark"),
     "temperature": ({"temperature": -1}, "temperature", "at least 0"),
+    "more than its maximum": (
+        {"min_tokens": 3},
+        "min_tokens",
+        "min_tokens is 3; expected at most max_tokens, which is 2",
+    ),
+    "more than nothing": ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "min_tokens", "is 0"),
     "no tokens": ({"max_tokens": 0}, "max_tokens", "at least 1"),
     "best_of": ({"n": 3, "best_of": 2}, "best_of", "at least n"),
     "best_of in a stream": ({"best_of": 2, "stream": True}, "best_of", "stream"),

@@ -166,6 +166,16 @@ def test_a_stream_of_several_prompts_numbers_its_answers(http: httpx.Client) -> 
     assert [without_times(last[i]) for i in range(4)] == [without_times(one) for one in whole]
 
 
+def test_a_text_has_a_minimum_of_new_tokens(http: httpx.Client) -> None:
+    text = "def add(a, b):\n    return a + b\n"
+    ends = post(http, text=text, sampling_params=GREEDY)["output_ids"]
+    assert len(ends) == 1
+    params = {**GREEDY, "min_new_tokens": 6, "stop_token_ids": [199]}
+    longer = post(http, text=text, sampling_params=params)["output_ids"]
+    assert len(longer) == 6
+    assert not {199, *ends} & set(longer)
+
+
 def test_a_constraint_holds(http: httpx.Client) -> None:
     params = {"temperature": 1, "max_new_tokens": 20, "regex": "(yes|no)"}
     answer = post(http, text="Is it?", sampling_params=params, kept=True)
@@ -183,9 +193,9 @@ def test_a_constraint_holds(http: httpx.Client) -> None:
         ({"text": "a", "image_data": "x"}, "image_data", "image_data is not supported"),
         ({"text": ["a", "b"], "rid": ["c"]}, "rid", "rid has 1 elements; expected 2"),
         (
-            {"text": "a", "sampling_params": {"min_new_tokens": 3}},
+            {"text": "a", "sampling_params": {"min_new_tokens": 3, "max_new_tokens": 2}},
             "sampling_params.min_new_tokens",
-            "not supported",
+            "min_new_tokens is 3; expected at most max_new_tokens, which is 2",
         ),
         (
             {"text": "a", "sampling_params": {"max_new_tokens": -1}},
