@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .errors import Code, RequestError, TokenbusError
-from .expected_values import plain
+from .expected_values import named_values, plain
 from .messages import Error
 
 Encoding = Literal["json", "msgpack"]
@@ -69,7 +69,8 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
         text = str(error)
         found = _PATH.search(text)
         path = found.group(1) if found else "$"
-        what = plain(text[: found.start()] if found else text)
+        shown = text[: found.start()] if found else text
+        what = named_values(shown, kind, path) or plain(shown)
         raise RequestError(Code.INVALID_FIELD, f"{what} at {path}", path=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(Code.BAD_MESSAGE, f"the body is not valid {encoding}: {error}") from None

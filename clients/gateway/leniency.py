@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, inspect
 
+from ...protocol.expected_values import kinds_of, type_of
 from .errors import invalid_field
 
 IGNORED_HEADER = "x-tokenbus-ignored"
@@ -147,20 +148,14 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
 @cache
 def _fields(kind: Hashable) -> frozenset[str]:
     """The names of the fields of a body."""
-    info = _type_of(kind)
+    info = type_of(kind)
     assert isinstance(info, inspect.StructType)
     return frozenset(field.encode_name for field in info.fields)
 
 
-@cache
-def _type_of(kind: Hashable) -> inspect.Type:
-    """The description of a body's type. Making the description takes up to 10 ms."""
-    return inspect.type_info(kind)
-
-
 def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
     """Decodes a body after its unknown elements and fields have been removed or refused."""
-    value = _walk(msgspec.json.decode(data), _type_of(kind), "", ignored)
+    value = _walk(msgspec.json.decode(data), type_of(kind), "", ignored)
     return msgspec.convert(value, kind, str_keys=True)
 
 
@@ -234,15 +229,6 @@ def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType 
     if len(structs) == 1:
         return structs[0]
     return next((one for one in structs if value.get(one.tag_field or "") == one.tag), None)
-
-
-def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The alternatives of a type, without their bounds."""
-    while isinstance(kind, inspect.Metadata):
-        kind = kind.type
-    if not isinstance(kind, inspect.UnionType):
-        return (kind,)
-    return tuple(inner for one in kind.types for inner in kinds_of(one))
 
 
 def _anywhere(place: str) -> str:

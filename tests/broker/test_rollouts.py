@@ -166,7 +166,7 @@ def test_only_the_operator_may_change_a_model(bench: Bench, kind: str) -> None:
     [
         ({"folder": "weights"}, "invalid_field", "is a relative path"),
         ({"model": "other"}, "unknown_model", "served are: m"),
-        ({"mode": "fast"}, "invalid_field", "mode"),
+        ({"mode": "fast"}, "invalid_field", "expected 'keep' or 'recompute', not 'fast' at $.mode"),
     ],
 )
 def test_a_wrong_update_is_refused(
@@ -174,7 +174,14 @@ def test_a_wrong_update_is_refused(
 ) -> None:
     [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | change)
     assert (kind, error["code"]) == ("ERROR", code)
-    assert said in error["message"] or said in error["path"]
+    assert said in error["message"]
+    assert orders(bench, "a") == []
+
+
+def test_a_wrong_mode_of_a_pause_is_refused_with_the_valid_ones(bench: Bench) -> None:
+    [(kind, error)] = bench.client("operator", "PAUSE", {"stream_id": 5, "mode": "now"})
+    assert (kind, error["path"]) == ("ERROR", "$.mode")
+    assert error["message"] == "expected 'abort' or 'keep' or 'wait', not 'now' at $.mode"
     assert orders(bench, "a") == []
 
 
