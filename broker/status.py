@@ -91,6 +91,7 @@ def status_of(state: BrokerState) -> Status:
         queued=state.num_queued,
         workers=workers,
         counters=state.counters.totals(),
+        paused={s.model: s.paused for s in state.states.values() if s.paused is not None},
     )
 
 

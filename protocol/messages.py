@@ -747,6 +747,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     queued: int
     workers: list[WorkerStatus]
     counters: dict[str, int] = {}
+    paused: dict[str, PauseMode] = {}
+    """The paused models, and the mode of their pauses."""
     live: list[StreamStatus] = []
     """With ``streams``: the live streams that the sender may see (``StatusRequest.streams``), in
     the order of their arrival."""

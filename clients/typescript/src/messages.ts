@@ -1182,6 +1182,8 @@ export interface Status {
   readonly queued: number;
   readonly workers: readonly WorkerStatus[];
   readonly counters: Readonly<Record<string, number>>;
+  /** The paused models, and the mode of their pauses. */
+  readonly paused: Readonly<Record<string, "abort" | "keep" | "wait">>;
   /**
    * With `streams`: the live streams that the sender may see (`StatusRequest.streams`), in the
    * order of their arrival.
@@ -1192,7 +1194,7 @@ export interface Status {
 }
 
 /** Adds the defaults of absent fields to a received `Status`. */
-export function readStatus(sent: Sent<Status, "counters" | "live" | "metrics">): Status {
+export function readStatus(sent: Sent<Status, "counters" | "paused" | "live" | "metrics">): Status {
   return {
     version: sent.version,
     uptime_s: sent.uptime_s,
@@ -1201,6 +1203,7 @@ export function readStatus(sent: Sent<Status, "counters" | "live" | "metrics">):
     queued: sent.queued,
     workers: sent.workers.map(readWorkerStatus),
     counters: sent.counters ?? {},
+    paused: sent.paused ?? {},
     live: sent.live == null ? [] : sent.live.map(readStreamStatus),
     metrics: sent.metrics == null ? [] : sent.metrics.map(readSeries),
   };
