@@ -30,6 +30,7 @@ from . import (
     template,
     tool,
     top,
+    weights,
 )
 from .exits import INTERRUPTED, WRONG_USAGE, report
 from .module_files import FileFault
@@ -71,6 +72,7 @@ def build_parser() -> Parser:
         status,
         top,
         drain,
+        weights,
         *streams,
         controller,
         tool,

@@ -51,7 +51,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         "--model", dest="request_model", metavar="M", default="", help="name of the model"
     )
     parser.add_argument(
-        "--timeout", type=_number("timeout_s"), metavar="S", help="give up after S seconds"
+        "--timeout", type=number("timeout_s"), metavar="S", help="give up after S seconds"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
@@ -63,7 +63,7 @@ def add_parameters(parser: argparse.ArgumentParser, names: Iterable[str] = tuple
         parser.add_argument(
             "--" + name.replace("_", "-"),
             dest=f"p_{name}",
-            type=_number(name),
+            type=number(name),
             metavar="X",
             help=FLAGS[name],
         )
@@ -149,7 +149,7 @@ def _value(name: str, text: str) -> Any:
         raise
 
 
-def _number(name: str) -> Callable[[str], Any]:
+def number(name: str) -> Callable[[str], Any]:
     """Parses a numeric flag. argparse calls this function as a ``type``, and adds the flag's name
     to errors."""
 

@@ -1,0 +1,106 @@
+"""``tokenbus weights``: pauses models and replaces their weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any, get_args
+
+import msgspec
+
+from ...protocol.messages import PauseMode, Rollout, UpdateMode
+from ...protocol.settings import Settings
+from ..operator import Operator
+from ..request_options import DRAIN_S
+from .exits import OK
+from .options import add_connection, client_for, number
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``weights`` with its verbs."""
+    parser = commands.add_parser(
+        "weights",
+        allow_abbrev=False,
+        help="pause a model, or replace its weights while streams run",
+        description="Pauses a model at all of its workers, or replaces its weights while its "
+        "streams run.",
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    update = _verb(verbs, "update", "replace the weights at all workers of a model, or at none")
+    update.add_argument("request_model", metavar="MODEL", help="name of the model")
+    update.add_argument(
+        "folder", metavar="FOLDER", help="folder of safetensors files on the workers' machines"
+    )
+    update.add_argument(
+        "--mode",
+        choices=get_args(UpdateMode),
+        default="recompute",
+        help="what happens to the KV cache of live streams (default: recompute)",
+    )
+    update.add_argument(
+        "--version", type=int, default=0, metavar="N", help="number of the weights (default: next)"
+    )
+    update.set_defaults(run=_update)
+    pause = _verb(verbs, "pause", "stop the streams of a model until it is resumed")
+    pause.add_argument(
+        "--mode",
+        choices=get_args(PauseMode),
+        default="keep",
+        help="stop live streams (keep, the default), finish them (wait), or end them (abort)",
+    )
+    resume = _verb(verbs, "resume", "continue the streams of a paused model")
+    for verb, run in ((pause, _pause), (resume, _resume)):
+        verb.add_argument(
+            "request_model",
+            metavar="MODEL",
+            nargs="?",
+            default="",
+            help="name of the model (default one)",
+        )
+        verb.set_defaults(run=run)
+
+
+def _verb(verbs: Any, name: str, what: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, allow_abbrev=False, help=what)
+    add_connection(verb)
+    verb.add_argument(
+        "--timeout",
+        type=number("timeout_s"),
+        metavar="S",
+        default=DRAIN_S,
+        help=f"give up after S seconds (default: {DRAIN_S:.0f})",
+    )
+    verb.add_argument("--json", action="store_true", help="print JSON, for programs")
+    return verb
+
+
+def _update(args: argparse.Namespace, settings: Settings) -> int:
+    folder = os.path.abspath(args.folder)
+    with client_for(settings) as client:
+        done = Operator(client).update_weights(
+            folder, args.request_model, version=args.version, mode=args.mode, timeout_s=args.timeout
+        )
+    return _print(args, done, f"continue; steps stopped for {done.update_pause_ms:.1f} ms")
+
+
+def _pause(args: argparse.Namespace, settings: Settings) -> int:
+    with client_for(settings) as client:
+        done = Operator(client).pause(args.request_model, mode=args.mode, timeout_s=args.timeout)
+    ends = {"keep": "are stopped", "wait": "have ended", "abort": "were aborted"}
+    return _print(args, done, ends[args.mode])
+
+
+def _resume(args: argparse.Namespace, settings: Settings) -> int:
+    with client_for(settings) as client:
+        done = Operator(client).resume(args.request_model, timeout_s=args.timeout)
+    return _print(args, done, "continue")
+
+
+def _print(args: argparse.Namespace, done: Rollout, streams: str) -> int:
+    """Prints a result: one line, or JSON."""
+    if args.json:
+        print(msgspec.json.encode(msgspec.structs.asdict(done)).decode())
+    else:
+        head = f"{done.model}, version {done.version}, {done.workers} workers"
+        print(f"{head}: {done.streams} streams {streams}")
+    return OK
