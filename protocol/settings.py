@@ -171,6 +171,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Gateway processes of ``tokenbus up``. Several share the port, by SO_REUSEPORT."""
     api_keys: str = ""
     """A file of hashed API keys; with it, every path but ``/live`` and ``/ready`` needs a key."""
+    operator_over_http: bool = False
+    """Without API keys, accept the operator's requests over HTTP, for example ``/pause``."""
     tls_cert: str = ""
     """The certificate (PEM) of the gateways, for HTTPS; it needs ``tls_key``."""
     tls_key: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...protocol.keys import OwnKey
 from ...protocol.settings import Settings
-from ..gateway.keys import hash_of, new_key
+from ..gateway.keys import OPERATOR, hash_of, new_key
 from .exits import WRONG_USAGE
 
 Subparsers = Any
@@ -33,7 +33,13 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="file for the hash; created if it does not exist (default: ./api-keys)",
     )
-    parser.add_argument(
+    rights = parser.add_mutually_exclusive_group()
+    rights.add_argument(
+        "--operator",
+        action="store_true",
+        help="the key may pause models and update weights over HTTP",
+    )
+    rights.add_argument(
         "--tenant",
         metavar="FILE",
         help="key file of a tenant of the bus, to whom requests with this API key are attributed",
@@ -50,13 +56,13 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
         return WRONG_USAGE
     key = new_key()
     path = Path(args.file)
-    tenant = ""
+    right = f" {OPERATOR}" if args.operator else ""
     if args.tenant is not None:
         OwnKey.read(Path(args.tenant))  # Raises KeyFault, which main reports.
-        tenant = f" {os.path.relpath(args.tenant, path.parent)}"
+        right = f" {os.path.relpath(args.tenant, path.parent)}"
     try:
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
-            file.write(f"{args.name} {hash_of(key)}{tenant}\n")
+            file.write(f"{args.name} {hash_of(key)}{right}\n")
     except OSError as error:
         print(f"tokenbus: cannot write {path}: {error.strerror}", file=sys.stderr)
         return 1

@@ -30,6 +30,7 @@ from . import (
     ollama,
     openai,
     openapi,
+    rollouts,
     sglang,
 )
 from .context import Gateway
@@ -44,10 +45,10 @@ log = logging.getLogger(__name__)
 def routes() -> list[BaseRoute]:
     """The routes of all interfaces."""
     completing = (openai, anthropic, ollama, llama_cpp, aici, sglang)
-    doors = (lmtp, *completing, inputs, chat_page, console, health, metrics)
+    doors = (lmtp, *completing, inputs, rollouts, chat_page, console, health, metrics)
     described = [
         operation
-        for door in (*completing, inputs, health, metrics)
+        for door in (*completing, inputs, rollouts, health, metrics)
         for operation in door.operations()
     ]
     return [*openapi.routes(described), *(route for door in doors for route in door.routes())]

@@ -6,8 +6,10 @@ import asyncio
 
 from starlette.requests import HTTPConnection
 
+from ...protocol.keys import OwnKey
 from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
+from .. import AsyncClient
 from .idempotency import NamedRequests
 from .models import ModelTable
 from .stored.responses import StoredResponses
@@ -28,6 +30,9 @@ class Gateway:
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
         """The clients of tenants, by the public key of the tenant's bus key."""
+        self._operators: dict[str, AsyncClient] = {}
+        """The clients for the operator's requests, by the public key of the tenant's bus key;
+        empty: the gateway's own. They carry no other requests."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
@@ -56,13 +61,23 @@ class Gateway:
             self._tenants[key.public] = client
         return client
 
+    def operator_client(self, key: OwnKey | None) -> AsyncClient:
+        """The client for requests of the operator. The broker decides by its key whether it may
+        send them; None: the gateway's own key."""
+        name = "" if key is None else key.public
+        client = self._operators.get(name)
+        if client is None:
+            client = AsyncClient(self.settings.front_endpoint, wait_for_room=False, key=key)
+            self._operators[name] = client
+        return client
+
     async def close(self) -> None:
         """Ends the sessions at the broker, which ends all running streams. Responses in the
         background are left to other gateways."""
         await self.stored.close()
         await self.templates.close()
         await self.tunnels.close()
-        for client in (self._own, *self._tenants.values()):
+        for client in (self._own, *self._tenants.values(), *self._operators.values()):
             await client.close()
 
 

@@ -84,7 +84,7 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
-    def body(self, path: str = "") -> ErrorAnswer | AiciError | AnthropicError | OllamaError:
+    def body(self, path: str = "") -> ErrorAnswer | _Form:
         """The error in the form of the interface at ``path``. The default is OpenAI's form."""
         for form, doors in _FORMS:
             if any(path == door or path.startswith(f"{door}/") for door in doors):
@@ -185,9 +185,25 @@ class OllamaError(Struct):
         return cls(error.message)
 
 
-_FORMS: tuple[tuple[type[AiciError | AnthropicError | OllamaError], tuple[str, ...]], ...] = (
+class UpdateError(Struct):
+    """An error of SGLang's ``/update_weights_from_disk``."""
+
+    message: str
+    error: ErrorDetails
+    success: Literal[False] = False
+
+    @classmethod
+    def of(cls, error: ApiError) -> UpdateError:
+        """Converts an error to the form of an update's answer."""
+        details = ErrorDetails(error.message, error.type, error.param, error.code)
+        return cls(error.message, details)
+
+
+_Form = AiciError | AnthropicError | OllamaError | UpdateError
+_FORMS: tuple[tuple[type[_Form], tuple[str, ...]], ...] = (
     (OllamaError, ("/api",)),
     (AnthropicError, ("/v1/messages",)),
+    (UpdateError, ("/update_weights_from_disk",)),
     (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )
 """The interfaces, by path, that have their own form of errors."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from ...protocol.keys import KeyFault, OwnKey
 
 LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})(\s+(?P<key>\S.*))?")
+OPERATOR = "+operator"
+"""The third part of a line whose API key is the operator's."""
 
 
 class KeyFileError(ValueError):
@@ -19,16 +21,24 @@ class KeyFileError(ValueError):
 class ApiKeys:
     """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of a key.
     If the holder is a tenant of the bus, the path of the tenant's key file follows, relative to
-    this file.
+    this file. ``+operator`` instead of a path: the key may send the operator's requests over HTTP,
+    with the gateway's own key of the bus.
 
     The keys, 256 random bits each, are not in the file. Empty lines and lines that begin with ``#``
     are skipped.
     """
 
-    def __init__(self, names: dict[str, str], tenants: dict[str, OwnKey] | None = None) -> None:
+    def __init__(
+        self,
+        names: dict[str, str],
+        tenants: dict[str, OwnKey] | None = None,
+        operators: frozenset[str] = frozenset(),
+    ) -> None:
         self._names = names
         self._tenants = tenants or {}
         """The tenants' keys of the bus, by the holder's name."""
+        self._operators = operators
+        """The hashes of the operator's keys. Another key of the same holder is not in it."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
@@ -39,6 +49,7 @@ class ApiKeys:
             raise KeyFileError(f"cannot read the API keys of {path}: {error}") from None
         names: dict[str, str] = {}
         tenants: dict[str, OwnKey] = {}
+        operators = set[str]()
         for number, line in enumerate(lines, 1):
             text = line.strip()
             if not text or text.startswith("#"):
@@ -50,18 +61,24 @@ class ApiKeys:
                     "hexadecimal digits), as 'tokenbus api-key NAME' writes them"
                 )
             names[entry["hash"]] = entry["name"]
-            if entry["key"]:
+            if entry["key"] == OPERATOR:
+                operators.add(entry["hash"])
+            elif entry["key"]:
                 try:
                     tenants[entry["name"]] = OwnKey.read(path.parent / entry["key"])
                 except KeyFault as fault:
                     raise KeyFileError(f"line {number} of {path}: {fault}") from None
         if not names:
             raise KeyFileError(f"{path} has no API key; 'tokenbus api-key NAME' makes one")
-        return cls(names, tenants)
+        return cls(names, tenants, frozenset(operators))
 
     def name_of(self, key: str) -> str | None:
         """The name of the holder of a key; None for an unknown key."""
         return self._names.get(hash_of(key))
+
+    def is_operator(self, key: str) -> bool:
+        """Whether a key may send the operator's requests over HTTP."""
+        return hash_of(key) in self._operators
 
     def tenant_of(self, name: str) -> OwnKey | None:
         """The key of the bus for the requests of a holder; None: the gateway's own key."""

@@ -40,9 +40,11 @@ class RequireKey:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         given = [key for key in keys_of(scope, headers) if key]
-        name = next(filter(None, map(self._keys.name_of, given)), None)
+        named = ((key, self._keys.name_of(key)) for key in given)
+        key, name = next(((key, name) for key, name in named if name is not None), ("", None))
         if name is not None:
             scope["api_key_name"] = name
+            scope["api_key_operator"] = self._keys.is_operator(key)
             current_user.set(f"key {name}")
             current_tenant.set(self._keys.tenant_of(name))
             return await self._app(scope, receive, send)

@@ -126,6 +126,13 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--http", metavar="HOST:PORT", help="gateways' address, or none (127.0.0.1:8080)")
     add("--gateways", metavar="N", help="number of gateways on that address (default: 1)")
     add("--api-keys", dest="api_keys", metavar="FILE", help="hashes of the gateways' API keys")
+    add(
+        "--operator-over-http",
+        dest="operator_over_http",
+        action="store_const",
+        const=True,
+        help="without API keys, let HTTP requests of this machine pause models and update weights",
+    )
     add("--tls-cert", dest="tls_cert", metavar="FILE", help="gateways' certificate, for HTTPS")
     add("--tls-key", dest="tls_key", metavar="FILE", help="private key of the certificate")
     add(

@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ....protocol.messages import Token
+from ....protocol.messages import Span, Token
 from ... import GeneratedSequence
 
 
-class WeightSpan(Struct):
+class WeightSpan(Struct, omit_defaults=True):
     """Consecutive new tokens that were computed with the same weights and arithmetic."""
 
     first: int
@@ -19,6 +19,25 @@ class WeightSpan(Struct):
     """The version of the weights."""
     exact: str
     """The arithmetic; empty if it is not exact."""
+    version: int = 0
+    """The number of the last update of the weights; left out before the first one."""
+    kept_cache: bool = False
+    """Whether the sequence kept keys and values of earlier weights."""
+
+    @classmethod
+    def of(cls, first: int, span: Span) -> WeightSpan:
+        """The span that begins with the token ``first``."""
+        return cls(first, span.weights, span.exact, span.version, span.kept_cache)
+
+    @property
+    def label(self) -> str:
+        """``weight_version`` of SGLang's answers."""
+        return weights_label(self.version, self.weights)
+
+
+def weights_label(version: int, weights: str) -> str:
+    """The version of weights as a text: its number, or a hash before the first update."""
+    return str(version) if version else weights
 
 
 class TokenFields(Struct, kw_only=True):
@@ -74,7 +93,7 @@ class TokenReports:
             fields.token_ids = [] if entry.token is None else [entry.token]
             fields.prompt_token_ids = UNSET if prompt is None else prompt
             if entry.span is not None:
-                span = WeightSpan(entry.pos, entry.span.weights, entry.span.exact)
+                span = WeightSpan.of(entry.pos, entry.span)
                 fields.spans = [span]
             if entry.backtrack:
                 fields.removed_tokens = entry.backtrack
@@ -102,4 +121,4 @@ def ids_of(prompt: str | list[int]) -> list[int]:
 
 def spans_of(sequence: GeneratedSequence) -> list[WeightSpan]:
     """The spans of a sequence."""
-    return [WeightSpan(first, span.weights, span.exact) for first, span in sequence.spans]
+    return [WeightSpan.of(first, span) for first, span in sequence.spans]

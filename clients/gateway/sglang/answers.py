@@ -43,7 +43,8 @@ class MetaInfo(Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     weight_version: str
-    """The version of the weights that computed the last token."""
+    """The version of the weights that computed the last token: the number of their update, or a
+    hash before the first update."""
     spans: list[WeightSpan]
     e2e_latency: float
     """Seconds since the request arrived."""

@@ -250,7 +250,7 @@ def _answer(job: Job, part: Part, sequence: GeneratedSequence) -> Generated:
         prompt_tokens=sequence.prompt_tokens,
         completion_tokens=len(sequence.tokens),
         cached_tokens=sequence.cached_tokens,
-        weight_version=spans[-1].weights if spans else "",
+        weight_version=spans[-1].label if spans else "",
         spans=spans,
         e2e_latency=time.monotonic() - job.began,
     )

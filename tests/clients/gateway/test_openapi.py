@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 
 SECONDS = 300.0
 ROOT = Path(__file__).parents[3]
-PAGES = ("http", "anthropic", "aici")
+PAGES = ("http", "anthropic", "aici", "rollouts")
 UNDOCUMENTED = {"/", "/openapi.json"}
 """The WebSocket's path, and the document's own."""
 FEW = {

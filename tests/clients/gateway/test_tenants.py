@@ -27,15 +27,17 @@ def tenants(
     processes: None, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[tuple[Gateway, Worker, dict[str, tuple[str, str]]]]:
     """A gateway with API keys, a controller worker, and the API key and the public key of each
-    tenant: Ann, Ben, the gateway's own (an API key without a tenant), and the operator."""
+    tenant: Ann, Ben, the gateway's own (API keys without a tenant), and the operator."""
     with KeyedBroker() as broker:
         found = {}
         api_keys = broker.path / "api-keys"
-        for name in ("ann", "ben", "own", "operator"):
+        for name in ("ann", "ben", "own", "trainer", "operator"):
             arguments = ["api-key", name, "--file", str(api_keys)]
             own = OwnKey.read(broker.keys.own("client"))
             if name == "operator":
                 arguments += ["--tenant", str(broker.keys.own("client"))]
+            elif name == "trainer":
+                arguments += ["--operator"]
             elif name != "own":
                 own = broker.new_key(name)
                 own.write(broker.path / f"{name}.key")
@@ -65,6 +67,7 @@ def test_each_api_key_is_the_tenant_of_its_key(
     tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
 ) -> None:
     gateway, worker, keys = tenants
+    del keys["trainer"]  # The worker takes nine requests, and does not answer them.
     for api_key, public in keys.values():
         # Nobody answers the request, which only has to reach the worker.
         def ask(api_key: str = api_key) -> None:
@@ -95,6 +98,10 @@ def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
             kind, _, body = str(websocket.recv(WAIT_S)).partition(" ")
             expected = "invalid_field" if name == "operator" else "not_allowed"
             assert (name, kind, json.loads(body)["code"]) == (name, "ERROR", expected)
+        # No worker serves a model, so that the pauses of the operator fail too.
+        paused = httpx.post(f"{gateway.url}/pause", headers=headers, timeout=WAIT_S)
+        code = "no_worker" if name in ("trainer", "operator") else "not_allowed"
+        assert (name, paused.json()["error"]["code"]) == (name, code)
 
 
 def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Pauses of models and updates of their weights, for the operator's trainers: Tokenbus's messages,
+and the paths of vLLM and SGLang that have the same meaning."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute, Route
+
+from ..errors import UpdateError
+from ..openapi import Operation
+from . import own, sglang
+from .bodies import (
+    ContinueBody,
+    DiskBody,
+    IsPaused,
+    Message,
+    PauseBody,
+    PauseGenerationBody,
+    PauseQuery,
+    ResumeBody,
+    RolloutAnswer,
+    UpdateBody,
+    Updated,
+    WeightVersion,
+    query_types,
+)
+
+VERSION_PATHS = ("/model_info", "/get_weight_version", "/weight_version")
+"""The names that SGLang's releases use."""
+
+
+def routes() -> list[BaseRoute]:
+    """The routes of the operator's requests, and of the states that they change."""
+    return [
+        Route("/pause", own.pause, methods=["POST"]),
+        Route("/resume", own.resume, methods=["POST"]),
+        Route("/is_paused", own.is_paused, methods=["GET"]),
+        Route("/update_weights", own.update_weights, methods=["POST"]),
+        Route("/pause_generation", sglang.pause_generation, methods=["POST"]),
+        Route("/continue_generation", sglang.continue_generation, methods=["POST"]),
+        Route("/update_weights_from_disk", sglang.update_from_disk, methods=["POST"]),
+        Route("/flush_cache", sglang.flush_cache, methods=["GET", "POST"]),
+        *(Route(path, sglang.weight_version, methods=["GET"]) for path in VERSION_PATHS),
+    ]
+
+
+def operations() -> list[Operation]:
+    """The operations for the OpenAPI document."""
+    forbidden = {403: "The request does not come from the operator."}
+    found = [
+        Operation("post", path, summary, "rollouts", body, answer, statuses=forbidden, query=query)
+        for path, summary, body, answer, query in (
+            ("/pause", "Pauses a model", PauseBody, RolloutAnswer, query_types(PauseQuery)),
+            ("/resume", "Ends a pause", ResumeBody, RolloutAnswer, {"model": str}),
+            ("/update_weights", "Replaces the weights", UpdateBody, RolloutAnswer, {}),
+            ("/pause_generation", "Pauses a model", PauseGenerationBody, Message, {}),
+            ("/continue_generation", "Ends a pause", ContinueBody, Message, {}),
+        )
+    ]
+    disk = "/update_weights_from_disk", "Replaces the weights", "rollouts", DiskBody, Updated
+    model = {"model": str}
+    return [
+        *found,
+        Operation("post", *disk, error=UpdateError, statuses=forbidden),
+        Operation("get", "/is_paused", "Pauses", "rollouts", answer=IsPaused, query=model),
+        *(
+            Operation(method, "/flush_cache", "Has no effect", "rollouts", answer=Message)
+            for method in ("get", "post")
+        ),
+        *(
+            Operation("get", path, "Version", "rollouts", answer=WeightVersion, query=model)
+            for path in VERSION_PATHS
+        ),
+    ]

@@ -1,0 +1,187 @@
+"""Bodies and answers of the operator's requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+
+from ....protocol.messages import (
+    MAX_FOLDER,
+    MAX_TIMEOUT_S,
+    PauseMode,
+    Rollout,
+    UpdateMode,
+    WeightsVersion,
+)
+from ..bodies import B, Body, check_json, decode_body, ignored_of, read_bytes
+from ..errors import invalid_field
+from ..leniency import Ignored
+from ..wrong_values import refusal
+
+MAX_BODY = 64 * 1024
+"""Maximum size of a body in bytes."""
+Folder = Annotated[str, Meta(min_length=1, max_length=MAX_FOLDER)]
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+
+
+class ResumeBody(Body):
+    """The body of ``POST /resume``."""
+
+    model: str | None = None
+    """Default: the default model."""
+    timeout_s: Timeout | None = None
+    """Maximum time until the workers have answered. Default: 600."""
+
+
+class PauseBody(ResumeBody):
+    """The body of ``POST /pause``."""
+
+    mode: PauseMode | None = None
+    """Default: ``keep``."""
+
+
+class UpdateBody(ResumeBody, kw_only=True):
+    """The body of ``POST /update_weights``: the fields of UPDATE_WEIGHTS."""
+
+    folder: Folder
+    version: WeightsVersion | None = None
+    mode: UpdateMode | None = None
+    """Default: ``recompute``."""
+    update_info: Any = None
+    """vLLM's transfer between processes; refused."""
+
+    def check(self) -> None:
+        """Raises ApiError 400 for a field that is not supported."""
+        if self.update_info is not None:
+            raise invalid_field(
+                "update_info",
+                "weights are not transferred between processes; save them as safetensors and name "
+                "their folder",
+            )
+
+
+class PauseQuery(Struct, kw_only=True):
+    """The query of ``POST /pause`` and ``POST /resume``, as in vLLM."""
+
+    model: str | None = None
+    mode: PauseMode | None = None
+    """Default without a body: ``abort``."""
+    wait_for_inflight_requests: bool | None = None
+    """An older form of the mode ``wait``."""
+
+
+class PauseGenerationBody(ResumeBody):
+    """The body of SGLang's ``POST /pause_generation``."""
+
+    mode: Literal["abort", "in_place", "retract"] | None = None
+    """Default: ``abort``. The others are the mode ``keep``: an update of the weights decides
+    whether keys and values are computed again."""
+
+
+class ContinueBody(ResumeBody):
+    """The body of SGLang's ``POST /continue_generation``."""
+
+
+class DiskBody(ResumeBody, kw_only=True):
+    """The body of SGLang's ``POST /update_weights_from_disk``."""
+
+    model_path: Folder
+    """The folder of UPDATE_WEIGHTS."""
+    weight_version: str | int | None = None
+    """The version, also as a text of digits."""
+    flush_cache: bool | None = None
+    """False: the mode ``keep``. Default: ``recompute``."""
+    abort_all_requests: bool | None = None
+    """Whether live streams of the model end before the update."""
+
+    @property
+    def version(self) -> int:
+        """The version of UPDATE_WEIGHTS; raises ApiError 400 if it is not a number."""
+        if self.weight_version is None:
+            return 0
+        try:
+            given = msgspec.convert(self.weight_version, WeightsVersion, strict=False)
+        except msgspec.ValidationError:
+            given = 0  # The error is below.
+        if not given:
+            raise invalid_field(
+                "weight_version",
+                "weight_version: expected a whole number above that of the current weights, not "
+                f"{str(self.weight_version)[:40]!r}",
+            )
+        return int(given)
+
+
+class RolloutAnswer(Struct, kw_only=True):
+    """The answer of ``/pause``, ``/resume`` and ``/update_weights``: the fields of ``Rollout``."""
+
+    status: Literal["paused", "resumed", "updated"]
+    model: str
+    version: int
+    workers: int
+    streams: int
+    update_pause_ms: float
+    weights: str
+
+    @classmethod
+    def of(cls, status: Literal["paused", "resumed", "updated"], done: Rollout) -> RolloutAnswer:
+        """The answer for a result of the bus."""
+        return cls(status=status, **msgspec.structs.asdict(done))
+
+
+class Message(Struct):
+    """SGLang's answer to requests that succeed."""
+
+    message: str
+    status: Literal["ok"] = "ok"
+
+
+class Updated(Struct):
+    """SGLang's answer to an update."""
+
+    message: str
+    num_paused_requests: int
+    """Number of live streams that continue with the new weights, or that were aborted."""
+    success: Literal[True] = True
+
+
+class IsPaused(Struct):
+    """The answer of ``GET /is_paused``."""
+
+    is_paused: bool
+
+
+class WeightVersion(Struct):
+    """The version of a model's weights."""
+
+    model: str
+    weight_version: str
+    """The number of the last update, or a hash before the first one."""
+
+
+async def read_optional(request: Request, kind: type[B]) -> tuple[B, Ignored, bool]:
+    """The body of a request whose fields are all optional, the fields without effect, and whether
+    there was a body."""
+    ignored = ignored_of(request)
+    content = await read_bytes(request, MAX_BODY)
+    if not content:
+        return kind(), ignored, False
+    check_json(request)
+    return decode_body(content, kind, ignored), ignored, True
+
+
+def query_of(request: Request) -> PauseQuery:
+    """The query of a request; raises ApiError 400 for a wrong value."""
+    given = dict(request.query_params)
+    try:
+        return msgspec.convert(given, PauseQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise refusal(error, PauseQuery) from None
+
+
+def query_types(kind: type[Struct]) -> dict[str, Any]:
+    """The parameters of a query, for the OpenAPI document."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}

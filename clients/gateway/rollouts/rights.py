@@ -1,0 +1,55 @@
+"""Decides whether an HTTP request comes from the operator.
+
+With API keys, the key is the operator's: ``tokenbus api-key NAME --operator`` made it, or its
+tenant is the operator's key of the bus. Without API keys, the setting ``operator_over_http`` must
+be on. Only this module uses the gateway's session that may send the operator's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from starlette.requests import Request
+
+from ....protocol.errors import Code, RequestError
+from ....protocol.messages import Rollout
+from ...operator import AsyncOperator
+from ..context import gateway_of
+from ..errors import ApiError
+from ..turns import current_tenant
+
+MAKE_KEY = "make an API key with 'tokenbus api-key NAME --operator'"
+
+
+def operator_of(request: Request) -> AsyncOperator:
+    """The operator's calls for a request; raises ApiError 403 if this gateway knows that the
+    request does not come from the operator. The broker decides about a tenant's key."""
+    gateway, tenant = gateway_of(request), current_tenant.get()
+    if tenant is None and "api_key_name" in request.scope:
+        if not request.scope["api_key_operator"]:
+            raise _refused(f"this API key is not the operator's; {MAKE_KEY}")
+    elif tenant is None and not gateway.settings.operator_over_http:
+        raise _refused(f"set operator_over_http (tokenbus up --operator-over-http), or {MAKE_KEY}")
+    elif tenant is None and "origin" in request.headers:
+        raise _refused(f"a page must send the operator's API key; {MAKE_KEY}")
+    return AsyncOperator(gateway.operator_client(tenant))
+
+
+async def accepted(call: Awaitable[Rollout]) -> Rollout:
+    """The result of the operator's call; raises ApiError 403 if the broker does not accept the key
+    of the bus as the operator's."""
+    try:
+        return await call
+    except RequestError as error:
+        if error.code != Code.NOT_ALLOWED:
+            raise
+        owner = "gateway" if current_tenant.get() is None else "API key"
+        raise _refused(
+            f"the {owner}'s key of the bus is not the operator's; name the operator's key with "
+            "'tokenbus api-key NAME --tenant FILE'"
+        ) from None
+
+
+def _refused(reason: str) -> ApiError:
+    what = "only the operator may pause models and update weights"
+    return ApiError(403, f"{what}: {reason}", code="not_allowed")

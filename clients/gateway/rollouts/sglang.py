@@ -1,0 +1,106 @@
+"""SGLang's names: ``/pause_generation``, ``/continue_generation``, ``/update_weights_from_disk``,
+``/flush_cache`` and ``/get_weight_version``."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.messages import PauseMode, Rollout, UpdateMode
+from ...operator import AsyncOperator
+from ...request_options import DRAIN_S
+from ..bodies import check_json, decode_body, ignored_of, read_bytes
+from ..context import gateway_of
+from ..json import json_response
+from ..openai.token_fields import weights_label
+from .bodies import (
+    MAX_BODY,
+    ContinueBody,
+    DiskBody,
+    Message,
+    PauseGenerationBody,
+    Updated,
+    WeightVersion,
+    read_optional,
+)
+from .own import named
+from .rights import accepted, operator_of
+
+
+async def pause_generation(request: Request) -> Response:
+    """Answers when the workers have paused the model."""
+    operator = operator_of(request)
+    body, ignored, _ = await read_optional(request, PauseGenerationBody)
+    mode: PauseMode = "keep" if body.mode in ("in_place", "retract") else "abort"
+    model, timeout_s = named(request, body), body.timeout_s or DRAIN_S
+    done = await accepted(operator.pause(model, mode=mode, timeout_s=timeout_s))
+    return json_response(Message(f"Generation paused: {_shown(done)}"), headers=ignored.headers)
+
+
+async def continue_generation(request: Request) -> Response:
+    """Answers when the workers continue."""
+    operator = operator_of(request)
+    body, ignored, _ = await read_optional(request, ContinueBody)
+    model, timeout_s = named(request, body), body.timeout_s or DRAIN_S
+    done = await accepted(operator.resume(model, timeout_s=timeout_s))
+    return json_response(Message(f"Generation continued: {_shown(done)}"), headers=ignored.headers)
+
+
+async def update_from_disk(request: Request) -> Response:
+    """Answers when the workers use the new weights."""
+    operator = operator_of(request)
+    check_json(request)
+    ignored = ignored_of(request)
+    body = decode_body(await read_bytes(request, MAX_BODY), DiskBody, ignored)
+    if body.abort_all_requests:
+        done = await accepted(_without_streams(request, operator, body))
+    else:
+        done = await accepted(_update(request, operator, body))
+    answer = Updated(f"Weights updated: {_shown(done)}", done.streams)
+    return json_response(answer, headers=ignored.headers)
+
+
+async def _update(request: Request, operator: AsyncOperator, body: DiskBody) -> Rollout:
+    mode: UpdateMode = "keep" if body.flush_cache is False else "recompute"
+    return await operator.update_weights(
+        body.model_path,
+        named(request, body),
+        version=body.version,
+        mode=mode,
+        timeout_s=body.timeout_s or DRAIN_S,
+    )
+
+
+async def _without_streams(request: Request, operator: AsyncOperator, body: DiskBody) -> Rollout:
+    """Aborts the live streams, and holds new ones until the update has ended."""
+    model = named(request, body)
+    _ = body.version  # A wrong version must not abort streams.
+    before = await gateway_of(request).client.status()
+    paused = await operator.pause(model, mode="abort")
+    try:
+        done = await _update(request, operator, body)
+    finally:
+        if paused.model not in before.paused:
+            await operator.resume(model)
+    done.streams += paused.streams
+    return done
+
+
+async def flush_cache(request: Request) -> Response:
+    """Answers that there is nothing to do: a cache belongs to a version of the weights."""
+    return json_response(Message("Nothing to flush: requests never use the cache of other weights"))
+
+
+async def weight_version(request: Request) -> Response:
+    """The version of the weights that all workers with the model have reached."""
+    gateway = gateway_of(request)
+    info = await gateway.models.info(request.query_params.get("model", ""))
+    status = await gateway.client.status()
+    loaded = [w.paths[info.name] for w in status.workers if info.name in w.paths] or [info.path]
+    oldest = min(loaded, key=lambda path: path.version)
+    return json_response(WeightVersion(info.name, weights_label(oldest.version, oldest.weights)))
+
+
+def _shown(done: Rollout) -> str:
+    """A result in words."""
+    return f"{done.model}, version {done.version}, {done.workers} workers, {done.streams} streams"
