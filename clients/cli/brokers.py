@@ -101,5 +101,6 @@ def merged(found: Sequence[Status]) -> Status:
         queued=sum(status.queued for status in found),
         workers=list(workers.values()),
         counters=dict(counters),
+        paused={model: mode for status in found for model, mode in status.paused.items()},
         live=sorted(live, key=lambda stream: -stream.age_s),
     )

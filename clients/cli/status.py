@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             f"{worker.heartbeat_age_s:.1f} s ago",
         )
     console.print(table if status.workers else "no workers are registered", soft_wrap=True)
+    for model, mode in status.paused.items():
+        console.print(f"{model} is paused ({mode})", soft_wrap=True, markup=False)
     for line in (*path_lines(status), *isolation_lines(status)):
         console.print(line, soft_wrap=True, markup=False)
     return OK

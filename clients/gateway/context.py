@@ -32,7 +32,7 @@ class Gateway:
         """The clients of tenants, by the public key of the tenant's bus key."""
         self._operators: dict[str, AsyncClient] = {}
         """The clients for the operator's requests, by the public key of the tenant's bus key;
-        empty: the gateway's own. They carry no other requests."""
+        empty: the gateway's own. They carry no messages of WebSockets."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()

@@ -25,7 +25,7 @@ from .bodies import (
     query_of,
     read_optional,
 )
-from .rights import accepted, operator_of
+from .rights import accepted, operator_of, paused_models
 
 
 async def pause(request: Request) -> Response:
@@ -69,10 +69,8 @@ async def update_weights(request: Request) -> Response:
 
 async def is_paused(request: Request) -> Response:
     """Answers whether a model is paused."""
-    gateway = gateway_of(request)
-    info = await gateway.models.info(request.query_params.get("model", ""))
-    status = await gateway.client.status()
-    return json_response(IsPaused(info.name in status.paused))
+    info = await gateway_of(request).models.info(request.query_params.get("model", ""))
+    return json_response(IsPaused(info.name in await paused_models(request)))
 
 
 def named(request: Request, body: ResumeBody, query: PauseQuery | None = None) -> str:

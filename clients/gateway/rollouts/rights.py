@@ -7,7 +7,7 @@ be on. Only this module uses the gateway's session that may send the operator's 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 
 from starlette.requests import Request
 
@@ -48,6 +48,13 @@ async def accepted(call: Awaitable[Rollout]) -> Rollout:
             f"the {owner}'s key of the bus is not the operator's; name the operator's key with "
             "'tokenbus api-key NAME --tenant FILE'"
         ) from None
+
+
+async def paused_models(request: Request) -> Collection[str]:
+    """The paused models, as the broker knows them that receives the operator's messages. Other
+    brokers may not know a pause. Any user may ask."""
+    client = gateway_of(request).operator_client(current_tenant.get())
+    return (await client.status()).paused
 
 
 def _refused(reason: str) -> ApiError:

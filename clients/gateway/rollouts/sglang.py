@@ -24,7 +24,7 @@ from .bodies import (
     read_optional,
 )
 from .own import named
-from .rights import accepted, operator_of
+from .rights import accepted, operator_of, paused_models
 
 
 async def pause_generation(request: Request) -> Response:
@@ -75,12 +75,12 @@ async def _without_streams(request: Request, operator: AsyncOperator, body: Disk
     """Aborts the live streams, and holds new ones until the update has ended."""
     model = named(request, body)
     _ = body.version  # A wrong version must not abort streams.
-    before = await gateway_of(request).client.status()
+    before = await paused_models(request)
     paused = await operator.pause(model, mode="abort")
     try:
         done = await _update(request, operator, body)
     finally:
-        if paused.model not in before.paused:
+        if paused.model not in before:
             await operator.resume(model)
     done.streams += paused.streams
     return done
