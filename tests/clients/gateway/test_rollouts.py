@@ -96,21 +96,29 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def frozen(gateway: Gateway, path: str, mode: str) -> Iterator[Iterator[Any]]:
-    """The answers of a stream that a pause has stopped after its first tokens."""
+def frozen(trainer: Trainer, path: str, mode: str) -> Iterator[Iterator[Any]]:
+    """The answers of a stream that a pause has stopped. Another stream begins if one has ended
+    before the pause."""
+    url, paused = trainer.local.url, False
     sampling = {"max_new_tokens": 1000, "ignore_eos": True, "temperature": 1.0}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
-    with httpx.stream("POST", f"{gateway.url}/generate", json=body, timeout=WAIT_S) as response:
-        answers = events(response)
-        next(answers)
-        post(gateway, path, {"mode": mode}).raise_for_status()
-        yield answers
+    while not paused:
+        with httpx.stream("POST", f"{url}/generate", json=body, timeout=WAIT_S) as response:
+            answers = events(response)
+            next(answers)
+            post(trainer.local, path, {"mode": mode}).raise_for_status()
+            with trainer.bus.client() as client:
+                paused = client.status().streams == 1
+            if paused:
+                yield answers
+        if not paused:
+            post(trainer.local, "/resume").raise_for_status()
 
 
 def test_a_stream_continues_with_weights_that_two_workers_change_together(trainer: Trainer) -> None:
     gateway, folder, loaded = trainer.local, trainer.weights(1), trainer.loaded
     assert get(gateway, "/get_weight_version")["weight_version"] == loaded
-    with frozen(gateway, "/pause", "keep") as answers:
+    with frozen(trainer, "/pause", "keep") as answers:
         assert get(gateway, "/is_paused") == {"is_paused": True}
         done = post(gateway, "/update_weights", {"folder": folder}).json()
         assert trainer.versions == [1, 1]
@@ -151,7 +159,7 @@ def test_sglang_s_trainers_update_from_disk(trainer: Trainer) -> None:
         "abort_all_requests": True,
         "load_format": None,
     }
-    with frozen(gateway, "/pause_generation", "in_place") as answers:
+    with frozen(trainer, "/pause_generation", "in_place") as answers:
         assert httpx.get(f"{gateway.url}/flush_cache", timeout=WAIT_S).status_code == 200
         done = post(gateway, "/update_weights_from_disk", body).json()
         *_, last = answers
