@@ -211,6 +211,30 @@ def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "call"),
+    [
+        (["ctx.fixed('a')"], "fixed"),
+        (["await ctx.fixed('a')", "return ctx.stop()"], "stop"),
+        (["ctx.log(ctx.gen(max_tokens=3) + 'a')"], "gen"),
+        (["if ctx.gen(choice=['yes']) == 'yes': pass", "await ctx.fixed('b')"], "gen"),
+        (["ctx.call('weather', city='Oslo')", "await ctx.fixed('b')"], "call"),
+    ],
+)
+def test_a_call_that_is_not_awaited_is_an_error(lines: list[str], call: str) -> None:
+    run = play(main(*lines))
+    assert run.errors[0].endswith(
+        f"ctx.{call}(…) was not awaited, so it has no effect; expected await ctx.{call}(…)"
+    )
+    assert run.text() in ("", "a")
+
+
+def test_a_call_may_be_awaited_after_it_is_made() -> None:
+    run = play(main("later = ctx.fixed('a')", "ctx.log('before')", "await later"))
+    assert not run.errors
+    assert run.text() == "a"
+
+
+@pytest.mark.parametrize(
     "script",
     [
         "while True: pass",
