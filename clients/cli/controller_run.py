@@ -15,6 +15,7 @@ import msgspec
 from ...protocol.errors import TokenbusError
 from ...protocol.settings import Settings
 from .. import Client, Stream
+from .dialogue import Dialogue
 from .exits import report
 from .generate import begin
 from .module_files import FileFault, is_file, read_module
@@ -112,7 +113,9 @@ class _Json:
 
     def follow(self) -> None:
         """Reads the stream to its end."""
-        self._stream.wait()
+        dialogue = Dialogue(self._stream)
+        for entry in self._stream:
+            dialogue.show(entry, line_begun=False)
 
     def end(self) -> None:
         """Prints the object."""
@@ -124,6 +127,7 @@ class _Json:
                 "tokens": s.tokens,
                 "logs": s.logs,
                 "storage": s.storage,
+                "messages": s.messages,
                 "finish_reason": s.finish_reason,
                 "error": s.error,
             }

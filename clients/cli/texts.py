@@ -1,4 +1,4 @@
-"""Prints the text of sequences on stdout, and the logs of their controllers on stderr."""
+"""Prints the text of sequences on stdout, and the logs and messages of controllers on stderr."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from ...protocol.errors import Code, error_for
 from ...protocol.messages import Token
 from .. import GeneratedSequence, Stream
+from .dialogue import Dialogue
 from .exits import OK, one_line, report
 from .notices import Notices
 
@@ -40,6 +41,7 @@ class Texts:
         self._stream = stream
         self._notices = notices
         self._live = LiveText()
+        self._dialogue = Dialogue(stream)
 
     def follow(self) -> None:
         """Reads the stream to its end."""
@@ -48,6 +50,9 @@ class Texts:
             sequences = self._stream.sequences
             if len(sequences) == 1:
                 self._live.show(entry, sequences[0])
+            if entry.messages:
+                line_begun = len(sequences) == 1 and sequences[0].text[-1:] not in ("", "\n")
+                self._dialogue.show(entry, line_begun)
 
     def end(self) -> None:
         """Prints the remaining sequences and the logs. Called after an error too."""

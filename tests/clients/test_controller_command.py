@@ -44,7 +44,8 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
         [sequence] = json.loads(run.stdout)["sequences"]
         assert run.stderr == ""
         assert set(sequence) == {
-            "seq", "parent", "text", "tokens", "logs", "storage", "finish_reason", "error",
+            "seq", "parent", "text", "tokens", "logs", "storage", "messages", "finish_reason",
+            "error",
         }  # fmt: skip
         assert sequence["logs"] == "round\n" * 4
         assert (sequence["finish_reason"], len(sequence["tokens"])) == ("length", 4)
@@ -306,6 +307,56 @@ def test_a_name_without_a_suffix_or_a_slash_is_no_file_s(steered: Bus, tmp_path:
 
     assert run("./named").returncode == run("named.wasm").returncode == 0
     assert "unknown controller 'named'" in run("named").stderr
+
+
+LETTER = """
+async def main(ctx):
+    await ctx.fixed("Dear ")
+    ctx.send("Your name?")
+    await ctx.fixed(await ctx.receive())
+    ctx.send("And your town?")
+    await ctx.fixed(" of " + await ctx.receive())
+"""
+
+
+def start_letter(bus: Bus, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    (folder / "letter.py").write_text(LETTER, encoding="utf-8")
+    return subprocess.Popen(
+        [TOKENBUS, "controller", "run", "letter.py", *flags],
+        env=clean_environment(front=bus.front),
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
+    steered: Bus, tmp_path: Path
+) -> None:
+    process = start_letter(steered, tmp_path)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    assert [process.stderr.readline() for _ in range(3)] == [
+        "\n",
+        "--- message of 0\n",
+        "Your name?\n",
+    ]
+    process.stdin.write("Ada\nOslo\n")
+    process.stdin.flush()  # It stays open: the command does not wait for its end.
+    assert process.wait(300) == 0
+    assert process.stderr.read() == "\n--- message of 0\nAnd your town?\n"
+    assert process.stdout is not None
+    assert process.stdout.read() == "Dear Ada of Oslo\n"
+    process.communicate()
+
+
+def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> None:
+    output, _ = start_letter(steered, tmp_path, "--json").communicate("Ada\nOslo", timeout=300)
+    [sequence] = json.loads(output)["sequences"]
+    assert sequence["messages"] == ["Your name?", "And your town?"]
+    assert sequence["text"] == "Dear Ada of Oslo"
 
 
 @pytest.mark.process
