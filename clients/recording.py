@@ -28,7 +28,7 @@ from msgspec import UNSET, Struct
 
 from ..protocol.bodies import unpack_tokens
 from ..protocol.columns import Row, plain_entry
-from ..protocol.errors import Code, RequestError, TokenbusError
+from ..protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ..protocol.expected_values import plain
 from ..protocol.messages import PROTOCOL_VERSION, Generate, ModelInfo, Token
 from ..protocol.sampling import MAX_TOP_LOGPROBS
@@ -137,9 +137,10 @@ class Recorder(Sequences):
         super().add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Writes the file."""
+        """Writes the file, unless no broker has answered: the file may have another recording."""
         recording, self._recording = self._recording, None
-        if recording is None:
+        unanswered = isinstance(error, ConnectionLostError) and not self._recorded
+        if recording is None or unanswered:
             return
         recording.complete = complete
         recording.entries = [

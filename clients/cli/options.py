@@ -89,6 +89,18 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def at_least_one(text: str) -> int:
+    """Parses a count. argparse calls this function as a ``type``, and adds the flag's name to
+    errors."""
+    try:
+        count = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}") from None
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
+    return count
+
+
 def _assignment(item: str) -> tuple[str, Any]:
     """Parses ``NAME=VALUE``. argparse calls this function as a ``type``, and adds the flag's name
     to errors."""

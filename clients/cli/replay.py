@@ -19,7 +19,7 @@ from .. import Client
 from ..recording import Recording, again, first_difference, read_recording
 from .exits import FAILED, OK
 from .module_files import FileFault, read_module
-from .options import add_connection, client_for
+from .options import add_connection, at_least_one, client_for
 from .own_system import broker_answers, own_system
 
 SHOWN = 8
@@ -68,7 +68,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--model", dest="request_model", metavar="M", help="model, if not the recorded one"
     )
-    parser.add_argument("--until", type=int, metavar="N", help="compare only the first N entries")
+    parser.add_argument(
+        "--until", type=at_least_one, metavar="N", help="compare only the first N entries"
+    )
     parser.add_argument(
         "--show",
         choices=("entries", "masks"),

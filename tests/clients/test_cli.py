@@ -239,6 +239,8 @@ def test_parameters_are_split_from_a_line(
          "folder /nowhere does not exist"),
         (["record", "/tmp", "x"], 2, "cannot write /tmp: it is a folder"),
         (["replay", "x", "--until", "y"], 2, "--until: expected a whole number, not 'y'"),
+        (["replay", "x", "--until", "-1"], 2,
+         "--until: expected a whole number of at least 1, not '-1'"),
         (["status", "all"], 2, "unexpected argument 'all'"),
         (["replay", "x", "--show", "mask"], 2, "did you mean 'masks'?"),
         (["controller", "uplod", "x"], 2, "did you mean 'upload'?"),

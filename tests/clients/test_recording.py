@@ -9,7 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tokenbus.clients import AsyncClient, Client, ControllerError, GenerateOptions, RequestError
+from tokenbus.clients import (
+    AsyncClient,
+    Client,
+    ConnectionLostError,
+    ControllerError,
+    GenerateOptions,
+    RequestError,
+)
 from tokenbus.clients.cli.main import main
 from tokenbus.clients.recording import (
     Recorder,
@@ -162,6 +169,16 @@ def test_only_failures_are_recorded_where_that_is_asked_for(client: Client, file
     with pytest.raises(ControllerError):
         client.generate(PROMPT, controller=module, max_tokens=8, record=recorder).wait()
     assert "bad luck" in read_recording(file).failure
+
+
+def test_a_request_that_no_broker_answers_leaves_the_file_as_it_is(file: Path) -> None:
+    file.write_text("an earlier recording", encoding="utf-8")
+    with (
+        Client("ipc:///nowhere/front.sock", patience_s=0.1) as client,
+        pytest.raises(ConnectionLostError),
+    ):
+        client.generate(PROMPT, record=file).wait()
+    assert file.read_text(encoding="utf-8") == "an earlier recording"
 
 
 def test_what_is_no_recording_is_refused(file: Path) -> None:
