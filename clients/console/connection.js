@@ -89,16 +89,27 @@ export class Connection extends EventTarget {
 
   /**
    * Begins a stream. `receiver` has `entries(list)`, `notice(system)` and `failed(fault)`. The last
-   * entry reports the end. Returns a function that cancels the stream.
+   * entry reports the end. Returns `cancel()` and `input(number, text)`, which sends an input to the
+   * program of the stream; its promise is rejected with a RequestFault if the input is refused.
    */
   stream(type, fields, receiver) {
     const id = ++this.#lastId;
     this.#calls.set(id, receiver);
     if (this.open) this.#send(type, { stream_id: id, ...fields });
     else this.#fail(id, { code: "connection_lost", message: "not connected to the gateway" });
-    return () => {
-      if (this.#calls.has(id) && this.open) this.#send("CANCEL", { stream_id: id });
+    const live = () => this.#calls.has(id) && this.open;
+    const cancel = () => {
+      if (live()) this.#send("CANCEL", { stream_id: id });
     };
+    const input = (number, text) =>
+      new Promise((resolve, reject) => {
+        if (!live()) return reject(new RequestFault({ message: "the stream has ended" }));
+        receiver.inputAnswered = (answer) =>
+          answer.code ? reject(new RequestFault(answer)) : resolve();
+        receiver.inputFailed = reject;
+        this.#send("INPUT", { stream_id: id, number, text });
+      });
+    return { cancel, input };
   }
 
   #send(type, body) {
@@ -119,6 +130,7 @@ export class Connection extends EventTarget {
     const receiver = this.#calls.get(body.stream_id);
     if (type === "SYSTEM") receiver?.notice?.(body);
     else if (type === "ERROR") this.#fail(body.stream_id, body);
+    else if (type === "MSG" && body.input) receiver?.inputAnswered?.(body.input);
     else if (type === "MSG") {
       this.#calls.delete(body.stream_id);
       receiver?.answered?.(body);
@@ -129,8 +141,10 @@ export class Connection extends EventTarget {
     for (const [id, entries] of Map.groupBy(list, (entry) => entry.stream_id)) {
       const receiver = this.#calls.get(id);
       const last = entries.at(-1);
-      if (last.finish_reason && !last.live) this.#calls.delete(id);
+      const ended = last.finish_reason && !last.live;
+      if (ended) this.#calls.delete(id);
       receiver?.entries?.(entries);
+      if (ended) receiver?.inputFailed?.(new RequestFault({ message: "the stream has ended" }));
     }
   }
 
@@ -138,6 +152,7 @@ export class Connection extends EventTarget {
     const receiver = this.#calls.get(id);
     this.#calls.delete(id);
     receiver?.failed?.(new RequestFault(error));
+    receiver?.inputFailed?.(new RequestFault(error));
   }
 
   async #closed(opened) {

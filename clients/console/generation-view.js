@@ -1,5 +1,6 @@
 // Starts generations, one at a time, and shows their results.
 
+import { Dialogue } from "./dialogue.js";
 import { byId, el, setText } from "./dom.js";
 import { drawForks } from "./forks.js";
 import { count, counted, micros } from "./format.js";
@@ -30,6 +31,7 @@ export class GenerationView extends EventTarget {
   #list = new SequenceList(byId("sequences"), (sequence, index) => this.#choose(sequence, index));
   #steps = new Steps();
   #notes = new Notes();
+  #dialogue = new Dialogue();
 
   constructor(connection) {
     super();
@@ -60,11 +62,13 @@ export class GenerationView extends EventTarget {
     if (generation !== this.#generation) return;
     showHeading();
     generation.startedAt = performance.now();
-    this.#cancel = this.#connection.stream("GENERATE", request, {
+    const { cancel, input } = this.#connection.stream("GENERATE", request, {
       entries: (entries) => generation === this.#generation && this.#receive(entries),
       notice: (system) => generation === this.#generation && this.#say(system.message),
       failed: (fault) => generation === this.#generation && this.#fail(fault),
     });
+    this.#cancel = cancel;
+    this.#dialogue.begin(input);
   }
 
   /** Cancels the running generation. */
@@ -111,17 +115,22 @@ export class GenerationView extends EventTarget {
 
   #receive(entries) {
     const now = performance.now();
-    for (const entry of entries) this.#generation.add(entry, now);
+    for (const entry of entries) {
+      this.#generation.add(entry, now);
+      this.#dialogue.add(entry);
+    }
     const refused = this.#generation.failed && !this.#generation.tokens;
     const begun = this.#generation.tokens || !this.#generation.running;
     if (begun && !refused && this.#shown !== this.#generation) this.#show();
-    if (this.#generation.tokens) this.#say("running");
+    const waits = entries.some((entry) => entry.messages?.length);
+    if (this.#generation.tokens || waits) this.#say("running");
     if (this.#generation.running) return this.#update();
     this.#draw();
     this.#ended();
   }
 
   #ended() {
+    this.#dialogue.end();
     const sequences = [...this.#generation.sequences.values()];
     const failed = sequences.filter((s) => s.error);
     const end = failed.length
@@ -141,6 +150,7 @@ export class GenerationView extends EventTarget {
   }
 
   #fail(fault) {
+    this.#dialogue.end();
     this.#generation.fail(fault, performance.now());
     this.#say("failed");
     if (!this.#generation.tokens) this.#refused();

@@ -354,6 +354,35 @@ def test_scripts_run_and_their_errors_are_marked(console: Console) -> None:
     expect(page.locator(".under mark")).to_have_text("await ctx.gen(regex=)")
 
 
+LETTER = """async def main(ctx):
+    ctx.send("What is your name?")
+    await ctx.fixed("Dear " + await ctx.receive())
+    ctx.send("And your town?")
+    await ctx.fixed(" of " + await ctx.receive())
+"""
+
+
+@pytest.mark.parametrize("console", [("light", 1280), ("dark", 390)], indirect=True)
+def test_a_program_s_messages_are_shown_and_answered(console: Console) -> None:
+    page = console.page
+    console.choose("Python", LETTER)
+    console.generate()
+    dialogue = page.get_by_role("region", name="Messages")
+    for question, answer in (("What is your name?", "Ada"), ("And your town?", "Oslo")):
+        expect(dialogue).to_contain_text(question)
+        page.get_by_label("Input for the program").fill(answer)
+        dialogue.get_by_role("button", name="Send").click()
+    console.finished()
+    expect(console.sequence(0).locator(".text")).to_have_text("config = Dear Ada of Oslo")
+    expect(dialogue.get_by_role("listitem")).to_have_count(4)
+    expect(page.get_by_label("Input for the program")).to_be_hidden()
+    console.check_accessibility()
+    console.choose("Python", "async def main(ctx):\n    await ctx.fixed('a')\n")
+    console.generate()
+    expect(console.sequence(0).locator(".text")).to_have_text("config = a")
+    expect(dialogue).to_be_hidden()
+
+
 def test_an_error_of_another_field_is_shown_at_that_field(console: Console) -> None:
     page = console.page
     page.get_by_role("radio", name="nothing").check()
