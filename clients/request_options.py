@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,6 +149,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
     """
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
+    _check_names(given, Generate)
     if given.get("controller_arg") is not None and not given.get("controller"):
         raise RequestError(
             Code.INVALID_FIELD,
@@ -169,6 +171,7 @@ def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
     """The call of a SCORE."""
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
+    _check_names(given, Score)
     if "buffers" in given:
         given["buffers"] = _as_list(given["buffers"], "buffers")
     body, attachments = _prompt(prompt)
@@ -182,9 +185,20 @@ def embed_call(inputs: Sequence[Sequence[int]], options: EmbedOptions) -> Call:
     """The call of an EMBED."""
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
+    _check_names(given, Embed)
     ids = [_ids(one, f"$.inputs[{number}]") for number, one in enumerate(inputs)]
     message = Embed(stream_id=0, inputs=ids, timeout_s=timing["timeout_s"], **given)
     return Call(b"EMBED", message, **timing)
+
+
+def _check_names(given: dict[str, Any], message: type[msgspec.Struct]) -> None:
+    """Raises TypeError for an option that is neither a field of the message nor an option of
+    ``_timing``, which are not in ``given``."""
+    for name in given.keys() - set(message.__struct_fields__):
+        known = {*message.__struct_fields__, *RequestOptions.__annotations__}
+        near = difflib.get_close_matches(name, known - {"stream_id", "prompt", "inputs"}, 1)
+        remedy = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"unknown option {name!r}{remedy}")
 
 
 def model_info_call(model: str, timeout_s: float) -> Call:

@@ -362,7 +362,7 @@ def test_a_wrong_prompt_is_named(client: Client) -> None:
     for prompt in wrong:
         with pytest.raises(RequestError, match="token ids"):
             client.generate(prompt)
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
         client.generate(PROMPT, temprature=1)  # type: ignore[call-arg]
 
 
