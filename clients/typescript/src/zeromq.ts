@@ -45,8 +45,8 @@ class Socket implements Link {
       this.#dealer.close();
       throw new RequestError(
         "invalid_field",
-        `"${address}" is not a valid address of a broker (${String(error)}); a valid one is ` +
-          "tcp://127.0.0.1:5555",
+        `"${address}" is not a valid address of a broker (${String(error)}); valid ones are ` +
+          "tcp://127.0.0.1:5555 and, for a gateway, ws://127.0.0.1:8080/",
       );
     }
     void this.#receive();
