@@ -295,7 +295,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
 @pytest.mark.parametrize(
     ("constraint", "arg", "message"),
     [
-        ("choice", "", "JSON list of strings"),
+        ("choice", "", "the argument of choice is missing; it must be a JSON list of strings"),
         ("choice", "[]", "at least one text"),
         ("choice", '["a", 1]', "JSON list of strings"),
         ("choice", '{"choice": ["a"]}', "JSON list of strings"),

@@ -79,8 +79,9 @@ class Tables:
             choices = msgspec.convert(given, list[str])
         except msgspec.MsgspecError as error:
             shown = arg[:100].decode("utf-8", "replace")
+            wrong = f"is {shown!r}: {error}" if arg else "is missing"
             raise refusal(
-                f"the argument of choice is {shown!r}: {error}; it must be a JSON list of strings, "
+                f"the argument of choice {wrong}; it must be a JSON list of strings, "
                 'or {"choices": [...]}'
             ) from None
         if not choices:
