@@ -1,4 +1,4 @@
-"""Exit codes of the command line, and errors as one line on stderr."""
+"""Exit codes of the command line, errors as one line on stderr, and numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ INTERRUPTED = 130
 def one_line(text: str) -> str:
     """A text of several lines on one line."""
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: ``1 stream``, ``2 streams``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def report(error: TokenbusError) -> int:

@@ -13,7 +13,7 @@ from rich.table import Table
 from ...protocol.messages import Status
 from ...protocol.settings import Settings
 from .brokers import Brokers
-from .exits import OK
+from .exits import OK, counted
 from .options import add_connection
 from .top import FILE_WIDTH, serves
 
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return OK
     console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(
-        f"{shown}   up {status.uptime_s:.0f} s   {status.sessions} sessions   "
-        f"{status.streams} streams   {status.queued} queued",
+        f"{shown}   up {status.uptime_s:.0f} s   {counted(status.sessions, 'session')}   "
+        f"{counted(status.streams, 'stream')}   {status.queued} queued",
         soft_wrap=True,
     )
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))

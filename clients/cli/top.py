@@ -18,7 +18,7 @@ from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .brokers import Brokers
-from .exits import OK
+from .exits import OK, counted
 from .options import add_connection
 
 MAX_STREAMS = 20
@@ -106,7 +106,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 shown = pictures.after(brokers, args.interval)
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(pictures.after(brokers, args.interval), refresh=True)
+                live.update(Group(shown, Text("Ctrl-C: end", "dim")), refresh=True)
+                shown = pictures.after(brokers, args.interval)
 
 
 class FittedTable:
@@ -165,10 +166,11 @@ class Pictures:
         counters = before[0].counters if before is not None else None
         requests = rate(status.counters, counters, "requests", before, now)
         tokens = sum(worker.load.get("tokens_per_s", 0.0) for worker in status.workers)
+        sessions = counted(status.sessions, "session")
+        streams = counted(status.streams, "stream")
         head = Text(
-            f"{shown}   up {duration(status.uptime_s)}   {status.sessions} sessions   "
-            f"{status.streams} streams   {status.queued} queued   {tokens:,.0f} tokens/s   "
-            f"{requests} requests/s"
+            f"{shown}   up {duration(status.uptime_s)}   {sessions}   {streams}   "
+            f"{status.queued} queued   {tokens:,.0f} tokens/s   {requests} requests/s"
         )
         parts: list[Any] = [head, Text(), self._workers(status, before, now)]
         if status.live:

@@ -67,7 +67,7 @@ class LiveScreen:
         foot = Text.assemble(
             (f" {self._address}", "bold cyan"),
             f"   {picture.load}   ",
-            (f"{up}   Ctrl-C stops the system", "dim"),
+            (f"{up}   Ctrl-C: stop", "dim"),
             overflow="ellipsis",
             no_wrap=True,
         )

@@ -14,6 +14,7 @@ from ...protocol.keys import own_key
 from ...protocol.messages import Status, WorkerStatus
 from ...protocol.settings import Settings
 from .. import Client
+from ..cli.exits import counted
 from .supervisor import Control, ProcessState
 
 ASK_S = 1.0
@@ -173,7 +174,7 @@ class Watcher:
         if worker.state != "ready":
             return Shown(process, False, worker.state)
         if worker.role != "gpu":
-            load = f"{worker.requests} requests" if worker.role == "controller" else ""
+            load = counted(worker.requests, "request") if worker.role == "controller" else ""
             return Shown(process, True, "up", load=load)
         if worker.models or self._on_demand:
             what = ", ".join(worker.models) or "models on demand"
@@ -202,4 +203,4 @@ def load_line(status: Status | None) -> str:
         return "the broker does not answer"
     tokens_per_s = sum(w.load.get("tokens_per_s", 0.0) for w in status.workers)
     waiting = f", {status.queued} queued" if status.queued else ""
-    return f"{status.streams} streams{waiting}, {tokens_per_s:,.0f} tokens/s"
+    return f"{counted(status.streams, 'stream')}{waiting}, {tokens_per_s:,.0f} tokens/s"

@@ -107,6 +107,7 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
     assert process.wait(300.0) == 130
     assert shown.startswith(b"\x1b[?1049h")  # It has a screen of its own, and gives it back.
     assert b"\x1b[?1049l" in shown
+    assert b"Ctrl-C: end" in shown
 
 
 def test_rates_are_those_since_the_picture_before() -> None:
