@@ -195,7 +195,7 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
         (main("ctx.missing()"), "line 2: AttributeError"),
         ("x = 1", "does not define async def main"),
         ("def main(ctx): pass", r"main is not a coroutine function; expected async def main"),
-        ("import numpy", "line 1: ImportError"),
+        ("import numpy", "line 1: ImportError: no module named 'numpy'; a script may import only"),
         (
             "from tokenbus.workers.controller.python import ScriptProgram",
             "cannot import ScriptProgram; .* need: tokenbus controller serve",
