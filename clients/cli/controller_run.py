@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.errors import TokenbusError
+from ...protocol.errors import Code, TokenbusError, error_for
 from ...protocol.settings import Settings
 from .. import Client, Stream
 from .dialogue import Dialogue
 from .exits import report
 from .generate import begin
-from .module_files import FileFault, is_file, read_module
+from .module_files import SUFFIXES, FileFault, is_file, read_module
 from .notices import Notices
 from .options import client_for, parameters
 from .own_system import broker_answers, interrupted, own_system
@@ -73,9 +73,18 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
             shown.follow()
         except TokenbusError as error:
             shown.end()
-            return report(error)
+            return report(_with_suffixes(error, args.program))
         shown.end()
         return exit_code(stream.sequences)
+
+
+def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:
+    """The error; for an unknown name that may be the name of a file, with the suffixes of files."""
+    unknown = error.code == Code.UNKNOWN_CONTROLLER
+    if not unknown or ":" in program or not Path(program).suffix:
+        return error
+    what = f"the name of a file ends with one of {', '.join(SUFFIXES)}, or contains a /"
+    return error_for(error.code, f"{error.message}; {what}")
 
 
 @contextmanager

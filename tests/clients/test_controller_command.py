@@ -257,6 +257,7 @@ def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
         (["run", "x", "--set", "colour=red"], 2, "'colour'"),
         (["run", "x", "--set", "controller=y"], 2, "--set controller"),
         (["run", "chioce"], 4, "built in: choice"),
+        (["run", "mine.rb"], 4, "; the name of a file ends with one of .wasm, .c, "),
         (["run", "my:Class"], 4, "a Python controller needs a worker: tokenbus controller serve"),
         (["run", "my.py"], 2, "cannot read my.py: No such file or directory"),
         (["upload", "my.py"], 2, "cannot read my.py: No such file or directory"),
