@@ -93,9 +93,10 @@ class Front:
         if message_type in OPERATOR_MESSAGES and not self._state.is_operator(session):
             raise RequestError(
                 Code.NOT_ALLOWED,
-                f"this client may not send {message_type.decode()}: send it with the operator's "
-                "key, or, if the broker has no keys, from a client that is not a gateway"
-                + ("; a SIGTERM also drains a worker" if message_type == b"DRAIN" else ""),
+                f"this client may not send {message_type.decode()}, because it is not an "
+                "operator; connect with the operator's key (without keys, every client except a "
+                "gateway is an operator)"
+                + (", or send SIGTERM to the worker" if message_type == b"DRAIN" else ""),
             )
 
     def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:

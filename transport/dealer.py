@@ -238,9 +238,9 @@ class _Events:
         if self._closed[self._address] < CLOSED_OFTEN:
             return None
         return (
-            f"{broker} closes each connection: it has no keys, or its key is not {key.broker}, "
-            f"the broker's key in the file of {shown}; 'tokenbus keys list' there prints the "
-            "broker's key"
+            f"{broker} closes each connection: it has no keys, or another key than the file of "
+            f"{shown} names; the file names {key.broker}, and 'tokenbus keys list' on the broker's "
+            "machine prints its key"
         )
 
 
