@@ -59,9 +59,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     console.print(table if status.workers else "no workers are registered", soft_wrap=True)
     for model, mode in status.paused.items():
         console.print(f"{model} is paused ({mode})", soft_wrap=True, markup=False)
-    for line in (*path_lines(status), *isolation_lines(status)):
+    for line in (*absence_lines(status), *path_lines(status), *isolation_lines(status)):
         console.print(line, soft_wrap=True, markup=False)
     return OK
+
+
+def absence_lines(status: Status) -> list[str]:
+    """A line if workers are registered, but none that computes a model."""
+    if not status.workers or any(worker.role == "gpu" for worker in status.workers):
+        return []
+    return ["no GPU worker is registered"]
 
 
 def isolation_lines(status: Status) -> list[str]:

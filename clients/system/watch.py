@@ -72,6 +72,8 @@ class Watcher:
         """The client of each broker, by the broker's number."""
         self._has_answered = False
         """Whether the broker has answered since the start. ``look`` sets this flag."""
+        self._registered: set[int] = set()
+        """The process ids of the workers that have been registered with the broker."""
         self.ending = False
         """Whether the system is stopping. A broker that does not answer is then not a fault."""
 
@@ -170,7 +172,9 @@ class Watcher:
         if worker is None:
             if process.state == "RUNNING" and _stands_by(process, workers, here):
                 return Shown(process, True, "stands by")
-            return Shown(process, False, "starting")
+            left = process.pid in self._registered
+            return Shown(process, False, "not registered any more" if left else "starting")
+        self._registered.add(worker.pid)
         if worker.state != "ready":
             return Shown(process, False, worker.state)
         if worker.role != "gpu":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tokenbus.clients.cli.brokers import merged
+from tokenbus.clients.cli.status import absence_lines
 from tokenbus.clients.cli.top import MAX_STREAMS, Pictures, duration
 from tokenbus.protocol.messages import Status, StreamStatus, WorkerStatus
 
@@ -108,6 +109,14 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
     assert shown.startswith(b"\x1b[?1049h")  # It has a screen of its own, and gives it back.
     assert b"\x1b[?1049l" in shown
     assert b"Ctrl-C: end" in shown
+
+
+def test_status_says_that_no_gpu_worker_is_registered() -> None:
+    def lines(*roles: str) -> list[str]:
+        return absence_lines(status(workers=[worker(role) for role in roles]))
+
+    assert lines("state", "controller") == ["no GPU worker is registered"]
+    assert lines("state", "gpu") == lines() == []
 
 
 def test_rates_are_those_since_the_picture_before() -> None:

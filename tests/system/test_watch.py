@@ -55,3 +55,10 @@ def test_a_second_state_worker_stands_by(
     process = ProcessState("state-worker-1", state, 7, "state-worker")
     shown = watcher._shown(process, status(*workers))
     assert (shown.serves, shown.doing) == (serves, doing)
+
+
+def test_a_worker_that_has_left_the_broker_is_not_starting(watcher: Watcher) -> None:
+    process = ProcessState("controller-worker-0", "RUNNING", 7, "controller-worker")
+    looks = (status(), status(("controller", 7)), status())
+    shown = [watcher._shown(process, look).doing for look in looks]
+    assert shown == ["starting", "up", "not registered any more"]
