@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -62,9 +63,10 @@ class Cause(Enum):
     KILLED = "killed"
     """The watchdog killed the process because of this request."""
     CRASHED = "crashed"
-    """The process ended by itself, or another party killed it."""
+    """The process ended by itself, or the kernel killed it for lack of memory."""
     OTHER = "other"
-    """The worker ended the process for another reason, or it had ended before the request."""
+    """Another party killed the process, the worker ended it for another reason, or it had ended
+    before the request."""
 
 
 class GuestDied(Exception):
@@ -154,6 +156,7 @@ class GuestProcess:
         self.dead = ""
         """The reason why the process has ended; empty while the process runs."""
         self._killed = False
+        self._oom_kills = oom_kills()
         self.compromised = False
         """Whether the process did work that a guest cannot do. All of its controllers are then
         suspects."""
@@ -255,7 +258,8 @@ class GuestProcess:
 
     def died(self, code: int) -> None:
         """Called when the process has ended."""
-        self._ended(_why(code), killed=False)
+        was_killed = code == -signal.SIGKILL and oom_kills() == self._oom_kills
+        self._ended(_why(code), killed=was_killed)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -414,7 +418,7 @@ class GuestProcess:
 
     def _ended(self, why: str, *, killed: bool) -> None:
         """Ends the process, and frees its resources, except channels that threads still use.
-        ``killed``: whether the worker decided that the process ends."""
+        ``killed``: whether the worker or another party has killed the process."""
         with self._lock:
             if self.dead:
                 return
@@ -445,6 +449,15 @@ class GuestProcess:
             if not self._channels and self._pidfd >= 0:
                 os.close(self._pidfd)
                 self._pidfd = -1
+
+
+def oom_kills() -> int:
+    """The number of processes that the kernel has killed for lack of memory (/proc/vmstat)."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found is not None else 0
 
 
 def _num_threads(pid: int) -> int:

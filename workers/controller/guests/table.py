@@ -242,4 +242,4 @@ class ProcessTable:
             processes = list(self._processes.values())
         for process in processes:
             self._remove(process)
-            process.died(1)
+            process.kill("the parent of its process has ended")

@@ -69,10 +69,10 @@ class Runtime:
         compiled = wasmtime.Module(engine, compile_guest(source, "-Wno-unused-parameter"))
         return self.runtime.program(tenant, module, lambda: Loaded("native", compiled))
 
-    def kill(self) -> None:
-        """Kills all processes."""
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Ends all processes by a signal."""
         for pid in self.table.pids():
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 @contextmanager

@@ -325,18 +325,34 @@ def test_a_call_whose_process_dies_once_is_made_again_and_writes_once(runtime: R
     assert len(sequence.variables.take_writes()) == 3
 
 
-def test_a_call_whose_processes_die_twice_ends_with_an_error(runtime: Runtime) -> None:
+def test_processes_that_another_party_kills_do_not_count(runtime: Runtime) -> None:
+    storage, kills = VariableStorage(), 0
+
+    def perform(operation: Variable) -> VariableAnswer:
+        nonlocal kills
+        if operation.count == 2 and kills < 2:
+            kills += 1
+            runtime.kill()
+        return storage.apply(operation)
+
+    sequence = Sequence(runtime.program(READS, "others", "others"), perform)
+    sequence.round()
+    assert kills == 2
+    assert ("others", "others") not in runtime.table.deaths._times
+
+
+def test_a_call_that_ends_two_processes_ends_with_an_error(runtime: Runtime) -> None:
     storage = VariableStorage()
 
     def perform(operation: Variable) -> VariableAnswer:
         answer = storage.apply(operation)
         if operation.count == 2:
-            runtime.kill()
+            runtime.kill(signal.SIGABRT)
         return answer
 
     sequence = Sequence(runtime.program(READS, "twice", "twice"), perform)
-    with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
+    with pytest.raises(ControllerError, match="its process was ended by SIGABRT"):
         sequence.round()
     assert len(runtime.table.deaths._times["twice", "twice"]) == 1
-    with pytest.raises(ControllerError, match="its process was ended by SIGKILL"):
+    with pytest.raises(ControllerError, match="its process was ended by SIGABRT"):
         sequence.controller.pre_process()
