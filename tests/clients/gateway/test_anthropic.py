@@ -276,7 +276,7 @@ def test_the_first_minute_of_the_guide(
         ({"thread": {"id": "thread_1"}}, "send the whole conversation"),
         ({"tools": [CLOCK, CLOCK]}, "two tools have the name 'clock'"),
         ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "x"}}, "'x'"),
-        ({"tool_choice": {"type": "any"}}, "without tools"),
+        ({"tool_choice": {"type": "any"}}, "has no tools"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": "a", "input_schema": {"$ref": "#/nowhere"}}]}, "nowhere"),
