@@ -56,7 +56,7 @@ export class Composer extends EventTarget {
   #save() {
     clearTimeout(this.#timer);
     const { conversation } = this.#chat;
-    if (conversation.draft || conversation.messages.length) this.#chat.save(conversation);
+    if (conversation?.draft || conversation?.messages.length) this.#chat.save(conversation);
   }
 
   #send() {
@@ -72,6 +72,8 @@ export class Composer extends EventTarget {
 
   #update() {
     const { conversation } = this.#chat;
+    // Until the page has loaded a conversation, nothing can be sent.
+    this.#field.disabled = byId("send").disabled = false;
     if (conversation.id !== this.#shown) {
       this.#shown = conversation.id;
       this.#field.value = conversation.draft;
