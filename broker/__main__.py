@@ -19,7 +19,7 @@ from .sockets import BindError
 
 
 def main() -> int:
-    """Runs the broker until SIGINT or SIGTERM; the exit code."""
+    """Runs the broker until SIGINT or SIGTERM; returns the exit code."""
     try:
         number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
         settings = load().of_broker(number)

@@ -15,10 +15,11 @@ from .state import BrokerState
 from .unread import UNREAD_FACTOR
 
 MAX_TOKENIZERS = 4
-"""Maximum unanswered TOKENIZER requests of one session. A tokenizer has up to about 20 MB."""
+"""Maximum number of unanswered TOKENIZER requests of one session. A tokenizer has up to about 20
+MB."""
 MAX_TOKENIZERS_OF_KEY = 16
-"""Maximum unanswered TOKENIZER requests of all sessions of one key. A worker copies each answer
-between two steps."""
+"""Maximum number of unanswered TOKENIZER requests of all sessions of one key. A worker copies each
+answer between two steps."""
 
 
 class Admission:
@@ -131,8 +132,8 @@ class Admission:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
                 f"up to {unread} bytes of answers to this connection are unread; a tokenizer is "
-                f"sent only below {most}; store the tokenizer of each model, or use a "
-                "new connection",
+                f"sent only if fewer than {most} bytes are unread; store the tokenizer of each "
+                "model, or use a new connection",
             )
 
     def _check_priority(self, request: Request) -> None:

@@ -36,8 +36,8 @@ from .worker import Worker
 log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 262_144
-"""Number of cancelled streams, of all sessions together, that are kept until a worker reports
-them."""
+"""Maximum number of cancelled streams of all sessions together. The broker remembers them until a
+worker reports them."""
 MAX_ENDED = 250
 """Maximum number of requests without a client that one tick ends."""
 
@@ -46,12 +46,13 @@ class Adoption:
     """Adopts live requests for ``recover_s`` after the start of this broker.
 
     A worker that registers reports its live requests, the broker asks for their journals, and each
-    journal becomes a request. Its session waits for its client, which sends HELLO with its token
-    and then ATTACHes. Requests that no client has attached to at the end of that time are ended.
+    journal becomes a request. The request's session waits for its client, which sends HELLO with
+    the session's token and then ATTACHes. If no client has attached to a request when this time is
+    over, the request ends.
 
     At any time, a client may come from another broker: each GPU worker receives a CLAIM for the
-    client's session and sends the journals of its streams. A stream to which the client does not
-    attach within ``session_grace_s`` ends.
+    client's session and sends the journals of the session's streams. A stream to which the client
+    does not attach within ``session_grace_s`` ends.
     """
 
     def __init__(
@@ -93,15 +94,16 @@ class Adoption:
     # --- workers --------------------------------------------------------------------------------
 
     def reported(self, worker: Worker, message: Register) -> tuple[list[int], list[int]]:
-        """Sorts the live requests of a worker that registers: requests to drop, and requests whose
-        journals the worker sends. The latter include requests that return to the worker."""
+        """Divides the live requests of a worker that registers into requests that the worker must
+        drop, and requests whose journals it must send. The latter include requests that return to
+        the worker."""
         returned = self._returns.reported(worker, message)
         live = [reported.request for reported in message.live]
         if live:
             self._recovery.follow()
         known = self._state.requests
         if worker.role == "state":
-            # The variables of a request that may be adopted later are kept.
+            # The worker keeps the variables of requests that may be adopted later.
             if not self._may_adopt():
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
@@ -138,8 +140,8 @@ class Adoption:
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
-                f"a JOURNAL has {3 + len(attached)} frames; it has at least 5: type, header, body, "
-                "the entries that were sent, and the request",
+                f"this JOURNAL has {3 + len(attached)} frames; expected at least 5: type, header, "
+                "body, the entries that were sent, and the request",
             )
         sent, *frames = attached
         fields: RoutingFields = decode_as(RoutingFields, frames[0])
@@ -151,7 +153,8 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
-        # The workers of a broker that started long ago have registered.
+        # If the session is claimed, this broker may have started long ago, so its controller
+        # workers have registered.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
@@ -186,9 +189,9 @@ class Adoption:
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session of a request that is to be adopted; None if the request is not adopted.
 
-        Two workers may have the request if one was cut off before it moved to the other. The copy
-        with more moves is valid; if both have the same number of moves, the copy with more entries.
-        ``reached`` is the number of moves and of entries of the reported copy.
+        Two workers may have the request if one was cut off before the request moved to the other.
+        The copy with more moves is valid; if both have the same number of moves, the copy with more
+        entries. ``reached`` is the number of moves and of entries of the reported copy.
         """
         if not (self.open() or header.address in self._claims):
             return None
@@ -255,14 +258,14 @@ class Adoption:
         """The session of a client whose token this broker did not issue; None if the time for
         adoption is over.
 
-        If no worker has reported the session yet, it is new, and receives the streams that are
-        reported later.
+        If no worker has reported the session yet, a new session is made, which receives the streams
+        that workers report later.
         """
         if not self.open() or not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        # The client's key, which was missing, determines the modules that these controllers may
-        # use.
+        # The controllers of these streams have waited for the client's key, which determines the
+        # modules that they may use.
         self._controllers.start_of(session)
         return session
 
@@ -349,7 +352,7 @@ class Adoption:
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
         """Refuses ATTACHes to streams that no worker has reported, when every worker has answered.
-        While requests are still adopted, more workers may register."""
+        While requests are still adopted, the claims stay, because more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
@@ -416,8 +419,8 @@ class Adoption:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ends held ATTACHes and requests without a client when their time is over, and then the
-        variables of unknown requests."""
+        """Refuses held ATTACHes and ends requests without a client when their time is over. Then
+        state workers drop the variables of unknown requests."""
         self._begin_claims(now)
         if self._variables and self._ended and not self._may_adopt():
             self._drop_variables()
@@ -446,7 +449,7 @@ class Adoption:
         self._variables.clear()
 
     def _end_unclaimed(self, now: float) -> None:
-        """Ends requests without a client, some in each tick."""
+        """Ends requests without a client, at most ``MAX_ENDED`` in each tick."""
         ended: list[int] = []
         while self._due and self._due[0][0] <= now and len(ended) < MAX_ENDED:
             ended.append(self._due.popleft()[1])

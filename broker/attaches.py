@@ -1,10 +1,10 @@
 """ATTACH: a client receives a stream of its session again, and every ATTACH is answered.
 
-The worker of the stream answers, as it stores the entries that it has sent. If a stream has no
+The worker of the stream answers, because it stores the entries that it has sent. If a stream has no
 worker, or ended before its client attached, the broker answers from its journal.
 
 After a restart of the broker, or when a client comes from another broker, a worker may still report
-the stream. The ATTACH is held until then, and answered from that report.
+the stream. The broker holds the ATTACH until then, and answers from the worker's report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Attaches:
         self._ends = ends
         self._moves = moves
         self._held: dict[int, dict[int, Attach]] = {}
-        """By session and stream."""
+        """The held ATTACHes, by session and stream."""
         self._num_held = 0
 
     # --- clients --------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ class Attaches:
         return taken
 
     def drop_held(self, session: int) -> list[int]:
-        """Removes all held ATTACHes of a session, which has ended or of which no worker reports
-        streams any more. Returns the streams."""
+        """Removes all held ATTACHes of a session, because the session has ended or because no
+        worker reports its streams any more. Returns the ids of the streams."""
         dropped = self._held.pop(session, {})
         self._num_held -= len(dropped)
         return list(dropped)
@@ -138,7 +138,7 @@ class Attaches:
             self._moves.answer(request, sent, held.received)
 
     def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
-        """Handles the report of a stream that has ended, after ``count`` entries were sent."""
+        """Handles a worker's report of a stream that has ended with ``count`` entries."""
         session, stream_id = request.session, request.stream_id
         self._ends.keep(request, sent, count)
         held = self._take(session, stream_id)

@@ -1,5 +1,5 @@
 """Claims the sessions of clients that come from another broker: GPU workers report the streams of
-these sessions. Any client can cause a CLAIM to each GPU worker with an invented token. So each
+these sessions. With an invented token, any client can cause a CLAIM to each GPU worker. So each
 connection has at most one active claim, and all connections together have at most ``MAX_CLAIMS``.
 Further claims wait, and connections take turns.
 """
@@ -16,7 +16,7 @@ from .state import BrokerState
 from .worker import Worker
 
 MAX_CLAIMS = 512
-"""Active claims of all connections together."""
+"""Maximum number of active claims of all connections together."""
 MAX_TURN_S = 0.5
 """Seconds after which an unanswered claim no longer delays other claims."""
 
@@ -106,8 +106,8 @@ class Claims:
             del self._waiting[claim.peer]
 
     def on_registered(self, worker: Worker, sessions: Collection[int]) -> None:
-        """Handles the registration of a GPU worker, which may have streams of these sessions, if
-        they are claimed."""
+        """Handles the registration of a GPU worker: the worker receives a CLAIM for each of these
+        sessions that is claimed, except sessions whose claim waits."""
         for session, claim in self._by_session.items():
             if session in sessions and not self._waits(session, claim):
                 self._ask_worker(worker, session, claim)
@@ -140,7 +140,7 @@ class Claims:
 
     def finish(self, session: int, *, forget: bool) -> bool:
         """Ends the turn of a session when every worker has answered; returns whether its claim was
-        removed. The claim stays if it waits for another turn, or without ``forget``.
+        removed. The claim stays if it waits for another turn, or if ``forget`` is False.
 
         ``forget`` is True if all workers that may have streams of the session have registered.
         """

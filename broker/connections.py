@@ -75,7 +75,8 @@ class Connection:
         self.received = 0
         """Bytes that the connection had received at ``since``."""
         self.grown = 0
-        """``Unfinished._grown`` when the unfinished message was first found, in bytes."""
+        """The value of ``Unfinished._grown`` when the unfinished message was first found, in
+        bytes."""
 
     def is_newer_than(self, user: str) -> bool:
         """Whether the connection was established after the connection with the ``User-Id``
@@ -84,7 +85,7 @@ class Connection:
 
 
 class Connections:
-    """All connections of one socket. It must be created before the socket is bound, so that it
+    """All connections of one socket. Create this object before the socket is bound, so that it
     receives all events.
 
     ``closed`` is called when ``take_closed`` has connections to return.
@@ -105,7 +106,7 @@ class Connections:
         self.by_fd: dict[int, Connection] = {}
         """The open connections by descriptor."""
         self.taken = 0
-        """Messages that were taken from the socket."""
+        """Number of messages that were taken from the socket."""
         self._closed: list[Connection] = []
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
@@ -205,11 +206,12 @@ class Connections:
         return peers
 
     def _fits(self, key: str) -> bool:
-        """Whether a key may have one more connection. Clients without keys share one bound."""
+        """Whether a key may have one more connection. Without keys, only the bound of the socket
+        applies."""
         own = self._of_key[key]
         fits = not key or fits_share(own, self._of_key.total(), self._most)
         if not fits:
-            log.warning("the key %s has %d connections, its share; more are shut", key, own)
+            log.warning("the key %s has %d connections, its whole share; more are shut", key, own)
         return fits
 
     def _accept(self, connection: Connection) -> None:
@@ -258,7 +260,7 @@ def shut(connection: Connection) -> None:
 @contextlib.contextmanager
 def open_socket(connection: Connection) -> Iterator[sockets.socket]:
     """The socket of a connection, under a duplicated descriptor. Raises OSError if the connection
-    has closed and its descriptor belongs to another one."""
+    has closed, because its descriptor may belong to another connection."""
     if not connection.inode or _inode(connection.fd) != connection.inode:
         raise OSError("the connection is closed")
     # libzmq's thread may close the original descriptor at any time; this duplicate stays valid.

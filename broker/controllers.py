@@ -85,14 +85,14 @@ class Controllers:
         return worker
 
     def _served_as(self, name: str, pattern: str) -> Pool:
-        """The workers at which a controller that has begun can continue; raises
-        UnavailableError."""
+        """The workers at which a controller that has begun can continue; raises UnavailableError if
+        there are none."""
         serving = self._pools.steering(pattern)
         if not serving.workers:
             raise UnavailableError(
                 Code.NO_WORKER,
-                f"the worker that served the controller {name!r} is lost, and no other serves "
-                "it; start one, or try again in a moment",
+                f"the worker that served the controller {name!r} is lost, and no other worker "
+                "serves it; start one, or try again in a moment",
                 retry_after_s=RETRY_AFTER_S,
             )
         return serving
@@ -122,7 +122,8 @@ class Controllers:
 
     def _has_left(self, pattern: str) -> bool:
         """Whether the last worker that served a pattern was lost recently and may return. Until
-        then its controllers are not unknown, and other patterns do not apply to them."""
+        then, the controllers of this pattern do not count as unknown, and other patterns do not
+        apply to them."""
         left_at = self._left.get(pattern, float("-inf"))
         return self._state.now - left_at < self._settings.move_wait_s
 
@@ -144,8 +145,9 @@ class Controllers:
     def start(self, request: Request, body: bytes, now: float) -> None:
         """Sends the START of a request's controller to a controller worker.
 
-        This is the reserved worker, unless it was lost or drains. If no worker has a place now, the
-        START waits; if no worker can run the controller, the GPU worker is notified.
+        The START goes to the reserved worker, unless that worker was lost or drains. If no worker
+        has a place now, the START waits; if no worker can run the controller, the GPU worker is
+        notified.
         """
         if self._is_held(request):
             self._waiting.add(request, body, now, HELD)
@@ -179,8 +181,8 @@ class Controllers:
             self.start(request, frames[2], self._state.now)
 
     def refused(self, request: Request, worker: Worker, body: bytes) -> None:
-        """Handles a controller worker's refusal of a START. It has no room, because other brokers
-        use it too: another worker receives the START, or it waits."""
+        """Handles a controller worker's refusal of a START. The worker has no room, because other
+        brokers use it too. Another worker receives the START, or the START waits."""
         if request.steered_by is worker and request.steered.started:
             self._release(request)
             request.steered.started = False
@@ -190,8 +192,8 @@ class Controllers:
     def _is_held(self, request: Request) -> bool:
         """Whether the START of a request waits for something other than a place.
 
-        Either its client has not reconnected, so that the modules that it may use are unknown; or
-        its controller worker may return.
+        It waits for the client to reconnect, because until then the modules that the request may
+        use are unknown, or for the request's controller worker to return.
         """
         return not request.session.token or self._may_come_back(request)
 
@@ -208,8 +210,8 @@ class Controllers:
         """Whether a worker that served the request's controller in an earlier run of the broker may
         not have registered yet.
 
-        It registers within two heartbeats. The result is False if a registered worker serves the
-        name, or if the name is a module id, which every worker for modules can run.
+        Such a worker registers within two heartbeats. The result is False if a registered worker
+        serves the name, or if the name is a module id, which every worker for modules can run.
         """
         name, at = request.controller, request.steered.adopted_at
         adopted_now = at is not None and self._state.now - at <= 2 * self._settings.heartbeat_s
@@ -350,8 +352,8 @@ class Controllers:
     def on_lost(self, worker: Worker) -> None:
         """Handles the loss of a worker, which was removed from all pools before.
 
-        GPU workers restart the controllers that it ran, at another worker. Controllers that it had
-        not begun are started at another worker too.
+        GPU workers start the controllers that it ran again, at another controller worker.
+        Controllers that it had not begun are also started at another controller worker.
         """
         self._tools.on_lost(worker)
         if worker.role == "controller":

@@ -47,8 +47,8 @@ KeyedMessage = tuple[bytes, list[bytes], str]
 """Like ``Message``, with the public key of the connection's peer."""
 
 LATE_TICKS = 8
-"""If an event occurs this number of tick intervals after the last tick, this process was stopped,
-and all leases are renewed before the event is handled."""
+"""If an event occurs more than this number of tick intervals after the last tick, this process was
+stopped. All leases are then renewed before the event is handled."""
 BEHIND_S = 0.01
 """Seconds until the next tick if a tick has left work to do."""
 RETRY_S = 2.0
@@ -248,8 +248,9 @@ class Broker:
         return self._taken()
 
     def wait_s(self, now: float) -> float:
-        """Seconds until ``tick`` is to be called again: ``tick_s``, less if a lease ends before, or
-        a short pause if the last tick left work. The pause lets messages pass."""
+        """Seconds until ``tick`` is to be called again: ``tick_s``, or less if a lease ends
+        earlier. If the last tick left work to do, the result is a short pause, in which messages
+        are handled."""
         if self.dispatcher.behind or self._sessions.behind or self._leases.behind:
             return BEHIND_S
         return max(0.001, min(self.settings.tick_s, self._leases.expires_at - now))
@@ -304,7 +305,7 @@ class Broker:
 
     def _at(self, now: float) -> None:
         """Sets the time of an event. If the last tick was long ago, this process was stopped, and
-        leases are renewed because their messages are unread."""
+        leases are renewed because the broker has not read the messages of their workers."""
         self.state.now = now
         if now - self._ticked_at > LATE_TICKS * self.settings.tick_s:
             self._ticked_at = now

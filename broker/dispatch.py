@@ -32,13 +32,14 @@ CANCEL_GRACE_S = 10.0
 """Seconds that a worker has to end a cancelled request."""
 
 MAX_ENDED = 250
-"""Maximum requests that one tick ends. The next tick follows soon and ends more of them."""
+"""Maximum number of requests that one tick ends. The next tick follows soon and ends more of
+them."""
 MAX_STARTED = 100
 """Maximum number of requests that one event moves to other workers after their worker was lost."""
 MAX_LOOKED_AT = 2_000
-"""Maximum requests without a worker that one event examines."""
+"""Maximum number of requests without a worker that one event examines."""
 MAX_NOTICES = 400
-"""Maximum notices of a place in the queue that one tick sends."""
+"""Maximum number of notices of a place in the queue that one tick sends."""
 
 
 class Dispatcher:
@@ -157,7 +158,8 @@ class Dispatcher:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Removes a request that has ended from every table, and starts the next one."""
+        """Removes a request that has ended from every table, and starts the next waiting
+        request."""
         if request.state not in (RequestState.NEW, RequestState.GONE):
             worker = request.worker
             transition(self._state, request, Event.END)
@@ -384,7 +386,7 @@ class Dispatcher:
         """Starts waiting requests on a worker while it has room.
 
         Moved requests go first if any worker has room for them, then requests by descending
-        priority. Queues of models with the same priority take turns.
+        priority. Queues whose next requests have the same priority take turns.
         """
         if self._state.waiting:
             self._continue_moved(worker)
@@ -422,8 +424,8 @@ class Dispatcher:
             self._notify_queued(request, place)
 
     def _continue_moved(self, worker: Worker | None = None) -> None:
-        """Sends requests that have lost their worker to other workers as far as these have room, or
-        only to ``worker``."""
+        """Sends requests whose worker was lost to other workers, as long as these have room. With
+        ``worker``, stops when this worker has no room."""
         full: set[tuple[str, str, int]] = set()
         """The types of requests for which no worker has room."""
         started = 0

@@ -19,7 +19,7 @@ from .worker import RETRY_AFTER_S, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
-"""Maximum requests that wait for one worker to leave."""
+"""Maximum number of DRAIN requests that wait for one worker to leave."""
 
 
 class Drains:
@@ -60,8 +60,8 @@ class Drains:
         if len(asked) >= MAX_ASKED:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"the worker {worker.name} is draining, and {len(asked)} requests wait for its "
-                f"end; {MAX_ASKED} are allowed; try again later",
+                f"the worker {worker.name} is draining, and {len(asked)} DRAIN requests wait for "
+                f"its end; {MAX_ASKED} are allowed; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         asked[session.id, message.stream_id] = session, requests

@@ -32,14 +32,16 @@ from .unread import LARGE_BYTES, UNREAD_FACTOR
 log = logging.getLogger(__name__)
 
 MAX_CLOSING_BYTES = 1024 * 1024
-"""Maximum bytes of a stored answer. If a larger answer is lost, the client receives an ERROR
-instead."""
+"""Maximum size of a stored answer, in bytes. If a larger answer is lost, the client receives an
+ERROR instead."""
 MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
-"""Maximum bytes of a stored answer if the broker stores no journals (``max_journal_bytes`` 0)."""
+"""Maximum size of a stored answer, in bytes, if the broker does not store journals
+(``max_journal_bytes`` 0)."""
 MAX_EXPIRED = 250
-"""Maximum stored ends of a session that one tick drops."""
+"""Maximum number of stored ends of a session that one tick drops."""
 MAX_SENT_AGAIN = 64
-"""Maximum ends of a session that one tick sends again after their messages were dropped."""
+"""Maximum number of ends of a session that one tick sends again after their messages were
+dropped."""
 
 
 class Ends:
@@ -79,8 +81,9 @@ class Ends:
                     SlowClientError(
                         Code.SLOW_CLIENT,
                         f"the answer has {size} bytes, and up to {unread} bytes of answers to this "
-                        f"connection are unread; an answer is sent if they are less than "
-                        f"{self._max_unread}; read them first, or use a new connection",
+                        f"connection are unread; an answer is sent if fewer than "
+                        f"{self._max_unread} bytes are unread; read the earlier answers first, or "
+                        "use a new connection",
                     ),
                 )
                 return
@@ -203,7 +206,8 @@ class Ends:
         session.journal.end(end.request)
 
     def tick(self, session: Session) -> None:
-        """Sends dropped ends again, and drops ends to which no client has attached in time."""
+        """Sends ends again whose messages were dropped, and removes ends to which no client has
+        attached in time."""
         if session.peer is None:
             return
         ends = session.ends
@@ -231,7 +235,7 @@ class Ends:
         self._was_sent(session, end)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
-        """A copy of a stream's end with another final message."""
+        """The stored end of a stream, which now has ``closing`` as its final message."""
         end = session.ends.by_stream.get(stream_id)
         if end is None:
             # A refused request has no id.

@@ -32,7 +32,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[str, Sessions]] = {}
-        """By priority, key, and session or group."""
+        """The requests, by priority, key, and session or group."""
         self._lengths: dict[int, int] = {}
         """Number of requests by priority."""
         self._keys: dict[int, str] = {}

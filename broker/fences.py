@@ -1,11 +1,11 @@
-"""Fences hold back a worker's messages about attempts that the broker has given up.
+"""Fences discard a worker's messages about attempts that the broker has given up.
 
 An attempt is a request at a worker. The broker gives an attempt up if another worker has a later
 copy of the request, if the client comes from another broker, or if nobody needs the request any
-more. The worker may still send entries of the attempt, also after the same request was sent to it
-again. So a fence holds back the worker's messages about the attempt. The broker usually forwards
-bodies of TOKEN without reading them. While a worker has a fence, its bodies for the session of the
-fence are decoded, and the entries of the stream are removed.
+more. The worker may still send entries of the attempt, even after the broker has sent the request
+to it again. So a fence discards the worker's messages about the attempt. The broker usually
+forwards bodies of TOKEN without reading them. While a worker has a fence, its bodies for the
+session of the fence are decoded, and the entries of the stream are removed.
 
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
 CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds:

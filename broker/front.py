@@ -43,7 +43,7 @@ class Front:
         ends: Ends,
         handlers: Mapping[bytes, Handler],
     ) -> None:
-        """``handlers``: by type, of all messages but PING, HELLO and BYE."""
+        """``handlers``: the handler of each message type except PING, HELLO and BYE."""
         self._state = state
         self._table = state.sessions
         self._out = state.out

@@ -28,7 +28,8 @@ from .worker import RETRY_AFTER_S, Worker
 AGAIN_S = 0.5
 """Time during which an unanswered input is not passed on again, in seconds."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
-"""Maximum bytes of the unanswered inputs of all clients. They may all wait for the state worker."""
+"""Maximum bytes of the unanswered inputs of all clients. All of these inputs may wait for the state
+worker at the same time."""
 INPUT_BYTES = 256
 """Bytes that count for an unanswered input in addition to its text."""
 
@@ -38,7 +39,7 @@ class _Passed:
     """An input that was passed to the state worker, and has no answer."""
 
     owner: str
-    """The client's key, or its session."""
+    """The client's key; without a key, the id of its session."""
     size: int
     at: float
     """The time at which the input was last passed on, in seconds."""
@@ -95,7 +96,7 @@ class Inputs:
             refused.message = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
         elif self._controllers.state_worker() is None:
             refused.code, refused.retry_after_s = Code.NO_WORKER, RETRY_AFTER_S
-            refused.message = "no state worker is running, which stores inputs; try again"
+            refused.message = "no state worker, which would store the input, is running; try again"
         elif message.number in self._passed.get(request.id, ()):
             return None
         elif len(self._passed.get(request.id, ())) >= MAX_WAITING_INPUTS:
@@ -108,15 +109,16 @@ class Inputs:
             refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
             refused.message = (
                 f"{self._bytes[_owner(session)]} bytes of this client's inputs wait for an answer, "
-                f"and {self._bytes.total()} of at most {MAX_UNANSWERED_BYTES} bytes of all clients"
+                f"and {self._bytes.total()} bytes of all clients' inputs; at most "
+                f"{MAX_UNANSWERED_BYTES} bytes may wait"
             )
         else:
             return None
         return refused
 
     def on_answer(self, frames: list[bytes]) -> None:
-        """Handles the state worker's answer about an input: notifies the controller worker of the
-        request, and answers the client."""
+        """Handles the state worker's answer about an input: notifies the request's controller
+        worker, and answers the client."""
         id_ = decode_header(frames[1]).request
         stored: VariableAnswer = decode_as(VariableAnswer, frames[2], "msgpack")
         self._release(id_, stored.count)
@@ -152,7 +154,7 @@ class Inputs:
     def _fits(self, owner: str, size: int) -> bool:
         """Whether a client may have another unanswered input."""
         if not fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size):
-            # A lost state worker does not answer the inputs of requests that have ended.
+            # If the state worker was lost, inputs of requests that have ended do not get an answer.
             for id_ in self._passed.keys() - self._state.requests.keys():
                 for number in list(self._passed[id_]):
                     self._release(id_, number)
@@ -174,7 +176,7 @@ class Inputs:
 
 
 def answers_input(worker: Worker, frames: list[bytes]) -> bool:
-    """Whether a message answers an operation of the broker itself."""
+    """Whether a message answers an operation that the broker itself has sent."""
     return (
         frames[0] == b"VARIABLE_ANSWER"
         and worker.role == "state"

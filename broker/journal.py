@@ -92,8 +92,8 @@ class _Place:
 class Journal:
     """The bodies of one session, as long as a live request may have entries in them.
 
-    Routed messages are first stored in ``recent``, which later adds the bodies that this journal
-    needs to ``tail``. ``pack`` moves them into chunks, which have no overhead per body.
+    Routed messages are first stored in ``recent``, which later adds to ``tail`` the bodies that
+    this journal needs. ``pack`` moves them into chunks, which have no overhead per body.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class Journal:
         self._next = 0
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
-        """By request, in the order of their places."""
+        """The place of each request that is in this journal, in the order of the places."""
         self._reached = 0
         """The number of requests whose start the journal has handled."""
         self.size = 0
@@ -133,8 +133,8 @@ class Journal:
         return next(iter(self._begun), None)
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
-        """Begins a request, which goes to a worker. ``size``: bytes of its frames, which are stored
-        as long.
+        """Begins a request, which goes to a worker. ``size``: bytes of the request's frames, which
+        are stored as long as the request is in this journal.
 
         ``sent``: the entries of a moved request so far, as a body.
         """

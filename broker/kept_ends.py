@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 MAX_ENDS = 16_384
-"""Maximum stored ends of a session. Above it, the oldest end is dropped."""
+"""Maximum number of stored ends of a session. Above it, the oldest end is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class End:
-    """How a request has ended. It does not refer to its session, so that no reference cycle
+    """How a request has ended. An ``End`` does not refer to its session, so that no reference cycle
     arises."""
 
     request: int
@@ -31,7 +31,8 @@ class End:
     sent: bytes | None
     """The entries that were routed, as a body of TOKEN; None while the journal has them."""
     count: int = 0
-    """Number of entries in ``sent``, of an end that a worker reported to a restarted broker."""
+    """Number of entries in ``sent`` if a worker reported the end to a restarted broker, otherwise
+    0."""
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
@@ -102,7 +103,7 @@ class KeptEnds:
             end.since, end.position = now, 0
 
     def expired(self, before: float, most: int) -> list[End]:
-        """Up to ``most`` ends that were stored before ``before``."""
+        """Up to ``most`` ends that were stored before the time ``before``."""
         return list(islice(self._older(before), most))
 
     def _older(self, before: float) -> Iterator[End]:

@@ -266,10 +266,9 @@ class Leases:
         self._drains.hand_over()
 
     def _gives_way(self, holder: Worker, message: Register) -> bool:
-        """Whether a worker gives up its name to another connection that registers with it.
-
-        It does if the process is the same, if the worker drains, or if its step hangs and the other
-        process's step does not.
+        """Whether a worker gives up its name to another connection that registers with this name.
+        The worker gives it up if the process is the same, if the worker drains, or if its step
+        hangs and the other process's step does not.
         """
         if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
             return True

@@ -67,7 +67,8 @@ class Event(StrEnum):
     CLOSE = "close"
     """The broker ends the request for its client, before the worker reports the end."""
     END = "end"
-    """The last message of the request was routed, or the broker ends it, and no worker has it."""
+    """The last message of the request was routed, or the broker ends a request that no worker
+    has."""
     WITHDRAW = "withdraw"
     """The request continues at another broker, or another worker reported a later copy of the
     request."""
@@ -134,7 +135,7 @@ def transition(
     """Changes the state of a request, and moves the request to the tables of its new state.
     ``worker``: the worker that gets the request, if the event is in ``TAKEN``.
 
-    Raises NoTransitionError, before anything has changed.
+    Raises NoTransitionError if the change is not allowed; no table has then changed.
     """
     before = request.state
     after = TRANSITIONS[before].get(event)

@@ -49,11 +49,12 @@ class Moves:
     # --- the journal ----------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
-        """Records that a request goes to a worker: from now on its session's journal has the
-        entries that it needs to move.
+        """Records that a request goes to a worker: from now on, the journal of its session stores
+        the entries that the request needs to move.
 
-        Its frames are stored if it has a journal. ``before``: the entries that were routed earlier,
-        as a body of TOKEN. ``back``: the request returns to its former worker, which still runs it.
+        If the broker does not store journals, the request's frames are dropped. ``before``: the
+        entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its
+        former worker, which still runs it.
         """
         interruption, request.interruption = request.interruption, None
         if not back:
@@ -71,7 +72,7 @@ class Moves:
         self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
-        """Prepares a request that its worker has refused for another worker."""
+        """Prepares a request for another worker, after its worker has refused it."""
         request.dispatched, request.frames = None, frames
         request.session.journal.end(request.id)
         self._quarantine.forget(request)
@@ -137,7 +138,7 @@ class Moves:
                     del sizes[owner]
 
     def _give_up(self, journal: Journal) -> None:
-        """Gives up the oldest request in a journal, which cannot move any more."""
+        """Gives up the oldest request in a journal; the request cannot move any more."""
         number = journal.oldest
         assert number is not None
         stream_id = journal.stream_of(number)
@@ -186,9 +187,7 @@ class Moves:
             try:
                 sent = session.journal.entries(request.id for request in of_it)
             except RequestError as malformed:
-                log.error(
-                    "the entries of worker %s cannot be continued: %s", worker.name, malformed
-                )
+                log.error("the streams of worker %s cannot continue: %s", worker.name, malformed)
                 ended += [(request, error) for request in of_it]
                 continue
             taken += [(request, sent[request.id]) for request in of_it]
@@ -254,12 +253,12 @@ class Moves:
     # --- while a request waits ------------------------------------------------------------------
 
     def may_start(self, request: Request) -> bool:
-        """Whether a request that has lost its worker may go to another now."""
+        """Whether a request that has lost its worker may go to another worker now."""
         return self._quarantine.may_start(request)
 
     def transcript(self, request: Request) -> list[bytes]:
-        """The journal of a stream that goes to another worker, as an attachment; empty for another
-        request."""
+        """The journal of a stream that goes to another worker, as an attachment; empty if the
+        request is not a stream that moves."""
         interruption = request.interruption
         if interruption is None or request.type not in STREAMS:
             return []

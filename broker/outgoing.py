@@ -26,10 +26,10 @@ class Side(Enum):
 
 _FRONT = Side.FRONT
 MAX_JOINED = 32
-"""Maximum bodies in one TOKEN message."""
+"""Maximum number of bodies in one TOKEN message."""
 MAX_JOINED_BYTES = 2**10
-"""A TOKEN message does not get further bodies above this number of bytes, so that ZeroMQ's queue
-for a client stays small."""
+"""Maximum bytes of a body that is added to an earlier TOKEN message, so that ZeroMQ's queue for a
+client stays small."""
 
 
 class Outgoing(Struct, frozen=True, gc=False):

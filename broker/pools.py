@@ -32,8 +32,8 @@ name is empty if no worker has it loaded."""
 
 
 class Pool:
-    """Workers that serve the same requests. ``workers`` has them by registration, including busy
-    and draining ones.
+    """Workers that serve the same requests. ``workers`` has them in the order of their
+    registration, including busy and draining workers.
 
     Workers that accept a request are grouped in levels of the same rank. A heap of the few ranks
     finds the least filled level, and workers of a level take turns.

@@ -1,10 +1,10 @@
 """Finds the workers that have the beginning of a prompt in their KV cache, and decides whether to
 route a request to one of them.
 
-Workers report their pages (``PAGES``). The pages of a request count as soon as it is sent, so that
-the next request with the same beginning follows it. Prompts of token ids are looked up by the same
-keys. The broker cannot tokenize text. So the keys of a text are computed from its bytes, and the
-index has only the texts that were sent to each worker.
+Workers report their pages (``PAGES``). The pages of a request count as soon as the request is sent,
+so that the next request with the same beginning goes to the same worker. A prompt of token ids has
+the same keys as the pages that workers report. The broker cannot tokenize text. So the keys of a
+text are computed from its bytes, and the index has only the texts that were sent to each worker.
 
 The worker with the least cost is chosen. The cost is the number of prompt tokens that it would have
 to compute, plus ``REQUEST_TOKENS`` for each of its requests.
@@ -36,11 +36,11 @@ MAX_PAGES = 128
 """Maximum number of pages of a prompt that are looked up. After 32,768 common tokens, further pages
 change the cost little."""
 MAX_CANDIDATES = 16
-"""Maximum workers that are compared with the least loaded one."""
+"""Maximum number of workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
-"""Maximum pages that are expected at one worker. The oldest are dropped first."""
+"""Maximum number of pages that are expected at one worker. The oldest are dropped first."""
 MAX_KEYS = 4_000_000
-"""Maximum entries of the index. Above it, pages that workers report are not added."""
+"""Maximum number of entries of the index. Above it, pages that workers report are not added."""
 
 
 class _PromptFields(msgspec.Struct):
@@ -60,7 +60,7 @@ class Prefixes:
         self._last: tuple[int, list[bytes]] = (0, [])
         """The last request that was looked up, and the keys of the pages of its prompt."""
         self.size = 0
-        """Entries of all workers."""
+        """Number of entries of the index, of all workers together."""
 
     # --- what workers have ----------------------------------------------------------------------
 
@@ -95,7 +95,8 @@ class Prefixes:
         self.report(worker, split_keys(frames[3]), split_keys(frames[4]), pages.reset)
 
     def expect(self, request: Request, worker: Worker, model: str) -> None:
-        """Adds the pages of a request's prompt to the worker to which it goes."""
+        """Adds the pages of a request's prompt to the pages of the worker that receives the
+        request."""
         keys = self._keys(request, model)
         if not keys:
             return
@@ -206,7 +207,7 @@ class Prefixes:
 
 
 def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
-    """The keys of a prompt: from its token ids if it is one attachment of them, else from the bytes
+    """The keys of a prompt: from its token ids if they are in one attachment, else from the bytes
     of its buffers and text."""
     if sum(map(len, request.frames)) < PAGE_BYTES:
         return iter(())

@@ -1,4 +1,5 @@
-"""Finds a request that kills its workers, by trials, so that it does not end other streams."""
+"""Finds by trials a request that kills its workers, so that the request does not end other
+streams."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Quarantine:
         """By worker: the requests for which its loss was counted, and the time of the loss, in
         seconds."""
         self._max_tried = 1
-        """Maximum suspects on trial at a time."""
+        """Maximum number of suspects on trial at a time."""
 
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
@@ -59,7 +60,7 @@ class Quarantine:
             request.deaths = max(0, request.deaths - 1)
 
     def may_start(self, request: Request) -> bool:
-        """Whether a request that has lost its worker may go to another now."""
+        """Whether a request that has lost its worker may go to another worker now."""
         return request.deaths < SUSPECT_DEATHS or len(self._tried) < self._max_tried
 
     def on_start(self, request: Request, now: float) -> None:

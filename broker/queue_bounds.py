@@ -21,7 +21,7 @@ load, and the end of each request looks at all queues."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """Returns how much of a queue's bound requests of this priority may fill.
+    """Returns the part of the bound of the queues that requests of this priority may fill.
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
     at least 0. So a full queue still accepts more urgent requests, and accepted requests are
@@ -106,8 +106,8 @@ class QueueBounds:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"about {ahead} requests precede this one, so it would wait about {wait_s:.1f} s; "
-                f"it may wait {MAX_WAITING:.0%} of its timeout_s, of which {left_s:g} s are left; "
-                "try again later, or with a longer timeout_s",
+                f"it may wait {MAX_WAITING:.0%} of the {left_s:g} s that are left of its "
+                "timeout_s; try again later, or with a longer timeout_s",
                 retry_after_s=round(max(wait_s - MAX_WAITING * left_s, BOUNDS_S[0]), 3),
             )
 

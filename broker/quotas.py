@@ -1,9 +1,9 @@
 """Quotas: the resources that each tenant (each key of a client) may use over all of its sessions.
 
 Usage is known only after the work: the broker counts tokens when it routes them, and CPU time when
-a controller worker reports it. So running requests are finished, and a tenant above its quota is
-refused until its usage has drained to the quota. As in a leaky bucket, usage drains at the rate of
-the quota.
+a controller worker reports it. So running requests are finished, and further requests of a tenant
+above its quota are refused until its usage has drained to the quota. As in a leaky bucket, usage
+drains at the rate of the quota.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Quotas:
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
         """By name and process of a controller worker: the CPU time of each tenant that it last
-        reported. It is kept after the lease, because the worker continues to count from the same
-        totals."""
+        reported. A report is kept after the worker's lease has ended, because the worker continues
+        to count from the same totals."""
 
     def check(self, session: Session, controller: bool, now: float) -> None:
         """Raises UnavailableError if the tenant of a session may not begin another request.
 
-        ``controller``: whether the request runs one.
+        ``controller``: whether the request has a controller.
         """
         allowed = self._keyring.client(session.key)
         if allowed is None:
@@ -156,7 +156,7 @@ class Quotas:
         return self._keyring.counts_tokens
 
     def on_tokens(self, frames: Sequence[bytes], now: float) -> None:
-        """Counts the tokens of a worker's TOKEN for tenants with such a quota."""
+        """Counts the tokens of a worker's TOKEN for tenants with a quota of tokens."""
         try:
             sessions = decode_manifest(frames[1]).sessions
         except (TokenbusError, IndexError):
@@ -170,8 +170,8 @@ class Quotas:
             used.add(_tokens_in(body), allowed.tokens_per_minute, now)
 
     def on_sandbox(self, worker: Worker, cpu_ms: Mapping[str, int], now: float) -> None:
-        """Handles the report of a controller worker: the CPU time of controllers since it started,
-        by key."""
+        """Handles the report of a controller worker: the CPU time of controllers since the worker
+        started, by key."""
         process = worker.name, worker.pid
         before = self._reported.pop(process, {})
         self._reported[process] = cpu_ms

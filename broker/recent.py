@@ -36,8 +36,8 @@ SEGMENTS = 32
 """Maximum number of segments. At any time about two segments' worth of memory is unused: the unused
 ends of all segments, and the next segment."""
 MESSAGES = 4096
-"""Maximum number of messages in a segment, because a move waits until the whole buffer is
-distributed."""
+"""Maximum number of messages in a segment. The number is bounded, because a move waits until the
+whole buffer is distributed."""
 NOTE_BYTES = 100
 """Bytes that are counted for a note, in addition to the bytes that it refers to."""
 BODIES_AT_ONCE = 500
@@ -62,9 +62,9 @@ class Segment:
     def __init__(self, number: int) -> None:
         self.number = number
         self.ends = array("I")
-        """Where each message ends, in the memory as a whole."""
+        """The offset of the end of each message, from the start of the whole memory."""
         self.read = 0
-        """Messages that are already distributed."""
+        """Number of messages that are already distributed."""
         self.start = number * SEGMENT_BYTES
         """Where the first message that is not distributed begins."""
         self.notes: deque[tuple[int, int, Note]] = deque()
@@ -73,7 +73,7 @@ class Segment:
         self.noted = 0
         """Bytes of all notes."""
         self.live = 0
-        """Number of notes of requests in this segment that have not ended."""
+        """Number of notes in this segment whose requests have not ended."""
 
     @property
     def size(self) -> int:
@@ -91,9 +91,9 @@ class Segment:
 class Recent:
     """The messages that are not distributed to journals yet, within their bounds.
 
-    ``max_journal_bytes`` bounds one session, ``max_total_bytes`` all together. The bounds always
-    hold. Messages in the shared buffer count towards the bound of their session and towards the
-    total.
+    ``max_journal_bytes`` bounds the messages of one session, ``max_total_bytes`` those of all
+    sessions. The bounds always hold. Messages in the shared buffer count towards the bound of their
+    session and towards the total.
     """
 
     def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
@@ -109,10 +109,10 @@ class Recent:
         buffer."""
         self.max_total = max_total_bytes - max_total_bytes // 8
         self.beyond: set[Journal] = set()
-        """Journals that exceed this size."""
+        """Journals that are larger than ``most``."""
         self._largest = self._grown = 0
-        """Upper bounds of the size of the largest journal: as of the last complete walk, and
-        including journals that have grown since."""
+        """``_largest``: an upper bound of the size of the largest journal. ``_grown``: the largest
+        size of a journal that has grown since the last complete walk."""
         self.pending: list[bytes] = []
         """Packed TOKENs of the current event; ``settle`` is called at its end."""
         self._memory = _NONE

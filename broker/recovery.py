@@ -5,7 +5,8 @@ A worker notices a restart within a heartbeat or two, and registers again. It ta
 busy, or was lost at the same time. If the broker's own process was stopped, all its workers have
 closed their connections, and register again.
 
-Until then, a request that no registered worker serves may be valid: it waits.
+While workers may still register, a request that no registered worker serves may be valid, so it
+waits.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ MISSING_OF_ROLE = {
 class Recovery:
     """The state of the broker's recovery. ``started``: the start of the broker, in seconds.
 
-    A broker reads nothing at its start that shows whether it is the first run. Clients that bring a
-    session's token, and workers that have registered before, show an earlier run. Each live worker
-    sends a message within ``expiry_s``.
+    When a broker starts, nothing shows whether it has run before. Clients that bring a session's
+    token, and workers that have registered before, show an earlier run. Each live worker sends a
+    message within ``expiry_s``.
     """
 
     def __init__(self, settings: BrokerSettings, started: float) -> None:
@@ -37,7 +38,8 @@ class Recovery:
         self._follows = False
         self._expiry_s = settings.expiry_s
         self._back_until: dict[Code | str, float] = {}
-        """Until when a lost worker may register that served requests with an error code."""
+        """By error code: the time until which requests with this error wait, because a lost worker
+        may register again."""
 
     def lost(self, role: str, now: float) -> None:
         """Records the loss of the last worker that served a model or a controller: it or its
@@ -68,5 +70,6 @@ class Recovery:
         return error.code == Code.NO_WORKER and now < self._settled_at
 
     def settles(self, now: float) -> bool:
-        """Whether even a worker whose connection was never lost may not have registered yet."""
+        """Whether the broker was restarted so recently that a live worker may not have registered
+        yet."""
         return self._follows and now < self._settled_at

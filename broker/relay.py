@@ -41,8 +41,8 @@ class Relay:
         self._quotas = quotas
 
     def on_message(self, worker: Worker, frames: list[bytes]) -> None:
-        """Passes a message from one worker to another. The sender replaces the receiver as the
-        address in its header."""
+        """Passes a message from one worker to another. In the message's header, the id of the
+        sender replaces the id of the receiver."""
         if answers_input(worker, frames):
             self._inputs.on_answer(frames)
             return

@@ -105,7 +105,7 @@ class Steering:
     """The pattern of the worker that served the controller; ``""`` before the controller begins."""
     adopted_at: float | None = None
     """The time at which the request was adopted, in seconds. None if this run of the broker
-    accepted the request."""
+    accepted the request, or claimed its session."""
     has_inputs: bool = False
     """Whether an input was sent to the state worker, which then has state of the request."""
 
@@ -155,7 +155,7 @@ class Request:
     """How often the request has continued at another worker, including earlier runs of the
     broker."""
     deaths: int = 0
-    """Consecutive workers that died while they had no new token of the request."""
+    """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
     """The reason of the CANCEL to the request's worker; None if no CANCEL was sent. After a CANCEL,
     the broker itself ends the request at ``deadline``."""
@@ -225,7 +225,8 @@ class Request:
 
     @property
     def turn(self) -> int | str:
-        """The unit that takes turns in a queue: its group, or its session."""
+        """The unit that takes turns in a queue: the request's group or, without a group, its
+        session."""
         return self.fields.group or self.session.id
 
     @property

@@ -62,7 +62,7 @@ class Returns:
         client receives the new entries. Has no effect on a request whose JOURNAL has arrived
         before.
 
-        Raises UnreadableError if they do not continue the entries that were routed.
+        Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """
         if request.state is RequestState.ENDED and (body.gone or body.ended):
             # The client has left meanwhile, and the worker has already ended the request.
@@ -82,7 +82,8 @@ class Returns:
             raise UnreadableError(
                 Code.BAD_MESSAGE,
                 f"the JOURNAL of request {request.id} has {len(entries)} entries after "
-                f"{body.moves} moves; {request.entries} after {request.moves} were routed",
+                f"{body.moves} moves; {request.entries} entries after {request.moves} moves were "
+                "routed",
             )
         transition(self._state, request, Event.REPORT)
         new = entries[request.entries :]

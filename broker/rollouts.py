@@ -219,7 +219,7 @@ class Rollouts:
         if order.version <= current.version:
             why = (
                 f"no worker has new weights, because {order.model} has version {current.version} "
-                "since; name a higher version"
+                "now; name a higher version"
             )
             self._give_up(one, RequestError(Code.CONFLICT, why, path="$.version"))
             return
@@ -274,7 +274,7 @@ class Rollouts:
         return self._states.get(model) or ModelState(model=model)
 
     def _serving(self, model: str, besides: Worker | None = None) -> list[Worker]:
-        """The GPU workers that serve a model, also on demand."""
+        """The GPU workers that serve a model, including workers that would first load the model."""
         workers = self._state.workers.values()
         return [w for w in workers if w.role == "gpu" and w.serves(model) and w is not besides]
 

@@ -89,9 +89,9 @@ class BrokerServer:
     ) -> None:
         """Binds both sockets; raises BindError if that fails or is not allowed.
 
-        With ``keys`` only peers whose keys that folder allows may connect, and everything is
-        encrypted; raises KeyFault if the folder cannot be read. ZeroMQ allows one authenticator for
-        each context, so the broker has a separate context.
+        With ``keys``, a peer may connect only with a key that this folder allows, and all messages
+        are encrypted. Raises KeyFault if the folder cannot be read. ZeroMQ allows one authenticator
+        for each context, so the broker has a separate context.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
@@ -163,8 +163,8 @@ class BrokerServer:
         self.core.state.recent.reserve()
 
     async def run(self) -> None:
-        """Serves until ``stop`` or ``leave``. Then waits for requests that must end first, ends
-        requests that would be lost with an error, and closes."""
+        """Serves until ``stop`` or ``leave``. Then waits for requests that must end first, sends an
+        error for each request that would be lost, and closes."""
         self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for sock in (self._front, self._back):
@@ -215,7 +215,7 @@ class BrokerServer:
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Makes ``run`` end: within ``drain_s``, or at once if it is called again.
+        """Makes ``run`` end: within ``drain_s``, or at once if ``stop`` is called again.
 
         From another thread, call it through ``loop.call_soon_threadsafe``.
         """
@@ -458,7 +458,7 @@ class BrokerServer:
         try:
             went = self._flush_all(time.monotonic())
         except Exception:
-            self._on_defect("sending what waits for full pipes")
+            self._on_defect("sending messages that wait for full pipes")
         if (self._to_front.waiting or self._to_back.waiting) and not self._flush_due:
             self._flush_due = True
             self._retry_s = RETRY_S[0] if went else min(2 * self._retry_s, RETRY_S[1])

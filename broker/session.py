@@ -34,7 +34,7 @@ class KeyUse:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
-    """A client, over its present connection.
+    """The broker's record of a client, which survives the loss of the client's connection.
 
     The first fields are those that each TOKEN needs. With many sessions, a session is rarely in the
     processor's cache. Adjacent fields are then loaded with one access to memory.
@@ -132,7 +132,8 @@ class Session:
 
     @property
     def tenant(self) -> bytes:
-        """The tenant whose modules the session may use: its key, or all clients without a key."""
+        """The tenant whose modules the session may use: the client's key. It is empty for all
+        clients without a key, which share one tenant."""
         return self.key.encode()
 
     @property

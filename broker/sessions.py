@@ -32,7 +32,7 @@ from .sweep import Sweep
 SESSIONS_AT_ONCE = 500
 """Minimum number of sessions that one tick checks. With very many sessions, a tick checks more."""
 MAX_ENDED = 250
-"""Maximum streams that end with their sessions between two ticks."""
+"""Maximum number of streams that end with their sessions between two ticks."""
 
 
 class Sessions:
@@ -56,9 +56,10 @@ class Sessions:
         self._ends = ends
         self._visited = Sweep(state.sessions.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
-        """Streams and stored ends of ended sessions, which later ticks end too."""
+        """Streams and stored ends of ended sessions that are still to be removed, if necessary in
+        later ticks."""
         self._room = MAX_ENDED
-        """Streams of ended sessions that may still end before the next tick."""
+        """Number of streams of ended sessions that may still end before the next tick."""
 
     def open(
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
@@ -267,8 +268,8 @@ class Sessions:
             self._make_room(
                 self._table.of_key(key),
                 Code.CLIENT_LIMIT,
-                f"this key has {own} sessions, all with live streams; one key may have at most "
-                f"half of the sessions that other keys leave free, of {most}",
+                f"this key has {own} sessions, all with live streams; of the broker's {most} "
+                "sessions, one key may have at most half of those that other keys leave free",
             )
         elif len(self._table) >= most:
             keys = self._table.keys()

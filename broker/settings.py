@@ -9,7 +9,7 @@ from ..protocol.settings import Settings
 
 
 class BrokerSettings(Struct, frozen=True, kw_only=True):
-    """Times in seconds; sizes in bytes. The defaults are those of the design."""
+    """The settings that concern the broker: times in seconds, sizes in bytes."""
 
     heartbeat_s: float = 1.0
     expiry_s: float = 5.0
@@ -24,8 +24,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     session_grace_s: float = 5.0
     """Time after which a session without a connection ends, unless its client takes it over."""
     session_cut_s: float = 30.0
-    """Time that a silent client's session waits if the broker has not seen the connection close. A
-    network link may be cut."""
+    """Time that a silent client's session waits if the broker has not seen the connection close,
+    for example because a network link is cut."""
     recover_s: float = 30.0
     """Time after its start during which a broker adopts the streams of an earlier run that workers
     report."""

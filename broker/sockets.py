@@ -35,7 +35,7 @@ MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
 MAX_PIPE_MESSAGES = 1000
 """Maximum number of a connection's messages that libzmq stores before the broker takes them."""
 HEARTBEAT_MS = 5000
-"""How often ZeroMQ sends heartbeats to a peer, in milliseconds, or 0; the peer has three times as
+"""Interval in milliseconds at which ZeroMQ sends heartbeats to a peer. The peer has three times as
 long to answer."""
 
 _SEND = BackendSocket.send

@@ -11,7 +11,7 @@ from .worker import Worker
 
 
 def record_span(request: Request, worker: Worker | None) -> None:
-    """Records the span of a request with a trace, which has ended. ``worker``: its last worker."""
+    """Records the span of a traced request that has ended. ``worker``: its last worker."""
     exporter = tracing.active()
     if exporter is None:
         return

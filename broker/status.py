@@ -108,8 +108,8 @@ def add_metrics(status: Status, state: BrokerState) -> None:
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
-    """Counts the list of the streams of ``shown`` for the key of a session. A session that carries
-    users is counted separately, because its users share a key.
+    """Counts a list of the streams of the sessions ``shown`` towards the bound of a session's key.
+    A session that carries users is counted separately, because its users share a key.
 
     Raises UnavailableError before a stream is listed. A list of thousands of streams takes the
     broker milliseconds, and a client can request hundreds of lists at the same time.

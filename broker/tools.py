@@ -26,11 +26,11 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 MAX_ENDED = 64
-"""Maximum answered calls of a request of which the broker knows the tool worker."""
+"""Maximum number of answered calls of a request that the broker stores."""
 MAX_CALLS = 1_000
-"""Maximum calls of a request that are running."""
+"""Maximum number of running calls of a request."""
 MAX_SHOWN = 20
-"""Maximum names of tools in an error message."""
+"""Maximum number of names of tools in an error message."""
 
 CallId = tuple[int, int, int]
 """The request, the lineage and the count of a call."""

@@ -1,9 +1,9 @@
 """A guard against messages that never end.
 
 libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
-does not bound the frames of one message. The function ``pipe_t::write`` counts a message at its
-last frame, and stores 64 bytes even for an empty frame until then. libzmq has neither options nor
-events for such messages.
+does not bound the number of frames in one message. The function ``pipe_t::write`` counts a message
+at its last frame, and stores 64 bytes even for an empty frame until then. libzmq has neither
+options nor events for such messages.
 
 The guard asks the kernel how many bytes a TCP connection has received since its last complete
 message. With CURVE a frame has at least 35 bytes on the wire, so these bytes bound the memory.
@@ -66,7 +66,8 @@ class Unfinished:
         self._readable = readable
         self._sweep = Sweep(connections.by_fd, CONNECTIONS_AT_ONCE, TICKS)
         self._open: dict[Connection, int] = {}
-        """Bytes of the unfinished message, minus what an idle connection receives."""
+        """By connection: the bytes of its unfinished message, less the bytes that an idle
+        connection may receive."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
         """Connections above a bound. The value is the round, and the number of messages that had
         been taken, when the excess was found. None if the connection was shut."""
@@ -74,7 +75,7 @@ class Unfinished:
         """Number of rounds in which all connections had their turn while messages were
         unfinished."""
         self._taken = 0
-        """Messages that had been taken when the last round ended."""
+        """Number of messages that had been taken when the last round ended."""
         self._emptied = 0
         """The last round that ended because no message waited at the socket."""
         self._size: int | None = None
@@ -83,7 +84,7 @@ class Unfinished:
         """Bytes by which the process has grown in total while messages were unfinished."""
 
     def look(self, now: float) -> None:
-        """Checks the next connections, and closes those that take too much."""
+        """Checks the next connections, and closes connections above a bound."""
         if self._open:
             self._count_rounds()
             self._measure()
@@ -142,7 +143,7 @@ class Unfinished:
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
         """Shuts a connection above a bound when all messages that had arrived at that time have
-        been taken. Before, the excess may belong to complete messages."""
+        been taken. Until then, the excess may belong to complete messages."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
         if accused is None or not self._has_passed(connection, *accused):

@@ -52,7 +52,7 @@ class WaitingStarts:
         self._queues.setdefault(pattern, {})[request.id] = waiting
 
     def remove(self, request: int) -> WaitingStart | None:
-        """Removes the START of a request; None if none waits."""
+        """Removes and returns the START of a request; None if the START does not wait."""
         waiting = self._by_request.pop(request, None)
         if waiting is not None:
             self._leave_queue(waiting)

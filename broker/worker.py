@@ -60,7 +60,8 @@ class Worker:
     missing_layers: list[str] = field(default_factory=list)
     """``Register.missing_layers``."""
     elsewhere: int = 0
-    """Requests, or controllers, of other brokers that the worker runs, as it last reported."""
+    """Number of requests or controllers of other brokers that the worker runs, as it last
+    reported."""
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)
     manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
@@ -139,8 +140,8 @@ class Loss:
 
     why: str
     died: bool
-    """Whether the worker did not leave as planned. The loss counts against requests that had no
-    new token at the worker."""
+    """Whether the worker did not leave as planned. If so, the loss counts against requests that had
+    no new token at the worker."""
     returns: bool = True
     """Whether the requests may continue at the same process, if it registers again."""
     replaced: bool = False

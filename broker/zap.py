@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 FRAMES = 6
-"""Frames of a request: version, request id, domain, address, routing id, mechanism. CURVE adds
-the key."""
+"""Number of frames of a request without CURVE: version, request id, domain, address, routing id,
+mechanism. CURVE adds the key."""
 
 
 class Zap:
@@ -31,7 +31,7 @@ class Zap:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring | None = None
     ) -> None:
-        """``keyring``: the keys that may connect; None where the broker has no keys."""
+        """``keyring``: the keys that may connect; None if the broker has no keys."""
         self._keyring = keyring
         self._numbers = count(1)
         self._socket = context.socket(zmq.REP)
