@@ -182,8 +182,8 @@ class _Events:
     def __init__(
         self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, closed: Counter[str]
     ) -> None:
-        """``closed``: the number of connections in a row that a broker has closed during the
-        handshake, without a reason, by address."""
+        """``closed``: by address, the number of consecutive connections that the broker has closed
+        during the handshake without a reason."""
         self._socket = socket
         self._address = address
         self._key = key
@@ -337,7 +337,7 @@ class Dealer:
 
     @property
     def address(self) -> str:
-        """The address of the broker to which it connects at the moment."""
+        """The address of the broker to which this dealer connects at the moment."""
         return self._addresses[self._at]
 
     @property
@@ -482,7 +482,7 @@ class Dealer:
                     pass
             except Exception:
                 log.exception(
-                    "the deadlines during a pause before %s were not checked", self.address
+                    "deadlines were not checked before the connection to %s", self.address
                 )
 
     def _serve(self) -> None:
@@ -530,7 +530,8 @@ class Dealer:
                 self._clear_wake()
 
     def _take_turn(self, socket: zmq.Socket[bytes]) -> float | None:
-        """Receives and sends; returns the seconds to wait after that, or None at the end."""
+        """Receives and sends; returns the seconds to wait after that, or None if the socket is to
+        be closed."""
         peer = self._peer
         messages = self._receive(socket)
         now = time.monotonic()

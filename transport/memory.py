@@ -198,7 +198,8 @@ class MemoryCarrier:
         now = time.monotonic()
         if messages:
             peer.receive(messages, now)
-        # Read before ``outgoing``: messages that were queued before the close are sent.
+        # The flag is read before ``outgoing`` is called, so that messages that were queued before
+        # the close are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             link.send(frames)
