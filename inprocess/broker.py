@@ -17,7 +17,7 @@ from ..transport import memory
 from ..transport.memory import Link
 
 MAX_WAITING = 4096
-"""Maximum messages that wait for the broker; a sender of further messages blocks."""
+"""Maximum number of messages that wait for the broker; a sender of further messages blocks."""
 RETRY_S = 0.002
 """Seconds until delivery to a peer is tried again after its link was full."""
 
@@ -30,7 +30,7 @@ class MemoryBroker:
         self._core = Broker(settings, boot=new_boot(), now=time.monotonic())
         self._links: dict[bytes, Link] = {}
         self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
-        """Messages for the broker; None instead of a message: the link was closed."""
+        """Messages for the broker. None in place of a message means that the link was closed."""
         self._changed = threading.Condition()
         self._closing = False
         limit = settings.max_pending_bytes
@@ -106,8 +106,8 @@ class MemoryBroker:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         sent = [(self._outboxes[message.side].post(message), message) for message in messages]
-        # Handled after all messages were posted: messages that the core sends now must not overtake
-        # them.
+        # Failures are handled after all messages were posted, because messages that the core sends
+        # now must not overtake earlier messages.
         for result, message in sent:
             if result is Sent.GONE:
                 self._gone(message.side, message.peer, message.frames)

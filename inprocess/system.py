@@ -40,9 +40,9 @@ class _Worker(Protocol):
 class InProcess:
     """A system within this process. ``settings``: by default, the settings of the environment.
 
-    ``controllers`` adds a controller worker and a state worker; by default, if the extra
-    ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir`` of the
-    settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
+    ``controllers`` adds a controller worker and a state worker. By default, they are added if the
+    extra ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir``
+    of the settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
     ``AsyncClient(system.address)`` work as with any other address. Needs the extra ``gpu``.
 
     Raises UnavailableError if the system is not ready within five minutes, and ServiceError if a
