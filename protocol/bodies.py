@@ -1,4 +1,5 @@
-"""Bodies: a struct to JSON or msgpack bytes and back, with errors that name the field at fault."""
+"""Encodes structs as bodies in JSON or msgpack, and decodes bodies; errors name the field at
+fault."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, None if its request did not ask for the
     field. Empty if no row has the field."""
     entries: list[Token] = []
-    """All entries of a stream, if an entry of this stream has a field that is not a column."""
+    """All entries of each stream that has an entry with a field that is not a column."""
 
 
 TokenBody = list[Token] | TokenColumns

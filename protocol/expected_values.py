@@ -46,8 +46,8 @@ def plain(message: str) -> str:
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
-    """The error for a value at ``path`` of a ``kind``, with the valid values; None if the message
-    of msgspec's error, without its path, is about something else."""
+    """The error for a value at ``path`` of a ``kind``, with the valid values. ``message`` is
+    msgspec's error without its path. None if that error is not about a value."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:

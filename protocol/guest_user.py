@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NEEDED = {"CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""The capabilities of a process that changes the user of a child and then kills the child, with
-their bits."""
+"""The capabilities that a process needs to change the user of a child and then to kill the child,
+with their bits."""
 
 
 class GuestUser(NamedTuple):

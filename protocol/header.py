@@ -2,7 +2,8 @@
 
 The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
 ``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest. It
-lists the session of each body, the requests that end, and the deltas that follow.
+lists the session of each body, the requests that end, and the requests of the frames after the
+bodies.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Manifest(NamedTuple):
     """The contents of a worker's ``TOKEN``, in the order of its frames.
 
     ``sessions``: the session of each body. ``finished``: requests that end with this message.
-    ``deltas``: requests whose journal delta follows the bodies, one frame each, in this order.
+    ``deltas``: requests to which the frames after the bodies belong, one frame each, in this order.
+    The workers of this release do not send such frames.
     """
 
     sessions: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=
 """Request id and trace id of the current task, for a process that receives them from outside."""
 
 _ids: dict[int, tuple[str, str]] = {}
-"""Request id and trace id of the live requests of this process that have one."""
+"""Request id and trace id of the live requests of this process that have such ids."""
 
 
 def set_up(settings: Settings, process: str) -> None:

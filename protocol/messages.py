@@ -236,7 +236,8 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
-    """``BUFFER``: store a part of prompts in the session, which ``buffers`` can name.
+    """``BUFFER``: store a part of prompts in the session under a name, which requests give in
+    ``buffers``.
 
     It has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of these, the
     buffer is deleted.
@@ -560,9 +561,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """In the first entry of a sequence, and in its first entry from another worker: how its tokens
     from this entry on are computed."""
     exact: bool | None = None
-    """In the last entry of a sequence: whether each step of its stream so far was exact, with the
-    same arithmetic, also at the workers from which the stream moved. The bits of its logits and
-    log-probabilities then do not depend on batches, chunks, drafts, forks and moves."""
+    """In the last entry of a sequence: whether each step of its stream so far was exact with the
+    same arithmetic, including the steps at earlier workers of the stream. The bits of its logits
+    and log-probabilities then do not depend on batches, chunks, drafts, forks and moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0

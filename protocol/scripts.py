@@ -16,7 +16,7 @@ def language_of(suffix: str) -> str | None:
 
 
 def marked_script(text: bytes, language: str) -> bytes:
-    """The upload of a script. A text that names its language already does not change."""
+    """The upload of a script. A text that already names its language is not changed."""
     if text.startswith(SCRIPT_MARK):
         return text
     return SCRIPT_MARK + language.encode() + b"\n" + text

@@ -68,7 +68,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     allow: list[str] = []
     """Models that may be loaded on demand: names or paths with ``*`` and ``?``."""
     max_models: AtLeastOne = 2
-    """Models that a GPU worker keeps loaded; the least recently used one is evicted."""
+    """Maximum number of models that a GPU worker keeps loaded; the least recently used one is
+    evicted."""
     device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"
     """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -85,8 +86,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute a sequence with the same bits in every batch. ``auto``: if the worker's kernels can;
-    ``on``: also refuse models for which they cannot."""
+    """Compute a sequence with the same bits in every batch. ``auto``: if the worker's kernels
+    support this; ``on``: refuse models for which they do not."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
@@ -98,9 +99,10 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: on a GPU."""
     tp: AtLeastOne = 1
-    """Devices over which each GPU worker spreads its model (tensor parallelism)."""
+    """Number of devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """CPU threads of torch in a GPU worker; 0: the fastest number, up to the number of cores."""
+    """Number of CPU threads of torch in a GPU worker; 0: the fastest number, up to the number of
+    cores."""
 
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
@@ -113,7 +115,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
     """Wasm instructions that a controller may execute for each millisecond of these limits, so that
-    all machines decide alike; a second more of CPU time ends the call. 0: only CPU time counts."""
+    every machine ends the same calls. The limits of CPU time are then a second longer. 0: only CPU
+    time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
@@ -122,7 +125,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """If all sequences of a request are suspended, they are woken every 10 ms. After this number of
     wakes in a row, they end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
-    """Threads that run controllers; 0: twice the number of CPUs, at least four."""
+    """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 0
     """Maximum number of processes of one controller worker in which uploaded modules run, one for
     each key; 0: modules run on the worker's threads."""
@@ -142,18 +145,19 @@ class Settings(Struct, kw_only=True, frozen=True):
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Maximum time of a call of a tool that does not have its own time-out."""
     tool_threads: AtLeastOne = 16
-    """Functions of a tool worker without ``async`` that run at the same time."""
+    """Maximum number of functions without ``async`` that a tool worker runs at the same time."""
     tool_capacity: AtLeastOne = 256
-    """Calls that a tool worker accepts at the same time, including those that wait for a
-    thread."""
+    """Maximum number of calls that a tool worker accepts at the same time, including those that
+    wait for a thread."""
 
     join: str = ""
     """The workers' address of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (5556).
     ``tokenbus up`` then runs only GPU and controller workers, which connect there."""
     gpu_workers: AtLeastZero = 1
-    """GPU worker processes of ``tokenbus up``."""
+    """Number of GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
-    """Controller worker processes of ``tokenbus up``. If there are any, a state worker runs too."""
+    """Number of controller worker processes of ``tokenbus up``. If there are any, a state worker
+    runs too."""
     ray: str = ""
     """The Ray cluster in which ``tokenbus up`` places GPU and controller workers: its address, or
     ``auto`` for the one on this machine; empty: they run on this machine, without Ray."""
@@ -168,7 +172,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
     gateways: AtLeastOne = 1
-    """Gateway processes of ``tokenbus up``. Several share the port, by SO_REUSEPORT."""
+    """Number of gateway processes of ``tokenbus up``. Several gateways share the port by
+    SO_REUSEPORT."""
     api_keys: str = ""
     """A file of hashed API keys; with it, every path but ``/live`` and ``/ready`` needs a key."""
     operator_over_http: bool = False
@@ -178,7 +183,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     tls_key: str = ""
     """The private key of the certificate."""
     max_connections: AtLeastOne = 10_000
-    """Open connections of one gateway, including WebSockets."""
+    """Maximum number of open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
     """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
     read; a stream with more unread entries ends."""

@@ -319,7 +319,8 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether the tags that no longer match end inside the name of a special token."""
+        """Whether the tags that no longer match were followed up to a position inside the name of a
+        special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
 
@@ -413,7 +414,7 @@ class Reader:
         """The pieces that are certain after some more bytes.
 
         Bytes that the structure does not allow, and all bytes after them, are free text: the answer
-        was not made under its masks, or was cut.
+        was not made under the masks of the structure, or was cut.
         """
         pieces: list[Piece] = []
         for byte in data:
@@ -454,7 +455,8 @@ class Reader:
             self._give(pieces, before, held - marked)
 
     def _marker(self, before: State, after: State) -> int:
-        """The number of bytes at the end that do not belong to the previous part."""
+        """The number of bytes at the end of the held bytes that do not belong to the previous
+        part."""
         if before.mode == "content":
             json = self._automaton.holds_json(before)
             return 0 if json else len(self._automaton.ends[after.last])

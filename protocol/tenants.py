@@ -8,9 +8,9 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
-    The tenant is the last attachment of a message for the store of modules, and the first of a
-    ``START``, which the id of the session follows (``owner_of``). If
-    the tenant has a key, it is also the last attachment of a ``VARIABLE``. In a message for the
+    In a message for the store of modules, the tenant is the last attachment. In a ``START``, the
+    tenant is the first attachment, and the id of the session is the second (``owner_of``). A
+    ``VARIABLE`` has the tenant as its last attachment if the tenant has a key. In a message for the
     store, ``quota_bytes`` is the quota of the store. In a ``VARIABLE``, it is the quota of
     variables.
     """

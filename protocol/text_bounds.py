@@ -9,7 +9,7 @@ even more, such as a long run of spaces that becomes one space, is refused altho
 Most tokens are much shorter than the longest one, so a text within this bound may still have far
 too many tokens. Therefore the tokens of a long text are first counted in segments, and counting
 stops at twice the allowed number of tokens. A border between two segments can add tokens, but does
-not double them.
+not double their number.
 """
 
 from __future__ import annotations
@@ -125,6 +125,6 @@ class TextBound(NamedTuple):
                     Code.PROMPT_TOO_LONG,
                     f"the first {min(end, len(text))} of {len(text)} characters of the text have "
                     f"{found} tokens; {self.model} takes at most {self.max_tokens}; send a "
-                    "shorter one",
+                    "shorter text",
                     path=path,
                 )

@@ -87,8 +87,8 @@ class Tracing:
         self._resource = Resource.create(own)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self.provider: TracerProvider = TracerProvider(resource=self._resource)
-        """For spans that stay open while other code runs; it also exports the remaining spans at
-        exit."""
+        """The provider of spans that stay open while other code runs. It also exports the remaining
+        spans at exit."""
         self.provider.add_span_processor(self._processor)
         self._process = process
 

@@ -100,8 +100,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     process: Id = 0
     """Random number of the worker's process. Two containers may have the same host name and pid."""
     states: list[ModelState] = []
-    """The models of a GPU worker whose weights have changed, or that are paused. A restarted
-    broker learns them from its workers."""
+    """The models of a GPU worker whose weights have changed, or that are paused. A restarted broker
+    receives these states from its workers."""
     registration: Id = 0
     """Number of the lease that this message begins or updates, among the leases of this process. 0:
     the worker does not number its leases."""
@@ -211,8 +211,8 @@ class Order(Struct, kw_only=True, omit_defaults=True):
     answered with ORDER_DONE.
 
     ``prepare`` reads and checks weights, while streams run. ``commit`` makes them the model's
-    current weights, also if this worker has not prepared them or has not loaded the model.
-    ``drop`` discards prepared weights.
+    current weights, even if this worker has not prepared them or has not loaded the model. ``drop``
+    discards prepared weights.
     """
 
     number: Id
@@ -230,7 +230,7 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
     number: Id
     action: Literal["prepare", "commit", "drop", "pause", "resume"]
     error: str = ""
-    """Why the worker could not do it; empty if it has."""
+    """Why the worker could not follow the order; empty if it has followed it."""
     streams: Annotated[int, Meta(ge=0)] = 0
     """``Rollout.streams`` of this worker."""
     pause_ms: float = 0.0
@@ -238,7 +238,7 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
     weights: str = ""
     """``Span.weights`` of the prepared weights."""
     dtype: str = ""
-    """The dtype in which the worker has them. Weights of several dtypes cannot be compared."""
+    """The dtype of the prepared weights. Weights of different dtypes cannot be compared."""
 
 
 class Pages(Struct, kw_only=True, omit_defaults=True):
@@ -394,7 +394,7 @@ class StepSequence(Struct, array_like=True):
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
-    """``STEP``: one message per controller worker per step carries all its sequences."""
+    """``STEP``: the sequences that a controller worker steers, in one message for each step."""
 
     sequences: list[StepSequence]
     masks: str = ""
@@ -542,7 +542,8 @@ class Variable(Struct, array_like=True):
 
     An operation is identified by (request, lineage, count), so that a repeated operation gets the
     same answer. ``give`` comes from the broker and stores the client's input number ``count``.
-    ``take`` returns the next input and its number as the version, or version 0 if no input waits.
+    ``take`` returns the next input, with its number as the version. If no input waits, the version
+    is 0.
     """
 
     request: Id
@@ -629,9 +630,9 @@ class CallAnswer(Struct, array_like=True):
 
 
 # --- modules -------------------------------------------------------------------------------------
-#
 # The state worker has the table of a tenant, which lists its modules and tags. The bytes of a
-# module are at the controller workers that have needed it; their messages have no request.
+# module are at the controller workers that have needed it; messages about modules do not name a
+# request.
 
 
 class ModuleTable(Struct, array_like=True):
@@ -642,7 +643,8 @@ class ModuleTable(Struct, array_like=True):
     """
 
     id: Id
-    """Identifies the operation: the answer has it, and a repeated replacement is done once."""
+    """Identifies the operation: the answer has the same id, and a repeated replacement is done
+    once."""
     tenant: str
     known: int = 0
     """The version that the sender has; 0: the sender has no version, or the table does not exist

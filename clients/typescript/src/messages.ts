@@ -370,7 +370,7 @@ export interface Input {
 }
 
 /**
- * `BUFFER`: store a part of prompts in the session, which `buffers` can name.
+ * `BUFFER`: store a part of prompts in the session under a name, which requests give in `buffers`.
  *
  * It has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these, the
  * buffer is deleted.
@@ -835,8 +835,8 @@ export interface Token {
    */
   readonly span: Span | null;
   /**
-   * In the last entry of a sequence: whether each step of its stream so far was exact, with the
-   * same arithmetic, also at the workers from which the stream moved. The bits of its logits and
+   * In the last entry of a sequence: whether each step of its stream so far was exact with the same
+   * arithmetic, including the steps at earlier workers of the stream. The bits of its logits and
    * log-probabilities then do not depend on batches, chunks, drafts, forks and moves.
    */
   readonly exact: boolean | null;
