@@ -79,8 +79,8 @@ class Adoption:
         """By session: streams that its client cancelled before a worker reported them."""
         self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
-        """Requests that were adopted after a CLAIM: the time at which each ends, in seconds, and
-        its id, earliest first."""
+        """The requests that were adopted after a CLAIM, earliest first: the time in seconds at
+        which the request ends if no client attaches, and the id of the request."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}

@@ -240,7 +240,7 @@ class Connections:
 
 
 def max_connections() -> int:
-    """How many connections the clients of this process may have."""
+    """Maximum number of connections of a socket of this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1024 * 1024

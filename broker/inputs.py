@@ -96,7 +96,7 @@ class Inputs:
             refused.message = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
         elif self._controllers.state_worker() is None:
             refused.code, refused.retry_after_s = Code.NO_WORKER, RETRY_AFTER_S
-            refused.message = "no state worker, which would store the input, is running; try again"
+            refused.message = "no state worker is running, so the input cannot be stored; try again"
         elif message.number in self._passed.get(request.id, ()):
             return None
         elif len(self._passed.get(request.id, ())) >= MAX_WAITING_INPUTS:

@@ -129,8 +129,8 @@ def _check_share(
         return
     raise UnavailableError(
         Code.CLIENT_LIMIT,
-        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; it may "
-        f"use at most half of what others leave free, of {most[0]} requests and {most[1]} bytes; "
-        f"wait until one of them ends",
+        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; of "
+        f"the {most[0]} requests and {most[1]} bytes that may wait, it may use at most half of "
+        "what others leave free; wait until one of its requests ends",
         retry_after_s=request.session.pace.retry_after_s(now),
     )

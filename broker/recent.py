@@ -151,7 +151,7 @@ class Recent:
         """Allocates the memory of all segments now, 64 MiB in about 25 ms.
 
         A page that is first touched when a message is written costs 2.6 µs, and a step of 64 tokens
-        fills half of it.
+        fills half a page.
         """
         if not self.enabled or self._memory is not _NONE:
             return

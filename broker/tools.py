@@ -78,7 +78,8 @@ class Tools:
         self._calls: dict[int, dict[CallId, _Passed]] = {}
         """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
         self._running: Counter[tuple[str, int]] = Counter()
-        """Running calls by owner and tool worker. The owner is the client's key or its session."""
+        """Number of running calls, by owner and tool worker. The owner is the client's key or,
+        without a key, its session."""
 
     # --- messages -------------------------------------------------------------------------------
 
