@@ -2,8 +2,8 @@
 
 One side of the protocol (a ``Peer``: a worker's lease, a client's session) does not depend on
 sockets, and the connection does not depend on messages. The connection (``Dealer``) owns the
-socket. It handles wake-ups from other threads, reconnects with growing pauses, closes in order, and
-handles a terminated ZeroMQ context.
+socket. It handles wake-ups from other threads, reconnects with growing pauses, sends the remaining
+messages before it closes, and handles a terminated ZeroMQ context.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class _Events:
         return (
             f"{broker} closes each connection: it has no keys, or another key than the file of "
             f"{shown} names; the file names {key.broker}, and 'tokenbus keys list' on the broker's "
-            "machine prints its key"
+            "machine prints the broker's key"
         )
 
 
