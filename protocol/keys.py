@@ -66,7 +66,8 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> OwnKey:
-        """The key of a file; raises KeyFault, also if other users may read the file."""
+        """The key of a file. Raises KeyFault if the file is not a valid key file, or if other users
+        may read it."""
         try:
             mode = path.stat().st_mode
         except OSError as error:
