@@ -2,10 +2,11 @@
 
 A block stores the keys and values of ``block_size`` consecutive tokens. Each block counts the
 sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
-registered under its content, so that a later request with the same prefix reuses it. Blocks whose
-count is 0 stay registered until they are needed, the least recently used first. The idea of paging
-is vLLM's (Kwon et al. 2023); the keys of the prefix cache are not hashes but the block's tokens and
-the id of the content before them, so that two contents are never confused.
+registered under its content, so that a later request with the same prefix reuses it. A registered
+block whose count is 0 stays registered until it is reused; the least recently used block is reused
+first. The idea of paging is vLLM's (Kwon et al. 2023); the keys of the prefix cache are not hashes
+but the block's tokens and the id of the content before them, so that two contents are never
+confused.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class BlockTable:
     pages: list[bytes] = field(default_factory=list)
     """The keys of the sequence's first pages that have been computed."""
     mixed: bool = False
-    """Whether the blocks were computed with several versions of the weights. They are then never
-    registered. ``outdate`` sets this flag; it is cleared when all blocks are freed."""
+    """Whether the blocks were computed with several versions of the weights. Such blocks are never
+    registered. ``outdate`` sets this flag. It is cleared when all blocks are freed."""
 
 
 class BlockManager:
@@ -84,7 +85,7 @@ class BlockManager:
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
         """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens:
-        the blocks that these tokens and one more still need, at least one."""
+        the blocks that the table still lacks for these tokens and one more, but at least one."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -225,7 +226,7 @@ class BlockManager:
         """Ends the registration of a block whose content is about to change.
 
         Registered blocks whose content continues this block cannot be matched any more. They stay
-        registered until they are reused, as the least recently used blocks.
+        registered until they are the least recently used blocks and are reused.
         """
         content = self._key_of.pop(block, None)
         if content is not None:

@@ -46,7 +46,7 @@ class EncoderEngine(Engine):
         return []
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of work with the model."""
+        """Calls ``work``, which uses the model, and returns its result."""
         return work()
 
     def _refuse(self, what: str) -> NoReturn:

@@ -203,9 +203,10 @@ class Engine:
         text. ``inspect``: outputs report the effect of the masks. ``speculate``: the sequences may
         have drafts, if the engine makes any; pass False if a controller decides on each token.
         ``continued``: the live sequences of a request that began at another worker. ``healed``: the
-        token that was removed from the end of the prompt; the generated text begins with its text,
-        which outputs leave out. Returns the prompt's usage, which is complete when the first output
-        arrives. Raises RequestError, and changes nothing, if the request cannot be run.
+        token that was removed from the end of the prompt; the generated text begins with the text
+        of this token, which outputs leave out. Returns the prompt's usage, which is complete when
+        the first output arrives. Raises RequestError, and changes nothing, if the request cannot be
+        run.
         """
         sequence = self._intake.generation(
             request,
@@ -334,14 +335,14 @@ class Engine:
 
     def run(self, work: Callable[[], T]) -> T:
         """The result of other work with the model, such as pooling states. The work runs after the
-        forwards that were launched, and before later ones."""
+        forwards that have been launched, and before all later forwards."""
         return self._runner.queue.submit(work).result()
 
     def replace_weights(self, new: NewWeights, keep: bool) -> set[int]:
         """Replaces the weights between two steps; the live sequences continue with the new weights.
 
         ``keep``: sequences keep their KV cache. Otherwise it is computed again. Returns the
-        requests with sequences that keep a part. If this method raises an exception, the weights
+        requests with sequences that keep blocks. If this method raises an exception, the weights
         are a mixture, and the engine must not be used any more.
         """
         self._stepper.cancel_ahead()
@@ -376,11 +377,12 @@ class Engine:
     def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
         """Forks a sequence ``n`` times and returns the numbers of the forks.
 
-        ``numbers``: the numbers of the forks. By default they follow the number of sequences that
-        the request has had. Forks share blocks until one of them writes. Forks of a ready sequence
-        sample from its logits, so they need no forward. Each draws its own token, because the
-        random numbers depend on the sequence number. If the request would have more than
-        ``max_forks`` sequences, the sequence ends with an error and has no forks.
+        ``numbers``: the numbers of the forks. By default, the forks are numbered consecutively,
+        from the number of sequences that the request has had. Forks share blocks until one of them
+        writes. Forks of a ready sequence sample from its logits, so they need no forward. Each
+        draws its own token, because the random numbers depend on the sequence number. If the
+        request would have more than ``max_forks`` sequences, the sequence ends with an error and
+        has no forks.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -395,7 +397,7 @@ class Engine:
 
         The appended tokens are computed as one chunk, in a batch with the decodes. A ready sequence
         is not sampled in this step. If ``drop`` exceeds the number of generated tokens, the
-        sequence ends with an error. Tokens beyond its ``max_tokens`` are left out.
+        sequence ends with an error. Tokens beyond the sequence's ``max_tokens`` are left out.
         """
         sequence = self._live.named(request, seq)
         if not drop and not tokens:
@@ -406,8 +408,8 @@ class Engine:
         self._live.splice(sequence, drop, tokens)
 
     def report(self, request: int, seq: int) -> None:
-        """Adds an output without a token, which the caller fills. Ignored if the sequence has
-        ended."""
+        """Adds an output without a token, with which the caller sends a controller's notes. Does
+        nothing if the sequence has ended."""
         sequence = self._live.find(request, seq)
         if sequence is not None:
             self._live.outputs.append(TokenOutput.of(sequence))
@@ -471,14 +473,14 @@ class Engine:
         sequence.options = options
 
     def take_drafts(self, request: int) -> None:
-        """Enables drafts for the sequences of a request whose controller decides along each draft
-        (``draft_ahead``)."""
+        """Enables drafts for the sequences of a request whose controller computes a mask after each
+        token of a draft (``draft_ahead``)."""
         for sequence in self._live.requests.get(request, {}).values():
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """The drafts for the next step of sequences with controllers, by (request, seq). Empty if
-        the next step has been launched already."""
+        """The draft of each sequence with a controller for the next step, by (request, seq). Empty
+        if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
@@ -487,8 +489,8 @@ class Engine:
 
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
         """Sets the masks and biases after each token of a sequence's draft; call it after
-        ``set_mask``. The step verifies one draft token for each. A mask of the wrong size is
-        ignored, with all masks and biases after it."""
+        ``set_mask``. The step verifies one draft token for each element of ``unders``. A mask of
+        the wrong size is ignored, with all masks and biases after it."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]
@@ -536,7 +538,8 @@ class Engine:
         error: str = "",
         code: str | None = None,
     ) -> None:
-        """Ends one sequence. For the reason "error", its last output has ``error`` and ``code``."""
+        """Ends one sequence. If ``reason`` is "error", the last output of the sequence has
+        ``error`` and ``code``."""
         ended = self._live.end(self._live.named(request, seq), reason, error)
         ended.code = code
         self._live.outputs.append(ended)

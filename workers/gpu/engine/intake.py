@@ -20,7 +20,7 @@ SEED_BITS = 62
 
 
 def derived_seed(request: int) -> int:
-    """The seed of a request without one, derived from the broker's number of the request with
+    """The seed of a request that has no seed, derived from the broker's number of the request with
     splitmix64's finalizer. The request draws the same random numbers on every worker."""
     z = (request + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -78,8 +78,9 @@ class Intake:
                 f"{sampling.max_tokens}",
                 path="$.min_tokens",
             )
-        # As in vLLM, ``min_tokens`` excludes end-of-sequence tokens also with ``ignore_eos``. A
-        # request with a controller has ``ignore_eos`` here, and its controller ends at them.
+        # As in vLLM, ``min_tokens`` also excludes end-of-sequence tokens if ``ignore_eos`` is set.
+        # A request with a controller always has ``ignore_eos`` here, because its controller ends a
+        # sequence at these tokens.
         ends = ids | self._loaded.eos_token_ids
         if not sampling.ignore_eos:
             ids = ends
@@ -119,8 +120,8 @@ class Intake:
         top_logprobs: int,
         num_scored: int = 0,
     ) -> Sequence:
-        """The sequence of a score. Another worker has scored its first ``num_scored`` tokens.
-        Raises RequestError if the request cannot be run."""
+        """The sequence of a score. Another worker has scored the first ``num_scored`` tokens of
+        ``scored``. Raises RequestError if the request cannot be run."""
         length = len(prompt) + len(scored)
         self._check_prompt(prompt, length)
         if not scored:

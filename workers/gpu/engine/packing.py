@@ -55,8 +55,8 @@ class PackedSpans(Struct, array_like=True):
     queries: np.ndarray
     """``[num_chunks]``: number of tokens of each chunk."""
     keys: np.ndarray
-    """``[num_chunks]``: number of tokens that each chunk attends to, which are all up to its
-    end."""
+    """``[num_chunks]``: number of tokens that each chunk attends to: all tokens up to the end of
+    the chunk."""
     blocks: np.ndarray
     """``[num_chunks * width]``: the blocks of each chunk's keys, padded with block 0."""
     width: int
@@ -194,7 +194,8 @@ class Mirrors:
         return True
 
     def _room(self, length: int) -> int:
-        """Capacity of a new mirror, in tokens; an eighth is spare, so it is rarely replaced."""
+        """Capacity of a new mirror, in tokens; an eighth is spare, so that mirrors are rarely
+        replaced."""
         block = self._block_size
         return -(-(length + max(4 * block, length // 8)) // block) * block
 

@@ -37,10 +37,11 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough.
 
-    Each victim is the sequence with the lowest rank of the client that has the most running
-    sequences left. A client is not left with fewer sequences than ``refused`` and its forks.
-    Sequences of a higher priority are not chosen. Overdue sequences are not chosen either, because
-    the waiting queue would admit them again first.
+    Each victim belongs to the client that has the most running sequences left, and has the lowest
+    rank among them. Each client keeps at least as many running sequences as ``refused`` and its
+    forks. Sequences of a higher priority are not chosen. Sequences that were overtaken
+    ``MAX_OVERTAKEN`` times are not chosen either, because the waiting queue would admit them again
+    first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
@@ -69,9 +70,9 @@ def choose_victims(
 
 
 def from_largest_client(sequences: Iterable[Sequence], kept: int = 0) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they are preempted. Each is the sequence with the
-    lowest rank of the client that has the most blocks left. Ends when no client has more than
-    ``kept`` blocks."""
+    """Yields sequences in the order in which they are preempted. Each belongs to the client that
+    has the most blocks left, and has the lowest rank among the sequences of this client. Ends when
+    no client has more than ``kept`` blocks."""
     of_client: dict[int, list[Sequence]] = {}
     for sequence in sorted(sequences, key=rank, reverse=True):
         of_client.setdefault(sequence.client, []).append(sequence)

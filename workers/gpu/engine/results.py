@@ -51,7 +51,7 @@ class Results:
         return columns
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
-        """Adds an output for each scored token that follows a row of a chunk."""
+        """Adds an output for each token that a chunk scores."""
         sequence = chunk.sequence
         if self._live.find(sequence.request, sequence.seq) is not sequence:
             return

@@ -1,10 +1,10 @@
 """The plan of the next step: continuous batching with chunked prefill. Pure: no clock, no torch.
 
-A step computes at most ``max_num_batched_tokens``. Decodes need one token each and go first, so
-that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences are
-admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and it
-waits and is computed again later. The first waiting sequence may find no slot or too few blocks. If
-its client has no running sequence, sequences of the clients with the most running sequences are
+A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each and go first,
+so that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences
+are admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and
+it waits and is computed again later. If the first waiting sequence finds no slot or too few blocks,
+and its client has no running sequence, sequences of the clients with the most running sequences are
 preempted (``preemption.py``).
 """
 
@@ -38,7 +38,7 @@ each request."""
 MAX_DISPLACED = 8
 """Maximum number of waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED``
 of the number of slots, at least one. Each session is a client. Without this bound, many sessions of
-one user could preempt all sequences but one of another user."""
+one user could preempt all but one of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> Tokens[int]:
-        """The ids of its tokens."""
+        """The ids of the chunk's tokens, including the draft."""
         own = self.sequence.tokens[self.start : self.end]
         return [*own, *self.draft] if self.draft else own
 
@@ -98,10 +98,10 @@ class Scheduler:
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
     blocks; ``running`` sequences have both. ``deferred`` sequences have blocks and logits, but
     their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
-    has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` may run
-    for a while; each step then skips the last in order, and new sequences are not admitted.
-    Sequences are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are
-    deferred.
+    has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` sequences
+    may run for a while. Each step then skips the last sequences in order, and new sequences are not
+    admitted. Sequences are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences
+    run or are deferred.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
         self.deferred: dict[Sequence, bool] = {}
-        """Whether the sequence had a slot. A fork without a slot can be deferred too."""
+        """By deferred sequence: whether it had a slot. A fork without a slot can be deferred
+        too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
         """Number of changes to the tables or to the remaining work of a sequence. While this number
@@ -124,8 +125,9 @@ class Scheduler:
         """The first waiting sequence, if the last step could not admit it: no slot was free, or too
         few blocks."""
         self._recomputed = 0
-        """Number of repeated tokens (``RECOMPUTED``) that the steps since the preemptions have not
-        allowed yet."""
+        """Number of tokens of preempted sequences that were computed again, less the number that
+        the steps since then allow (``RECOMPUTED``). While it is above 0, no sequence is preempted
+        for another client."""
         self.owes_room = False
         """Whether one of the next steps will preempt sequences for ``_refused``. Until then, each
         step must be scheduled anew."""
@@ -226,7 +228,7 @@ class Scheduler:
     def take_rescheduled(self) -> list[Sequence]:
         """Removes and returns the sequences with kept rows that were rescheduled since the last
         step was scheduled, so that this step can sample them. Empty while more than
-        ``max_num_seqs`` run."""
+        ``max_num_seqs`` sequences run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []
@@ -296,8 +298,8 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences of the largest clients for the refused sequence, unless too many
-        tokens of earlier victims must still be computed again."""
+        """Preempts sequences of the largest clients for the refused sequence, unless
+        ``_recomputed`` is above 0."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
             victim.displaced = True
@@ -406,7 +408,8 @@ class Scheduler:
         return True
 
     def _match_limit(self, sequence: Sequence) -> int:
-        """The last token is computed in any case, for its logits."""
+        """Maximum number of tokens to take from the prefix cache. The last token is always
+        computed, because its logits are needed."""
         return sequence.scored_from - 1 if sequence.scored else sequence.target - 1
 
     def _admit(self, sequence: Sequence) -> None:
@@ -433,9 +436,9 @@ class Scheduler:
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
-        sequences run; returns whether it did. The client with the most blocks is preempted first,
-        but not if it has fewer than the client of the waiting sequence. Does nothing if
-        these blocks are too few, or if enough blocks are available already."""
+        sequences run; returns whether it did. Each victim belongs to the client with the most
+        blocks left, if this client has more blocks than the client of the waiting sequence. Does
+        nothing if these blocks are too few, or if enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available
@@ -465,10 +468,10 @@ class Scheduler:
     def _victim(self, scheduled: set[int]) -> Sequence:
         """The sequence to preempt for a running sequence.
 
-        If a sequence that is not admitted has blocks, it is preempted. Otherwise it is the last in
-        order (lowest priority, then latest arrival) of the sequences that are not yet in this
-        step. Such a sequence always exists, because the running sequence itself is not yet in the
-        step.
+        If sequences that are not admitted have blocks, the last of them in order (lowest priority,
+        then latest arrival) is the victim. Otherwise the victim is the last of the admitted
+        sequences that are not yet in this step. Such a sequence always exists, because the running
+        sequence itself is not yet in the step.
         """
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=rank)

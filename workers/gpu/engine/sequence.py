@@ -38,7 +38,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """The number of the request. Clients do not receive it."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
-    processed, because of a stop string or between appended tokens. Clients do not receive it."""
+    processed, because a stop string was found, or because the sequence ended between appended
+    tokens. Clients do not receive it."""
 
     @classmethod
     def of(
@@ -72,7 +73,7 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class PromptUsage:
-    """The usage of a request's prompt; all sequences of the request share the object."""
+    """The usage of a request's prompt; all sequences of the request share one object."""
 
     tokens: int = 0
     cached: int | None = None
@@ -127,7 +128,8 @@ class Sequence:
     """The minimum length; None: the sequence may end at once."""
     text: TextStream | None = None
     healed: int = 0
-    """With token healing: characters at the beginning of the text that belong to the prompt."""
+    """With token healing: number of characters at the beginning of the text that belong to the
+    prompt."""
     with_text: bool = False
     inspect: bool = False
     """Whether outputs report the effect of the masks."""

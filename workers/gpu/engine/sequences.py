@@ -1,4 +1,5 @@
-"""The live sequences of an engine: begins, forks, splices, extends and ends them."""
+"""The live sequences of an engine, and the operations that begin, fork, splice, extend and end
+them."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class LiveSequences:
             self._scheduler.add(sequence)
 
     def _drop_request(self, request: int) -> None:
-        """Removes all sequences of a request, also from a pending step, without last outputs."""
+        """Removes all sequences of a request from the tables and from a pending step, and discards
+        their outputs."""
         if request in self.requests:
             self.abort(request, "cancelled")
 
@@ -251,8 +253,8 @@ class LiveSequences:
 
     def append(self, sequence: Sequence, output: TokenOutput, pushed: Text | None = None) -> bool:
         """Appends the token of an output to a sequence, and ends the sequence at a stop or at its
-        maximum length. Returns whether it is still alive. ``pushed``: the token's text, if already
-        decoded."""
+        maximum length. Returns whether the sequence is still alive. ``pushed``: the token's text,
+        if already decoded."""
         token = output.token
         assert token is not None
         if token in sequence.stop_ids:

@@ -134,7 +134,8 @@ class Stepper:
 
         ``before``: the sampling that is queued before it, if its tokens are still on the device.
         """
-        # The draft depends on the last token.
+        # A draft depends on the last token, so no drafts are made while this token is on the
+        # device.
         self._speculation.propose(self._scheduler.running if before is None else ())
         tokens = before.device_tokens if before is not None else None
         decodes, self._decodes = self._decodes, None
@@ -223,7 +224,7 @@ class Stepper:
             columns = self._results.take(sampling.batch, sampling.rows, drawn.fetch())
         return StepOutputs(live.take_outputs(), columns)
 
-    # --- their details --------------------------------------------------------------------------
+    # --- details --------------------------------------------------------------------------------
 
     def _count(self, batch: Batch) -> None:
         if batch.chunks:

@@ -66,7 +66,8 @@ class WaitingQueue:
         self._put(self._ordinary, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Adds a sequence that was admitted before, in the order of its arrival."""
+        """Adds a sequence that was admitted before. Its place in the queue depends on its
+        arrival."""
         self._returned[sequence] = None
         overdue = sequence.overtaken >= MAX_OVERTAKEN
         self._put(self._overdue if overdue else self._ordinary, sequence)
