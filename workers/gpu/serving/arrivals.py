@@ -1,5 +1,4 @@
-"""Passes requests from the bus to their engines. Before that, it loads models and tokenizes
-texts."""
+"""Loads models, tokenizes texts, and then passes requests from the bus to their engines."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ class Waiting:
     """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
     for the earlier attempt may still arrive. 0: no worker has run the request before."""
     job: Job[Tokens] | None = None
-    """The tokenization of its texts; None while the model is being loaded."""
+    """The tokenization of the request's texts; None while the model is being loaded."""
 
     @property
     def resumption(self) -> Resumption | None:
@@ -148,7 +147,7 @@ class Arrivals:
             self._streams.fail(stream, error, "starting this request")
 
     def take_tokenized(self) -> None:
-        """Passes the requests whose texts have been tokenized to their engines."""
+        """Passes requests to their engines if their texts have been tokenized."""
         done = self._tokenization.done
         while not done.empty():
             job = done.get()
@@ -342,8 +341,9 @@ class Arrivals:
             self._steering.start(stream.request, engine, start, given, stream.link)
 
     def start_again(self, stream: Stream, left: str, why: str) -> None:
-        """Restarts the controller of a live stream after it was lost; does nothing without a
-        controller. Tokens that were computed but not sent are dropped and computed again."""
+        """Restarts the controller of a live stream after the controller was lost. Does nothing if
+        the stream has no controller. Tokens that were computed but not sent are dropped and
+        computed again."""
         message = stream.message
         if message is None or message.controller is None:
             return
@@ -427,8 +427,8 @@ class Arrivals:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """The request with a controller, which healing the prompt needs. A request without a controller
-    gets one that allows any text."""
+    """The request with a controller, because healing the prompt needs a controller. A request
+    without a controller gets one that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

@@ -24,9 +24,10 @@ MAX_ENTRIES = 2048
 """Maximum number of entries that one pass of the loop sends. A larger answer also uses the budget
 of later passes."""
 ROWS_PER_ENTRY = 4
-"""Rows in columns that count as one entry. They have as many bytes as an entry in msgpack."""
+"""Number of rows in columns that count as one entry. These rows have as many bytes as one entry in
+msgpack."""
 CANDIDATES_PER_ENTRY = 20
-"""Reported candidates that count as one entry."""
+"""Number of reported candidates that count as one entry."""
 ANSWER_ENTRIES = 4
 """Number of entries that are charged for each answer, in addition to the entries that it sends."""
 
@@ -36,7 +37,7 @@ class Attaching(NamedTuple):
 
     stream: Stream
     link: int
-    """The link to the broker that forwarded it."""
+    """The link to the broker that forwarded the ATTACH."""
     received: int
     """Number of entries that the client has received."""
 
@@ -98,7 +99,8 @@ class AttachQueue:
         self._left -= entries
 
     def next(self) -> Attaching | None:
-        """The next ATTACH to answer; None if none waits or the budget of this pass is used up."""
+        """The next ATTACH to answer; None if no ATTACH waits or the budget of this pass is used
+        up."""
         if self._left <= 0 or not self._waiting:
             return None
         session, waiting = self._waiting.popitem(last=False)

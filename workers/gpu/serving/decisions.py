@@ -163,8 +163,8 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
 def unders_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> list[Under]:
-    """The masks and biases of a decision along the sequence's draft, up to the first that is not
-    valid."""
+    """The masks and biases of a decision after each token of the sequence's draft, up to the first
+    that is not valid."""
     found: list[Under] = []
     with contextlib.suppress(ControllerError):
         for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):

@@ -23,7 +23,7 @@ MAX_BATCH_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An EMBED whose inputs are computed."""
+    """An EMBED whose vectors are being computed."""
 
     stream: Stream
     engine: Engine
@@ -76,7 +76,7 @@ class Embeddings:
 
     def restart(self, engine: Engine) -> None:
         """Computes the vectors of a model's EMBEDs from the first input again, because the weights
-        have changed: the vectors of an EMBED have one version."""
+        have changed. All vectors of an EMBED come from one version of the weights."""
         for job in self._jobs.values():
             if job.engine is engine:
                 job.vectors.clear()
@@ -112,8 +112,8 @@ class Embeddings:
                 self._answer(job)
 
     def _batch(self) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, with their places in their jobs. The first job is then the
-        last in the order of turns."""
+        """The next inputs of one model, with their places in their jobs. If the batch is full, its
+        last job moves to the end of the order of turns."""
         batch: list[tuple[_Job, int]] = []
         width = 0
         for job in self._jobs.values():

@@ -1,7 +1,7 @@
 """The table of live streams, and everything that a GPU worker sends to their clients.
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
-ERROR. Every stream gets one of these messages, even if sending fails.
+ERROR. Every stream gets one of these messages, even if its tokens cannot be sent.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class LiveStreams:
         new.setdefault(stream, []).append(output)
 
     def _begin(self, columns: TokenColumns, new: dict[Stream, list[Token]]) -> TokenColumns | None:
-        """Adds the first outputs of moved sequences, which have a span, to the new entries. Returns
-        the other rows; None if there are none."""
+        """Adds each sequence's first output from this worker, which has a span, to the new entries.
+        Returns the other rows; None if no rows are left."""
         found = [(s, self._streams.get(s.request)) for s in columns.sequences]
         begun = {
             sequence.request
@@ -247,8 +247,8 @@ class LiveStreams:
         self._recipients.clear()
 
     def take_form(self, stream: Stream, flags: int) -> None:
-        """Sets the form of a stream's tokens when a client attaches. ``flags``: the flags of its
-        header. The form can differ between connections."""
+        """Sets the form of a stream's tokens when a client attaches. ``flags``: the flags of the
+        ATTACH's header. The form can differ between connections."""
         if stream.flags != flags & FORM:
             self._dissolve()
             stream.take_form(flags)

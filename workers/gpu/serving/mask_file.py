@@ -62,7 +62,7 @@ class MaskFiles:
     """The memory files of controller workers with requests at this worker, one for each mask size.
 
     A file is open while a request that uses it is live. A controller worker that registers again
-    has a new id, and its earlier requests end, so that the old file is closed.
+    has a new id, and its earlier requests end, so the old file is closed.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,8 @@ class WorkerMetrics:
         """Counts a message before it is sent: the ``new`` entries, and one token for each
         row of ``recipients``.
 
-        While a batch does not change, its intervals are counted at once.
+        While a batch does not change, the intervals of all its streams are counted in one
+        operation.
         """
         now = time.monotonic()
         with_tokens = [stream for stream, entries in new.items() if entries[-1].token is not None]

@@ -58,8 +58,8 @@ class RequestTexts(NamedTuple):
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine will refuse the tokens so far, and further parts cannot make them
-                # fewer.
+                # The engine will refuse a request with this number of tokens, or the tokens are not
+                # wanted any more.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)
@@ -87,8 +87,8 @@ def request_texts(
     """The texts and token ids of a request, for a model with at most ``max_tokens`` tokens.
 
     The last attachments are the buffers that the request names. The first attachment is the prompt
-    if the body has none. Raises RequestError, before anything is decoded, if the token ids alone
-    are too many.
+    if the body has no prompt. Raises RequestError, before anything is decoded, if the token ids
+    alone are too many.
     """
     own = len(attachments) - len(message.buffers)
     if own < 0:

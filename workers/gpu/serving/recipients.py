@@ -32,8 +32,8 @@ class _Part(NamedTuple):
     first: int
     end: int
     body: ColumnsBody | None
-    """The rows in columns. Each step replaces the columns, except those of streams and sequences.
-    None: the rows are sent as entries."""
+    """The rows in columns. Each step replaces the columns, except the columns of stream ids and
+    sequence numbers. None: the rows are sent as entries."""
     texts: bool
     """Whether any row has text."""
     candidates: bool

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 Pure: entries in, sequences out. A sequence without a controller resumes after its last token. A
-sequence with a controller resumes at its *resume point*: its last sampled token, or the last fork
-of the sequence that the client knows, whichever is later. The controller is replayed up to the
-resume point and then decides again. Entries that it repeats and the client already has are
+sequence with a controller resumes at its *resume point*: its last sampled token, or its last fork
+that the client has received, whichever is later. The controller is replayed up to the resume point
+and then decides again. Entries that the controller repeats and the client already has are
 suppressed.
 """
 
@@ -45,7 +45,7 @@ class Given:
         return logs[chars:], storage[writes:]
 
     def take_messages(self, messages: list[str]) -> list[str]:
-        """The texts among the next ones that the client does not have yet."""
+        """The texts of ``messages`` that the client does not have yet."""
         had = min(len(messages), self.messages)
         self.messages -= had
         return messages[had:]
@@ -61,7 +61,7 @@ class Resumed:
     given: Given = field(default_factory=Given)
     alive: bool = True
     replay: Replay = field(init=False)
-    """The replay of its controller up to the resume point."""
+    """The replay of the sequence's controller up to the resume point."""
     _later: list[Token] = field(default_factory=list)
     """The entries after the resume point."""
 

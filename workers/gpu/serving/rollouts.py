@@ -1,8 +1,8 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS at a GPU worker.
 
-The broker sends each as ORDERs. New weights are read on a thread, while streams run, and replace
-the old ones between two steps. The worker runs no new stream of a model before it has the model's
-current weights, and none while the model is paused.
+The broker sends each of these requests as ORDERs. New weights are read on a thread, while streams
+run, and replace the old ones between two steps. A new stream of a model waits until the worker has
+the model's current weights and the model is not paused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_READ = 4
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """Weights that are read, or that wait to replace the old ones."""
+    """Weights that are being read, or that have been read and wait to replace the old weights."""
 
     model: str
     engine: Engine
@@ -49,8 +49,8 @@ class _Reading:
     commits: list[tuple[Order, int]] = field(default_factory=list)
     """The orders that wait for the weights to replace the old ones, and their links."""
     committed: bool = False
-    """Whether the weights replace the old ones as soon as they have been read. They are the
-    model's current weights."""
+    """Whether the weights replace the old ones as soon as they have been read. The broker has then
+    made them the model's current weights."""
     read: NewWeights | None = None
     link: int = -1
     """The link of ``prepare``."""
@@ -77,10 +77,11 @@ class Rollouts:
         self._allow = allow
         self._calls = calls
         self._states: dict[str, ModelState] = {}
-        """By model: the broker's decisions. The engine may not have the weights yet."""
+        """By model: the version of the weights and the pause that the broker has ordered. The
+        engine may not have these weights yet."""
         self._readings: dict[str, _Reading] = {}
         self._orders: list[tuple[Order, int]] = []
-        """The orders that ``act`` will follow, and their links."""
+        """The orders that ``act`` will carry out, and their links."""
         self._waits: dict[str, list[tuple[Order, int, int]]] = {}
         """By model: the PAUSEs that wait for the end of streams, with their links and the number
         of these streams."""
@@ -88,7 +89,8 @@ class Rollouts:
         self._read: SimpleQueue[tuple[_Reading, NewWeights | WeightsError]] = SimpleQueue()
         self._reader: threading.Thread | None = None
         self.failed: str | None = None
-        """The reason why the worker must exit: a model may have outdated weights, or a mixture."""
+        """The reason why the worker must exit: a model may have outdated weights, or a mixture of
+        two versions."""
 
     @property
     def states(self) -> list[ModelState]:
@@ -103,7 +105,8 @@ class Rollouts:
     # --- messages -------------------------------------------------------------------------------
 
     def on_order(self, order: Order, link: int) -> None:
-        """Receives an order. Requests that arrive later wait until it has been followed."""
+        """Receives an order. Requests that arrive after a commit or a pause wait until the order
+        has been carried out."""
         if order.action in ("commit", "pause"):
             self._arrivals.held.add(order.model)
         self._orders.append((order, link))
@@ -120,15 +123,15 @@ class Rollouts:
             self._settle(state.model)
 
     def on_lease(self, link: int) -> None:
-        """Discards the weights that the broker of a link has not made the current ones, because a
-        new lease begins."""
+        """Called when a new lease begins at the broker of a link. Discards weights that this broker
+        has ordered but not made the current ones."""
         for model, reading in list(self._readings.items()):
             if reading.link == link and not reading.committed:
                 del self._readings[model]
 
     def hold(self, model: str) -> None:
-        """Called before a model is loaded: its requests wait if it may not have its current
-        weights."""
+        """Called before a model is loaded. Its requests wait if the loaded weights may be
+        outdated."""
         state = self._states.get(model)
         if state is not None and state.version:
             self._arrivals.held.add(model)
@@ -141,8 +144,8 @@ class Rollouts:
     # --- between two steps ----------------------------------------------------------------------
 
     def act(self) -> None:
-        """Follows the orders that have arrived, and replaces weights that have been read. Called
-        between two steps."""
+        """Carries out the orders that have arrived, and replaces weights with those that have been
+        read. Called between two steps."""
         while not self._read.empty():
             self._take_read(*self._read.get())
         orders, self._orders = self._orders, []
@@ -189,7 +192,7 @@ class Rollouts:
         return reading is not None and reading.committed
 
     def _commit(self, order: Order, link: int) -> None:
-        """Makes weights the current ones of a model."""
+        """Makes a version of the weights the current one of a model."""
         state = self._states.get(order.model) or ModelState(model=order.model)
         if order.version > state.version:
             state = replace(state, version=order.version, folder=order.folder)
@@ -211,7 +214,7 @@ class Rollouts:
             del self._readings[order.model]
 
     def _catch_up(self, model: str, mode: UpdateMode = "recompute") -> None:
-        """Begins to read the current weights of a loaded model that has not got them yet."""
+        """Begins to read the current weights of a loaded model that does not have them yet."""
         engine, state = self._models.engines.get(model), self._states.get(model)
         if engine is None or state is None or engine.loaded.version >= state.version:
             return
@@ -223,7 +226,8 @@ class Rollouts:
         reading.mode, reading.committed = mode, True
 
     def _begin(self, reading: _Reading) -> None:
-        """Begins to read weights, instead of other weights of the model."""
+        """Begins to read weights. If other weights of the model are being read, they are
+        discarded."""
         before = self._readings.get(reading.model)
         if before is not None and before.prepare is not None:
             order, link = before.prepare
@@ -298,8 +302,8 @@ class Rollouts:
             self._done(order, link, streams=streams, pause_ms=pause_ms, weights=new.weights)
 
     def _outdated(self, reading: _Reading, error: str) -> None:
-        """Handles a model whose current weights cannot be read. Its streams move to other workers,
-        or wait for them."""
+        """Handles a model whose current weights cannot be read. If the model has streams or is the
+        default model, the worker exits and the streams move. Otherwise the model is unloaded."""
         model = reading.model
         why = f"{model} cannot have version {reading.version} of its weights: {error}"
         for order, link in reading.commits:
@@ -340,7 +344,7 @@ class Rollouts:
         for order, link, streams in self._waits.pop(model, ()):
             self._done(order, link, streams=streams)
 
-    # --- their details --------------------------------------------------------------------------
+    # --- details --------------------------------------------------------------------------------
 
     def _settle(self, model: str) -> None:
         """Holds the new requests of a model, or begins them."""

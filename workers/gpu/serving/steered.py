@@ -15,7 +15,7 @@ from .resumption import Given, is_report
 
 
 class Notes(NamedTuple):
-    """The output of a controller that is not tokens."""
+    """The outputs of a controller other than tokens."""
 
     logs: str = ""
     storage: Sequence[Any] = ()
@@ -52,7 +52,7 @@ class Steered:
     """With ``inspect``, by sequence: duration of the controller's rounds since the last sampled
     token, in microseconds."""
     takes_drafts: bool = False
-    """Whether the controller computes masks along drafts."""
+    """Whether the controller computes a mask after each token of a draft."""
     constrained: bool = False
     """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)

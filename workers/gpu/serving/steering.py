@@ -97,8 +97,8 @@ class Steering:
         """Sequences whose decision has not arrived, with the time when it is overdue. The time is
         ``inf`` for suspended sequences and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """Decisions that wait for logits, by the sequence that will fork: its fork, and the
-        decisions to apply after the fork."""
+        """By sequence that will fork when it has logits: the decision to fork, and the decisions to
+        apply after the fork."""
         self._behind: dict[Key, Key] = {}
         """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
         other sequence."""
@@ -120,7 +120,7 @@ class Steering:
         link: int = 0,
     ) -> None:
         """Starts the controller of a request that was added to its engine. ``link``: the link to
-        its broker.
+        the request's broker.
 
         With ``start.replay``, the controller is restarted. Its first decisions may then take
         longer, and entries that the client already has (``given``) are not sent again. Raises
@@ -540,8 +540,8 @@ class Steering:
                 return None
             if token is not None:
                 if reason == "length" and drawn and token in steered.eos:
-                    # Without a controller, the sequence would have ended with this token and this
-                    # reason.
+                    # Without a controller, the sequence would have ended with this token, for the
+                    # reason "stop".
                     reason = "stop"
                 self._await((output.request, output.seq))
                 if output.shortened and isinstance(output.stop, str):
@@ -557,7 +557,8 @@ class Steering:
         return update
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
-        """Adds drafts to the updates of sequences whose controllers compute masks along drafts."""
+        """Adds drafts to the updates of sequences whose controllers compute a mask after each token
+        of a draft."""
         takers = {
             (update.request, update.seq): update
             for sequences in updates

@@ -1,7 +1,7 @@
 """The streams that a GPU worker runs, and the messages that carry their tokens.
 
-A step is one multipart message with one body for each client. The broker forwards the bodies
-unchanged.
+The tokens of a step are one multipart message with one body for each client. The broker forwards
+the bodies unchanged.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Stream:
     row_texts: list[str | None] = field(default_factory=list)
     """In text mode: the text of each row."""
     row_candidates: list[Candidate] = field(default_factory=list)
-    """If the request asks for it: the distribution of each row."""
+    """The distribution of each row, if the request asks for distributions."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
     """All other entries that were sent, each with the number of rows before it."""
     trace: str = ""

@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 from ....protocol.text_bounds import SEGMENT_CHARS
 
 MAX_INLINE_BYTES = 1024
-"""Texts of up to this size are tokenized on the calling thread, which takes less time than another
-thread."""
+"""Texts of up to this size are tokenized on the calling thread, because starting another thread
+would take longer."""
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ class TokenizerAnswers:
         self._encoded: OrderedDict[tuple[str, str, Encoding], msgspec.Raw] = OrderedDict()
 
     def frames(self, stream: Stream, loaded: LoadedModel) -> Frames:
-        """The answer to a request. Raises RequestError if the model has no such tokenizer."""
+        """The answer to a request. Raises RequestError if the model's tokenizer cannot be sent."""
         key = (loaded.name, loaded.fingerprint, stream.encoding)
         encoded = self._encoded.get(key)
         if encoded is None:
