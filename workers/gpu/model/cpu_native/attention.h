@@ -13,9 +13,9 @@
 #include "threads.h"
 
 enum {
-    RUN = 8,    /* Tokens of one sequence whose attention is computed together. */
-    SCORED = 4, /* Queries whose scores are computed together. */
-    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Queries whose values are summed up together. */
+    RUN = 8,    /* Maximum number of tokens of one sequence that are computed together. */
+    SCORED = 4, /* Number of queries whose scores are computed together. */
+    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of queries that are weighted together. */
 };
 
 typedef struct {
@@ -84,7 +84,7 @@ INLINE const float *entry(const Kept *kept, int64_t position) {
            (kept->blocks[block] * kept->size + position - block * kept->size) * kept->row;
 }
 
-/* Prefetches the entries of up to LANES positions from this one on, in the same block. */
+/* Prefetches the entries of up to LANES positions from `position` on, in the same block. */
 INLINE void fetch(const Kept *kept, int64_t position, int64_t end) {
     if (position >= end)
         return;
@@ -103,7 +103,7 @@ typedef struct {
 } Query;
 
 /* Transposes LANES contiguous keys: vector i contains entry i of each key. The first key replaces
- * missing ones. */
+ * missing keys. */
 INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *turned) {
     for (int64_t at = 0; at < keys->dim; at += LANES) {
         int64_t lanes = keys->dim - at < LANES ? keys->dim - at : LANES;
@@ -119,8 +119,8 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
 }
 
 /* The scores of some queries at the positions of transposed keys. The sums are added in the order
- * of `scores_of`, so that the results have equal bits: entries that are LANES apart in turn, then
- * neighbours. */
+ * of `scores_of`, so that the results have equal bits: first the entries that are LANES
+ * apart, one after another, then neighbouring sums. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -173,7 +173,8 @@ INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector sc
                (size_t)wanted * sizeof(float));
 }
 
-/* The scores of all queries. Transposing keys takes as long as computing some queries' scores. */
+/* The scores of all queries. Keys are transposed only for SCORED or more queries, because
+ * transposing takes as long as computing the scores of some queries. */
 static void score(const Kept *keys, const Query *queries, int64_t count, float scale) {
     int64_t first = queries[0].first, end = queries[count - 1].end, dim = keys->dim, some;
     Vector turned[dim + LANES], found[SCORED];

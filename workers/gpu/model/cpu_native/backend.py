@@ -91,9 +91,9 @@ class CpuBackend(ForwardBackend):
 def native_decoder(
     name: str, plain: FusedBackend, layout: Layout
 ) -> tuple[NativeDecoder | None, str]:
-    """The native code of a model, and why its logits may depend on the batch; empty if they do not.
-    None, with the reason, if the native code does not support the model or if its logits differ
-    from those of torch."""
+    """The native decoder of a model, and the reason why its logits may depend on the batch; empty
+    if they do not. None, with the reason, if the native code does not support the model or if its
+    logits differ from those of torch."""
     probes = Probes(plain.tensors, layout)
     try:
         native = NativeDecoder(plain.decoder, plain.tensors.cache, layout.block_size)

@@ -25,8 +25,8 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Maximum number of tokens of a native forward. Larger forwards are bound by arithmetic, in which
-oneDNN is as fast."""
+"""Maximum number of tokens of a native forward. Larger forwards are bound by arithmetic, for which
+oneDNN is as fast as native code."""
 MAX_SEQUENCES = 16
 """Maximum number of sequences of a native forward. With more sequences of long texts, torch's
 attention over contiguous copies is faster."""
@@ -35,9 +35,11 @@ NO_EMBEDDING = -2
 EMBEDDINGS_COMPARED = 64
 """Number of embeddings that are compared with the input of the model's first layer."""
 FIRST_POSITIONS = 1024
-"""Initial number of positions with computed rotations; it doubles as sequences grow."""
+"""Initial number of positions with computed rotations. The number doubles when a sequence grows
+beyond it."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
-"""The activations that the native code supports; an activation's index is its number there."""
+"""The activations that the native code supports; an activation's index is its number in the native
+code."""
 
 
 class Unsupported(Exception):

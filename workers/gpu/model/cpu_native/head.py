@@ -34,7 +34,8 @@ class PackedHead:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Makes the copy of the weights, again after they have been changed in place."""
+        """Makes the copy of the weights. Called again after the weights have been changed in
+        place."""
         weight = self._layer.weight.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 

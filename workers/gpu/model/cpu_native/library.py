@@ -46,7 +46,7 @@ def instruction_set() -> str:
 
 def _processor(machine: str) -> str:
     """The name of the instruction set for which compiled code exists and that this processor has;
-    empty if there are none."""
+    empty if there is no such instruction set."""
     if machine == "aarch64":
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}

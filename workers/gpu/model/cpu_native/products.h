@@ -1,8 +1,8 @@
 /* Products of rows with a matrix of weights, in float32.
  *
- * For any number of rows, an output is summed up in the same order: a vector of sums along its
- * weights, then its lanes, two neighbours at a time. The bits of a row's result do not depend on
- * the other rows. */
+ * For any number of rows, an output is summed up in the same order: first a vector of sums along
+ * its weights, then the lanes of this vector, two neighbours at a time. The bits of a row's result
+ * do not depend on the other rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
@@ -17,17 +17,18 @@ typedef struct {
 } Product;
 
 enum {
-    BLOCK_OUTS = 16, /* Outputs that are computed for all rows before the next ones. */
-    TILE_OUTS = 2,   /* Outputs of a tile. */
-    TILE_ROWS = LANES == 8 ? 4 : 8, /* Rows of a tile, whose sums fit in the registers. */
+    BLOCK_OUTS = 16, /* Number of outputs that are computed for all rows before the next. */
+    TILE_OUTS = 2,   /* Number of outputs of a tile. */
+    TILE_ROWS = LANES == 8 ? 4 : 8, /* Number of rows of a tile. Its sums fit in the registers. */
     MAX_SUMS = 16,                 /* Maximum number of sums: of a tile, or LANES. */
     FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
-    LINE = 16,                      /* Floats of a line of the processor's cache. */
+    LINE = 16,                      /* Number of floats of a line of the processor's cache. */
     PART_FLOATS = 1 << 13,  /* Approximate number of weights of a part of a product. */
     MANY_PARTS = 64,        /* Approximate maximum number of parts of a product. */
-    PANEL_FLOATS = 1 << 16, /* Floats of the rows of x that are multiplied with each part before the
-                             * next rows. They occupy a fraction of the second cache. */
-    MIN_PANEL = 64,         /* Minimum number of these rows. */
+    PANEL_FLOATS = 1 << 16, /* Number of floats of a panel: the rows of x that are multiplied with
+                             * each part before the next rows. A panel occupies a fraction of the
+                             * second-level cache. */
+    MIN_PANEL = 64,         /* Minimum number of rows of a panel. */
 };
 
 /* The weights to prefetch: for each vector of a tile, `vectors` vectors are fetched. */
@@ -37,7 +38,7 @@ typedef struct {
 } Ahead;
 
 /* Multiplies `outs` rows of weights with `rows` rows of x. `found` gets a vector of partial sums
- * for each pair, by rows of x. */
+ * for each pair of rows, ordered by rows of x. */
 INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
                  Ahead ahead) {
     /* The compiler would store `found` in each round, but keeps a local array in registers. */
@@ -174,14 +175,15 @@ static void multiply_part(const void *given, int64_t thread, int64_t first, int6
     multiply(m->product, m->x, m->rows, m->y, first, end);
 }
 
-/* Outputs of a part. Parts are few, because no weights have been prefetched when a part begins. */
+/* Number of outputs of a part. Parts are few, because no weights have been prefetched when a part
+ * begins. */
 static int64_t part_of(int64_t out, int64_t in) {
     int64_t outs = PART_FLOATS / in > out / MANY_PARTS ? PART_FLOATS / in : out / MANY_PARTS;
     outs = outs / BLOCK_OUTS * BLOCK_OUTS;
     return outs > BLOCK_OUTS ? outs : BLOCK_OUTS;
 }
 
-/* Number of rows of x of this size that stay in the cache. */
+/* Number of rows of x, of `in` floats each, that stay in the cache. */
 static int64_t panel_of(int64_t in) {
     int64_t rows = PANEL_FLOATS / in / TILE_ROWS * TILE_ROWS;
     return rows > MIN_PANEL ? rows : MIN_PANEL;

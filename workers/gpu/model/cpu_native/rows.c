@@ -5,7 +5,7 @@
 
 #include "vectors.h"
 
-enum { TOGETHER = 64 }; /* Vectors that are summed up before they are added to the sum of all. */
+enum { TOGETHER = 64 }; /* Number of vectors that are summed before they are added to the total. */
 
 /* Vector i of a row, padded with -inf after the end of the row. */
 INLINE Vector part_of_row(const float *row, int64_t size, int64_t i) {
@@ -50,8 +50,8 @@ static float total_of(const float *row, int64_t size, float greatest) {
     return sum(total);
 }
 
-/* For each row of logits [rows, size]: the index of its greatest value; and numbers [3, rows]: this
- * index, its log-probability, and 1. */
+/* Writes, for each row of logits [rows, size], the index of the greatest value to `best`, and to
+ * `numbers` [3, rows] this index, its log-probability, and 1. */
 __attribute__((visibility("default"))) void rows_reduce(const float *logits, int64_t rows,
                                                         int64_t size, int64_t *best,
                                                         double *numbers) {

@@ -8,9 +8,9 @@
 enum {
     MAX_THREADS = 64,
     MAX_PARTS = 1 << 12,
-    /* Rounds that a thread waits for others before it yields its core: about 50 us. */
+    /* Number of rounds that a thread waits for others before it yields its core: about 50 us. */
     PATIENCE = 1000,
-    /* Rounds that a thread waits for the next call before it sleeps. */
+    /* Number of rounds that a thread waits for the next call before it sleeps. */
     IDLE = 100,
 };
 

@@ -1,8 +1,8 @@
 """Chooses the number of threads of a forward on a CPU by measuring steps.
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
-of each. If the bus, a client or another worker uses one of the cores, each region waits for a
-thread that does not run, and a single thread is several times as fast. So for each step size,
+of each region. If the bus, a client or another worker uses one of the cores, each region waits for
+a thread that does not run, and a single thread is several times as fast. So for each step size,
 another number of threads is tried from time to time, and at once when steps get slower. A size
 without measurements starts with the number that was found for the nearest size.
 """
@@ -35,7 +35,7 @@ class _Size:
     threads: int
     times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     usual: float = float("inf")
-    """Seconds of a step when the number of threads was last decided."""
+    """Lowest median duration of a step since the number of threads was last decided, in seconds."""
     wait: int = FIRST_TRIAL
     until_trial: int = FIRST_TRIAL
     down: bool = True
@@ -65,7 +65,7 @@ class ThreadChooser:
         return size.trial or size.threads
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of that forward, in seconds."""
+        """Records the duration of a forward of ``num_tokens`` tokens, in seconds."""
         if self.max_threads == 1 or num_tokens > MAX_TOKENS:
             return
         size = self._size(num_tokens)
