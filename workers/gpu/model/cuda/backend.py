@@ -11,7 +11,8 @@ from .graphs import DecodeGraphs
 
 
 class CudaBackend(ForwardBackend):
-    """Runs ``base``, and the steps that only decode as graphs of it."""
+    """Runs the steps that only decode as CUDA graphs of ``base``, and all other steps by ``base``
+    itself."""
 
     def __init__(self, base: ForwardBackend, graphs: DecodeGraphs) -> None:
         super().__init__(base.tensors)

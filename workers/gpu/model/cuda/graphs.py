@@ -1,9 +1,10 @@
 """CUDA graphs of decode steps: one launch instead of one launch per kernel.
 
 When the engine starts, a graph is captured for each of a few batch sizes. All graphs read and write
-the same buffers and share one memory pool, because only one is replayed at a time. A step fills the
-buffers, pads to the next size, and replays the graph. Each graph is compared with the same forward
-without a graph. If a capture fails twice, steps run without graphs, and ``why`` has the reason.
+the same buffers and share one memory pool, because only one graph is replayed at a time. A step
+fills the buffers, pads to the next size, and replays the graph. Each graph is compared with the
+same forward without a graph. If a capture fails twice, steps run without graphs, and ``why`` has
+the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ their standard deviation."""
 MAX_CAPTURE_S = 60.0
 """Seconds since the first capture after which further captures are not started."""
 WARM_UPS = 2
-"""Forwards before a capture: the first runs of kernels do setup work that must not be captured."""
+"""Number of forwards before a capture. The first runs of kernels do setup work that must not be
+captured."""
 MAX_ATTEMPTS = 2
 """Maximum number of attempts to capture one size; after that, steps run without graphs."""
 
@@ -40,9 +42,9 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch], torc
 
 
 class _Buffers:
-    """The inputs of all graphs, for ``largest`` rows. A graph of n rows reads the first n.
+    """The inputs of all graphs, for ``largest`` rows. A graph of n rows reads the first n rows.
 
-    ``width``: blocks of the longest sequence.
+    ``width``: number of blocks of the longest sequence.
     """
 
     def __init__(self, cache: KVCache, largest: int, width: int) -> None:
@@ -105,8 +107,8 @@ class _Buffers:
 class DecodeGraphs:
     """The CUDA graphs of one model; empty before ``capture``.
 
-    ``spare_block``: the block to which padding rows write. ``width``: blocks of the longest
-    sequence. ``max_batch``: sequences of the largest decode step.
+    ``spare_block``: the block to which padding rows write. ``width``: number of blocks of the
+    longest sequence. ``max_batch``: number of sequences of the largest decode step.
     """
 
     def __init__(self, cache: KVCache, spare_block: int, width: int, max_batch: int) -> None:
@@ -136,7 +138,7 @@ class DecodeGraphs:
         on_progress: OnProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Captures the graphs of ``forward``, the largest first, so that the others reuse its
+        """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse its
         memory.
 
         If captures fail, ``why`` has the reason. The weights and the cache must not move
@@ -175,7 +177,7 @@ class DecodeGraphs:
 
     def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
         """The logits ``[rows, vocab]`` of a step that fits, with the tokens ``ids``. The next
-        replay overwrites them."""
+        replay overwrites the logits."""
         count = len(packed.ids)
         size = min(size for size in self._graphs if size >= count)
         self._fill(size, packed, ids)
@@ -189,7 +191,8 @@ class DecodeGraphs:
         """Captures one graph; raises if its logits differ from those of the forward."""
         inputs = self._buffers.of(size)
         self._fill_trial(size)
-        # torch.cuda.graph leaves its stream current if the capture fails: this block restores it.
+        # torch.cuda.graph leaves its stream current if the capture fails: this block restores the
+        # previous stream.
         with session.stream_current():
             for _ in range(WARM_UPS):
                 wanted = forward(*inputs)
@@ -247,7 +250,7 @@ class _Session:
     @contextmanager
     def stream_current(self) -> Iterator[None]:
         """Makes the stream current, after the work that is queued on the previous stream; then
-        restores it."""
+        restores the previous stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

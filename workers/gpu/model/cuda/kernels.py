@@ -25,7 +25,7 @@ class BlockAttention(Protocol):
 
     @property
     def BLOCK_SIZE(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens of a block."""
         ...
 
     @property

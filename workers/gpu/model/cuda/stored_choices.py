@@ -38,8 +38,8 @@ def path() -> Path:
 
 
 def key_of(loaded: LoadedModel, group: int, kernels: Sequence[Kernel]) -> str:
-    """A key with everything that the times of ``kernels`` depend on. ``group``: query heads for
-    each key head."""
+    """A key with everything that the times of ``kernels`` depend on. ``group``: number of query
+    heads for each key head."""
     parts = {
         "card": torch.cuda.get_device_name(loaded.device),
         "driver": _driver(),

@@ -134,7 +134,7 @@ def _scattered(
 
 
 def heads_per_key_head(loaded: LoadedModel) -> int:
-    """Query heads that share a key head; 1 if the configuration does not name them."""
+    """Number of query heads that share a key head; 1 if the configuration does not say."""
     config = loaded.model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -1,8 +1,8 @@
 """Attention on CUDA: PyTorch's FlashAttention reads the blocks in place.
 
 The kernel is ``torch.nn.attention.varlen.varlen_attn`` with a block table. ``num_splits=1`` makes a
-sequence's results independent of the rest of the batch. ``trial.py`` tests it on the device before
-it is used.
+sequence's results independent of the rest of the batch. ``trial.py`` tests the kernel on the device
+before it is used.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def attend_stored(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention of a layer whose cache contains ``key`` and ``value``: ``query`` ``[T, heads,
-    dim]`` to ``[T, heads, dim]``. Models with capped scores do not use it (``why_not``)."""
+    dim]`` to ``[T, heads, dim]``. Models with capped scores do not use this kernel
+    (``why_not``)."""
     keys, values = context.cache.layers[layer]
     found: torch.Tensor = varlen_attn(
         query,
@@ -133,7 +134,7 @@ def why_no_kernel() -> str:
 
 def why_unsupported(loaded: LoadedModel) -> str:
     """The reason why no version of FlashAttention supports the type of a model's weights or the
-    size of its heads; empty if all do."""
+    size of its heads; empty if all versions support them."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     shapes = set(loaded.layers.values())
