@@ -3,9 +3,9 @@
 For one token of a small model, small operations take longer than matrix products: transformers'
 modules run about a hundred small operations for each token. ``FusedDecoder`` computes the same
 without module calls. It has one product for queries, keys and values, and one for both halves of a
-gated MLP. The rotary embedding is applied in place, and the product adds the residual.
-``fused_model`` derives the decoder from the model's structure. The decoder is used only if its
-logits equal the model's own.
+gated MLP. The rotary embedding is applied in place, and the products at the end of the attention
+and of the MLP add the residual. ``fused_model`` derives the decoder from the model's structure. The
+decoder is used only if its logits equal the model's own.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class FusedDecoder:
 
     ``rotary``: computes cosines and sines ``[1, num_tokens, rotary_dim]`` from hidden states,
     positions ``[1, num_tokens]`` and one of ``kinds``, as the model does. ``by_position``: whether
-    they depend only on the position.
+    cosines and sines depend only on the position.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class FusedDecoder:
         by_position: bool = False,
         measured_scale: Callable[[], float] | None = None,
     ) -> None:
-        """``measured_scale``: measures ``embedding_scale``, which depends on the weights by its
-        rounding."""
+        """``measured_scale``: measures ``embedding_scale`` again when the weights have changed,
+        because the rounding of a measured scale depends on the weights."""
         self.embed = embed
         self._embedding_scale = embedding_scale
         self._measured_scale = measured_scale

@@ -35,8 +35,8 @@ from .projections import Projection, stored_by_input
 IGNORED = {"act_fn", "activation_fn", "resid_attn_dropout", "resid_mlp_dropout"}
 """Modules without weights. Dropout does nothing in a model that is served."""
 BY_POSITION = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings that depend only on the position. Others are scaled by the length of the
-text."""
+"""Rotary embeddings that depend only on the position. Other embeddings are scaled by the length of
+the text."""
 
 
 class NotFusible(Exception):

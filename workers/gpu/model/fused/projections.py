@@ -117,7 +117,7 @@ class Projection:
         return total.baddbmm_(x.expand(len(parts), 1, -1), parts).view(1, -1)
 
     def _split(self) -> torch.Tensor:
-        """The weights ``[parts, in, out / parts]``, a part for each thread: a view."""
+        """A view of the weights, ``[parts, in, out / parts]``, with a part for each thread."""
         threads = torch.get_num_threads()
         found = self._parts.get(threads)
         if found is None:
@@ -132,8 +132,8 @@ class Projection:
 
 
 def stored_by_input(weight: torch.Tensor) -> bool:
-    """Whether one row is multiplied faster by a weight ``[out, in]`` that lies in memory as
-    ``[in, out]``."""
+    """Whether the product of one row is faster if the weight ``[out, in]`` is stored as ``[in,
+    out]``."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return on_cpu and weight.shape[0] >= 2 * weight.shape[1]
 
