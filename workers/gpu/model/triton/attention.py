@@ -47,7 +47,7 @@ class Launch:
     places: int
     """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
-    """Rows of a tile that have a result."""
+    """Number of rows of a tile that have a result."""
 
 
 @dataclass(slots=True)
@@ -132,8 +132,9 @@ def paged_attention(
     which contain those of the new tokens; returns ``[num_tokens, heads, dim]``.
 
     ``chunks``: the starts ``[N + 1]`` of the chunks in ``query``, the numbers of keys ``[N]`` they
-    attend to, their block table ``[N, blocks]``, all int32. ``max_programs``: programs that share
-    the keys of a tile, by default as many as fill a GPU; the result does not depend on it.
+    attend to, their block table ``[N, blocks]``, all int32. ``max_programs``: maximum number of
+    programs that share the keys of a tile. By default, the programs fill a GPU. The result does not
+    depend on this number.
     """
     num_tokens, heads, dim = query.shape
     kv_heads = cache[0].shape[2]
@@ -210,7 +211,8 @@ def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Work
 
 
 def _split(queries: np.ndarray, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """The tiles ``[n, 3]`` of ``tokens`` tokens of the chosen chunks, without places, int32."""
+    """The tiles ``[n, 3]``, int32, of the chosen chunks, with ``tokens`` tokens each and without
+    places."""
     (chunks,) = np.nonzero(chosen)
     counts = -(-queries[chunks] // tokens)
     rows = np.zeros((int(counts.sum()), 3), dtype=np.int32)

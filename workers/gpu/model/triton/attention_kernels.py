@@ -139,7 +139,7 @@ def _combined(
 ):
     """The sum of the weights and the weighted values over all splits of a tile, in their order.
 
-    ``parts`` are the places of the rows in the first split, ``kept`` the rows that have one.
+    ``parts``: the places of the rows in the first split. ``kept``: whether a row has a place.
     """
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -147,7 +147,7 @@ def _combined(
     kept_dims = kept[:, None] & (dims < DIM)[None, :]
     for split in range(splits):
         part = parts + split * part_rows
-        # From L2, where the stores of other multiprocessors are.
+        # Loads from L2, because L1 does not have the stores of other multiprocessors.
         one = tl.load(
             partials + part[:, None] * DIM + dims[None, :],
             mask=kept_dims,

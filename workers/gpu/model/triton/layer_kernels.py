@@ -57,7 +57,8 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """Computes ``silu(gate) * up``, or GELU's tanh form of it, for rows ``[2 * WIDTH]`` of both.
+    """Computes ``silu(gate) * up`` for rows ``[2 * WIDTH]`` of gate and up. With GELU, the tanh
+    form of GELU replaces ``silu``.
 
     ``out`` is ``[num_values / WIDTH, WIDTH]``; a program computes BLOCK of its values.
     """
@@ -101,10 +102,10 @@ def rotary_kernel(
     """Rotates queries in place; stores rotated keys, and values, to their slots of the cache.
 
     ``heads`` is ``[num_tokens, NUM_HEADS + 2 * KV_HEADS, DIM]``: queries, keys, values. A program
-    computes BLOCK_HEADS of them. The first 2 * HALF entries of a head are rotated, entry i together
-    with entry i + HALF; ``cosines`` and ``sines`` are ``[num_tokens, 2 * HALF]``, the first half
-    of the sines negated. With HAS_NORMS each query and key is normalized first. Without
-    HAS_ROTATION nothing is rotated.
+    computes BLOCK_HEADS heads. The first 2 * HALF entries of a head are rotated, entry i together
+    with entry i + HALF; ``cosines`` and ``sines`` are ``[num_tokens, 2 * HALF]``, the first half of
+    the sines negated. With HAS_NORMS each query and key is normalized first. Without HAS_ROTATION
+    nothing is rotated.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -19,16 +19,17 @@ MAX_SPLITS = 16
 MIN_SPLIT = 256
 """Minimum number of keys of a part, except for the last part."""
 SHORT_ROWS = 16
-"""Rows of a tile of a short chunk, the minimum of ``tl.dot``."""
+"""Number of rows of a tile of a short chunk: the minimum of ``tl.dot``."""
 LONG_ROWS = 128
-"""Rows of a tile of a long chunk."""
+"""Number of rows of a tile of a long chunk."""
 DEEP, SHALLOW = 5, 2
-"""Stages of the loop over keys. The first stages load the block table. With DEEP stages, two tiles
-of keys and values are in flight; with SHALLOW stages, one."""
+"""Numbers of stages of the loop over keys. The first stages load the block table. With DEEP stages,
+two tiles of keys and values are in flight; with SHALLOW stages, one."""
 DEEP_BYTES = 160 * 2**10
-"""Shared memory of a program that DEEP stages need (A100 and later data centre GPUs have it)."""
+"""Shared memory that a program with DEEP stages needs, in bytes. A100 and later data centre GPUs
+have this memory."""
 ROTARY_HEADS = 8
-"""Heads of a program of the rotary kernel."""
+"""Number of heads that a program of the rotary kernel computes."""
 
 _LIBRARY: Any = torch.library.Library("tokenbus_triton", "DEF")  # type: ignore[no-untyped-call]
 
@@ -44,7 +45,7 @@ def why_missing(device: torch.device) -> str:
 
 
 def tile_rows(group: int, long: bool) -> int:
-    """Rows of a tile for ``group`` query heads that share a key head."""
+    """Number of rows of a tile for ``group`` query heads that share a key head."""
     return max(LONG_ROWS if long else SHORT_ROWS, _power(group))
 
 
@@ -157,7 +158,8 @@ def norm(
 
 
 def gated(out: torch.Tensor, gate_up: torch.Tensor, gelu: bool) -> None:
-    """``silu(gate) * up`` of ``gate_up`` ``[num_tokens, 2 * width]``, or with GELU's tanh form."""
+    """``silu(gate) * up`` of ``gate_up`` ``[num_tokens, 2 * width]``. With ``gelu``, the tanh form
+    of GELU replaces ``silu``."""
     from .layer_kernels import gated_kernel
 
     if out.numel() == 0:
@@ -179,8 +181,8 @@ def rotary_store(
     """Rotates the queries of ``heads`` ``[num_tokens, heads + 2 * kv_heads, dim]`` in place, and
     stores rotated keys, and values, to their slots of the cache.
 
-    ``rotation`` has cosines and sines (``fused.Rotation``), or nothing; ``gains`` and ``eps``
-    those of the norms of queries and keys, or nothing.
+    ``rotation`` has cosines and sines (``fused.Rotation``), or nothing; ``gains`` and ``eps`` have
+    the gains and epsilons of the norms of queries and keys, or nothing.
     """
     from .layer_kernels import rotary_kernel
 
@@ -248,7 +250,7 @@ def _attention(
 
 @cache
 def _stages(device: torch.device) -> int:
-    """Iterations over keys that are in progress at once."""
+    """Number of iterations over keys that are in progress at the same time."""
     if device.type != "cuda":
         return DEEP
     properties = torch.cuda.get_device_properties(device)
