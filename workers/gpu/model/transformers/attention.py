@@ -207,7 +207,8 @@ def _attend(
     """The attention of one group's tokens ``[num_tokens, heads, dim]`` over ``k`` and ``v``
     ``[batch, kv_heads, length, dim]``."""
     if group.rows is None:
-        # Decodes. The query heads that share a key head become its rows: each key is read once.
+        # Decodes: the query heads that share a key head become rows of one matrix, so that each key
+        # is read once.
         batch, kv_heads = k.shape[:2]
         grouped = q.reshape(batch, kv_heads, -1, q.shape[-1])
         mask = group.mask(window, q.dtype)

@@ -73,9 +73,10 @@ class CompiledBackend(TransformersBackend):
 def compiled_model(model: Any) -> Any:
     """A model or function through torch.compile.
 
-    torch stores the C++ code that it generates, also for later processes, and its key for stored
-    code lacks the width of the vectors. Code for vectors of 8 floats was then compiled for vectors
-    of 16, and wrote beyond its output. The option ``cpp.simdlen`` adds the width to the key.
+    torch stores the C++ code that it generates, and later processes use the stored code. Its key
+    does not contain the width of the vectors, so code for vectors of 8 floats was compiled for
+    vectors of 16 floats, and wrote past the end of its output. The option ``cpp.simdlen`` adds the
+    width to the key.
     """
     # This import takes more than a second.
     from torch._inductor.cpu_vec_isa import pick_vec_isa
