@@ -11,7 +11,7 @@ from .step_tensors import Context, StepTensors
 
 
 class ForwardBackend(ABC):
-    """Computes the forward of one model on one rank, in one way.
+    """Computes the forward of one model on one rank.
 
     ``tensors`` makes the inputs of a step on the device.
     """
@@ -21,8 +21,8 @@ class ForwardBackend(ABC):
     why_no_kernels = ""
     """The reason why the Triton kernels do not compute the layers; empty if they do."""
     why_not_exact = "the kernels of its device were not compared in batches of all sizes"
-    """The reason why a row's logits may depend on the other rows of a step; empty if their bits do
-    not."""
+    """The reason why the bits of a row's logits may depend on the other rows of a step; empty if
+    they do not."""
     num_graphs = 0
     """The number of batch sizes that have a CUDA graph."""
 
@@ -35,7 +35,7 @@ class ForwardBackend(ABC):
     ) -> torch.Tensor:
         """The logits ``[num_rows, vocab]`` of the tokens at ``rows``.
 
-        ``ids`` and ``positions`` ``[num_tokens]`` are those of the packed tokens of a step.
+        ``ids`` and ``positions`` ``[num_tokens]``: the ids and positions of a step's packed tokens.
         """
 
     @torch.inference_mode()

@@ -37,8 +37,8 @@ class ForwardOptions(NamedTuple):
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
     exact: bool = True
-    """Whether a row's logits should not depend on the other rows of a step, to the last bit, if
-    the backend has kernels for that."""
+    """Whether the logits of a row must have the same bits in every batch, if the backend has
+    kernels for this."""
 
 
 def choose_backend(

@@ -1,9 +1,9 @@
 """A device as a queue: work is submitted in order, and its results are read later.
 
-On CUDA the queue is the current stream. Submitting runs the work at once, which only enqueues
-kernels; the result is complete when an event that is recorded after it has passed. On a CPU the
-queue is one thread that runs the work in order. If steps do not overlap, work runs when it is
-submitted.
+On CUDA the queue is the current stream. ``submit`` calls the function at once, and the function
+only enqueues kernels. The result is complete when the event that is recorded after these kernels
+has passed. On a CPU the queue is one thread that runs the work in order. If steps do not overlap,
+work runs when it is submitted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 T = TypeVar("T")
 ALIGNMENT = 16
-"""Bytes to whose multiples arrays in one buffer are aligned: the widest load of a kernel."""
+"""Alignment of the arrays in one buffer, in bytes: the size of the widest load of a kernel."""
 
 
 class Work(Generic[T]):

@@ -12,18 +12,21 @@ import torch
 from .device_queue import on_device
 
 BLOCK_SIZE = 16
-"""Tokens of a block if blocks are gathered."""
+"""Number of tokens of a block if blocks are gathered."""
 FLASH_BLOCK_SIZE = 256
-"""Tokens of a block that FlashAttention reads in place: FlashAttention 2 requires at least 256."""
+"""Number of tokens of a block that FlashAttention reads in place. FlashAttention 2 requires at
+least 256."""
 FLASH3_BLOCK_SIZE = 64
-"""Tokens of a block that FlashAttention 3 reads in place. FlashAttention 3 supports any size; small
-blocks share more of a prefix."""
+"""Number of tokens of a block that FlashAttention 3 reads in place. FlashAttention 3 supports any
+size. With small blocks, sequences share more of a prefix."""
 TRITON_BLOCK_SIZE = 64
-"""Tokens of a block that the Triton kernels read in place: an iteration over keys is one block."""
+"""Number of tokens of a block that the Triton kernels read in place. Each iteration over keys reads
+one block."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
-"""The maximum size of the cache on a CPU: ``CPU_BYTES``, and this fraction of the free memory."""
+"""The maximum size of the cache on a CPU is ``CPU_BYTES`` or this fraction of the free memory,
+whichever is less."""
 
 
 Kernel = Literal["gather", "varlen", "fa3", "triton"]
@@ -40,7 +43,7 @@ class Layout(NamedTuple):
     """The block size of the KV cache, and the attention that reads it."""
 
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens of a block."""
     kernel: Kernel
     why: str = ""
     """The reason why no kernel reads the blocks in place; empty if one does."""
@@ -176,6 +179,6 @@ def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
 
 
 def cpu_bytes() -> int:
-    """The size of the cache on a CPU, in bytes, if none is configured; depends on the free
+    """The size of the cache on a CPU, in bytes, if no size is configured. It depends on the free
     memory."""
     return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

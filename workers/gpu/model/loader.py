@@ -49,7 +49,8 @@ PROBE_TOLERANCE = 0.05
 deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
 
 OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
-"""Encoders whose positions begin after the id of the padding token, so that fewer are usable."""
+"""Encoders whose positions begin after the id of the padding token, so fewer positions are
+usable."""
 
 FUSED_TOLERANCE = 1e-3
 """The tolerance for the fused decoder in float32, which runs with the same attention."""
@@ -325,7 +326,8 @@ def _fused(
 def _read(
     model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
 ) -> FusedDecoder:
-    """Makes the FusedDecoder of a model, with weights in the order that the engine's code reads."""
+    """Makes the FusedDecoder of a model. If native code supports the model, the weights are in the
+    order in which it reads them."""
     if library() is not None:
         decoder = fused_model(model, layers, options, by_input=False)
         try:
@@ -450,7 +452,7 @@ def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | Non
         return None
     with suppress(Exception):
         # The first call configures how special tokens are read. Later calls, on several threads, do
-        # not change it.
+        # not change this configuration.
         tokenizer.encode("a")
     if tokenizer_json is None:
         return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)

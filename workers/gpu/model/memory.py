@@ -40,9 +40,9 @@ def cache_bytes(
 ) -> int:
     """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the fraction of the device for the model: its weights, the weights of the ``others``
-    that serve it, ``step_bytes`` and its cache. Other processes and models may leave less. Raises
-    ModelLoadError if no cache fits.
+    ``part``: the fraction of the device's memory for the model. It includes the weights of the
+    model and of ``others`` (its draft model), ``step_bytes`` and the cache. Other processes and
+    models may leave less. Raises ModelLoadError if no cache fits.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)
@@ -75,7 +75,7 @@ def largest_step_bytes(
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
     The result is the sum of the peak of the largest step, the pool of the graphs, and the kept rows
-    of deferred sequences. The graphs' forwards are not larger than that step's.
+    of deferred sequences. The forwards of the graphs are not larger than the largest step.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

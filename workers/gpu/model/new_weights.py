@@ -40,7 +40,7 @@ class NewWeights:
     version: int
     folder: str
     tensors: Mapping[str, torch.Tensor]
-    """By name, in the types of the model. Tied weights are there once."""
+    """By name, in the types of the model. Only one of several tied weights is included."""
     weights: str
     """The hash of the model's weights after ``copy_into`` (``weights_version``)."""
 
@@ -215,5 +215,5 @@ def _copied(name: str, read: torch.Tensor, own: torch.Tensor, path: Path) -> tor
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tied weights are at the same place."""
+    """The memory of a tensor. Tied weights have the same memory."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -51,8 +51,8 @@ def check_poolable(loaded: LoadedModel) -> None:
 def pooled(
     loaded: LoadedModel, texts: Sequence[list[int]], poolings: list[Pooling]
 ) -> torch.Tensor:
-    """The vectors of some texts as float32 ``[num_texts, dimensions]`` on the CPU; their lengths
-    are 1. The texts are computed as one batch, padded on the right."""
+    """The vectors of some texts, scaled to length 1, as float32 ``[num_texts, dimensions]`` on the
+    CPU. The texts are computed as one batch, padded on the right."""
     lengths = torch.tensor([len(text) for text in texts], device=loaded.device)
     width = int(lengths.max())
     ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])

@@ -150,7 +150,7 @@ class Ranks:
         for process in self._processes:
             assert process.stdin is not None
             rest = message
-            # The rank has ended, so ``_watch`` ends the worker.
+            # If the rank has ended, its pipe is broken, and ``_watch`` ends the worker.
             with suppress(BrokenPipeError):
                 while rest:
                     rest = rest[process.stdin.write(rest) :]

@@ -76,7 +76,7 @@ class Runner:
 
     @property
     def _why_no_graphs(self) -> str:
-        """Why no CUDA graphs can be captured; empty if they can."""
+        """Why no CUDA graphs can be captured; empty if graphs can be captured."""
         if not self._layout.in_place:
             return "the attention gathers blocks, and their number differs from step to step"
         if self._ranks is not None:
@@ -95,7 +95,8 @@ class Runner:
         self._cache.clear_blocks([spare])
 
     def drop_graphs(self) -> None:
-        """Runs all further steps without CUDA graphs, so that both ways can be compared."""
+        """Runs all further steps without CUDA graphs, so that steps with and without graphs can be
+        compared."""
         if isinstance(self.backend, CudaBackend):
             self.backend = self.backend.base
 

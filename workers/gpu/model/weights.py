@@ -18,8 +18,8 @@ HASHED = 2**24
 
 def weights_version(model: Any) -> str:
     """The version of the loaded weights: the first 32 hexadecimal digits of a SHA-256 of all
-    weights, with their names, types and shapes. On a model that is spread over several devices, of
-    this rank's parts.
+    weights, with their names, types and shapes. If the model is spread over several devices, only
+    this rank's parts are hashed.
 
     The version is a random number if a weight has a type whose bytes cannot be read.
     """
