@@ -60,7 +60,7 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 @dataclass(slots=True)
 class Guessed:
-    """The tokens of all drafts at one position of the draft."""
+    """The tokens at one position of all drafts."""
 
     tokens: torch.Tensor
     """int64 ``[num_texts]``, on the device."""
@@ -251,7 +251,7 @@ class DraftModel:
 
 
 def _multiplied(loaded: LoadedModel) -> int:
-    """Number of weights that a forward multiplies with. Embeddings are only looked up."""
+    """Number of weights in the products of a forward. Embeddings are only looked up."""
     embeddings = loaded.model.get_input_embeddings().weight
     head = loaded.model.get_output_embeddings()
     tied = head is None or head.weight is embeddings

@@ -25,15 +25,15 @@ class Drafting:
 
     lookup: PromptLookup
     steered: bool = False
-    """Whether a controller computes masks and biases along drafts."""
+    """Whether a controller computes a mask and a bias after each token of a draft."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     kind: int = 0
     """The kind of the last match or draft (``kind_of``)."""
     idle: int = 0
     """Number of steps without a draft from the draft model."""
     guess: Guess | None = None
-    """The prediction of a match from which no draft was made. Checking it costs nothing and gives
-    as much information as a draft."""
+    """The prediction of a match from which no draft was made. Checking the prediction costs nothing
+    and gives as much information as a draft."""
 
     def look(self, tokens: list[int]) -> Match | None:
         """Looks up the match of a sequence with these tokens, and checks the last guess."""

@@ -46,8 +46,8 @@ class Speculation:
         self.accepted_tokens = 0
 
     def begin(self, sequence: Sequence, steered: bool = False) -> None:
-        """Enables drafts for a sequence. ``steered``: its controller computes masks along
-        drafts."""
+        """Enables drafts for a sequence. ``steered``: its controller computes a mask after each
+        token of a draft."""
         if self._costs is not None and sequence.drafting is None:
             earlier = self._earlier.of(sequence.client)
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
@@ -59,8 +59,8 @@ class Speculation:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
-        # The prompt is stored with the text of sequence 0. For the other sequences only its last
-        # ``LONGEST`` tokens are stored.
+        # The prompt is stored with the text of sequence 0. For the other sequences, only the
+        # prompt's last ``LONGEST`` tokens are stored.
         start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
         self._earlier.add(sequence.client, sequence.tokens[start:])
 
@@ -81,8 +81,8 @@ class Speculation:
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
         """Sets ``draft`` of sequences with controllers for the next step, before it is scheduled,
-        so that the controllers can compute masks along the draft. ``rows``: number of rows of that
-        step."""
+        so that the controllers can compute a mask after each token of the draft. ``rows``: number
+        of rows of the next step."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
 

@@ -87,7 +87,7 @@ class SessionTexts:
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, EarlierTexts] = OrderedDict()
         self._num_tokens = 0
-        """Tokens of all sessions, plus 1 for each session."""
+        """Number of tokens of all sessions, plus 1 for each session."""
 
     def of(self, session: int) -> EarlierTexts:
         """The texts of a session, which becomes the most recently used one."""

@@ -1,7 +1,7 @@
 """Draft lengths: a draft grows while it saves more than it costs.
 
 While a forward is bound by the memory bandwidth of the weights, another row costs little. With more
-rows, the forward is bound by arithmetic, and each row costs as much as the row before
+rows, the forward is bound by arithmetic, and each row costs as much as the previous row
 (``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
 sequence. If the tokens of a draft are accepted with conditional probabilities p, q, r, ..., the
 draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the number of tokens of a step
@@ -106,7 +106,7 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
             if gain <= best * least:
                 break
             gains.append((gain, i))
-    # The more probable tokens come first. Within a draft this keeps their order.
+    # The more probable tokens come first. Sorting keeps the order of the tokens of each draft.
     gains.sort(key=lambda gain: -gain[0])
     chosen = 0
     for number, (gain, _) in enumerate(gains, 1):

@@ -22,7 +22,7 @@ from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alik
 
 NEAR = 12
 """After the last match, a match of one or two tokens is searched for during the next ``NEAR``
-tokens of the sequence, in the ``NEAR`` tokens of the source."""
+tokens of the sequence, in the next ``NEAR`` tokens of the source."""
 
 
 class PromptLookup:
@@ -77,7 +77,7 @@ class PromptLookup:
 
     def draft(self, match: Match, count: int) -> list[int]:
         """The ``count`` tokens that follow a match; fewer if the match is in an earlier text that
-        ends before.
+        has fewer tokens after the match.
 
         A match near the end of the sequence's own text means that the text is periodic. The draft
         then repeats the period.

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SIZE = 3
-"""Tokens of a run. Shorter runs are too frequent to predict the next token."""
+"""Number of tokens of a run. Shorter runs are too frequent to predict the next token."""
 PLACES = 6
 """Maximum number of places that are stored for each run: the latest places."""
 LONGEST = 32
 """Matches are compared up to this length. A longer match does not predict better."""
 
 Places = list[tuple[list[int], int]]
-"""Pairs of a text in which a run occurs and the end of the run in it, the latest last."""
+"""Pairs of a text in which a run occurs and the end of the run in this text. The latest pair is
+last."""
 Index = dict[tuple[int, ...], Places]
 """The places of each run."""
 
@@ -29,8 +30,8 @@ class Match(NamedTuple):
 
 
 def add_runs(index: Index, text: list[int], start: int, end: int) -> None:
-    """Adds the runs of a text that end in ``[start, end)``. The end of a
-    run is the index after its last token."""
+    """Adds the runs of a text that end in ``[start, end)``. The end of a run is the index after its
+    last token."""
     for at in range(max(start, SIZE), end):
         run = tuple(text[at - SIZE : at])
         places = index.get(run)

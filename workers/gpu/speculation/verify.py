@@ -3,8 +3,8 @@
 The forward computes the sequence's last token and its draft, with a row of logits for each. The
 first row gives the next token. If this token equals the first draft token, the second row is the
 row that the next step would have computed. The second row then gives the token after the draft
-token, and so on. Sampling depends on the seed, the sequence, the position and the tokens before.
-All these inputs are the same as without a draft, so the sampled tokens are the same too.
+token, and so on. Sampling depends on the seed, the sequence, the position and the tokens before the
+position. All these inputs are the same as without a draft, so the sampled tokens are the same too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Verifier:
     def sample(self, step: PendingStep) -> Verification | None:
         """Queues the sampling of a step's sequences with drafts, and removes them from the step;
         returns None if no sequence has a draft. A sequence that was steered since the forward stays
-        in the step, without its draft. For a sequence with a controller, only the draft tokens are
-        verified for which the controller has decided."""
+        in the step, without its draft. If a sequence has a controller, only the draft tokens that
+        the controller has decided on are verified."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
