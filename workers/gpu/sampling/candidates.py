@@ -18,11 +18,12 @@ from ....protocol.sampling import MAX_KEPT
 from .races import Draws, costs_launches, kept_tokens
 
 LAUNCHED = 16
-"""Number of rows that a GPU processes at a time, which bounds the memory in float64."""
+"""Number of rows that a GPU processes at a time. This number bounds the memory of the float64
+tensors."""
 
 
 class Candidate(NamedTuple):
-    """The report about one token, in the form of a column."""
+    """The report about one token, in the form that a column contains."""
 
     processed: float | None = None
     """``Token.processed``; None if the request does not ask for it."""
@@ -63,7 +64,7 @@ def processed_logprobs(
     ``chosen`` token among the candidates, float64 ``[rows]``. The arguments are those of
     ``Candidates.of``.
 
-    On a CPU, the bits of a single row do not depend on anything else.
+    On a CPU, if a call has a single row, the bits of the results depend only on this row.
     """
     kept = kept_tokens(processed_logits, draws)
     scaled = (processed_logits.double() - processed_logits.amax(-1, keepdim=True)) / draws.column(

@@ -1,8 +1,8 @@
 """Excludes the tokens that end a sequence until ``min_tokens`` tokens have been generated.
 
 The position of a row's token is the number of tokens that its sequence has generated. So the
-position alone decides whether the row may end its sequence, also along a draft, while steps
-overlap, and after the sequence has moved from another worker.
+position alone decides whether the row may end its sequence. This also holds for the tokens of a
+draft, while steps overlap, and after the sequence has moved from another worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Least(NamedTuple):
 
     min_tokens: int
     ends: Sequence[int]
-    """The tokens that are excluded until then: end-of-sequence tokens and ids of ``stop``."""
+    """The tokens that are excluded before ``min_tokens`` tokens: end-of-sequence tokens and ids of
+    ``stop``."""
 
 
 class MinTokens:
@@ -42,7 +43,8 @@ class MinTokens:
         return cls(found) if found else None
 
     def excluded(self, positions: np.ndarray) -> dict[int, np.ndarray]:
-        """By row, if any are excluded at these ``positions``: the excluded tokens."""
+        """By row: the tokens that are excluded at these ``positions``. Rows without excluded tokens
+        are left out."""
         below = np.flatnonzero(positions[self._rows] < self._least).tolist()
         return {int(self._rows[i]): self._ends[i] for i in below}
 

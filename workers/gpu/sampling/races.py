@@ -292,8 +292,8 @@ def _as_floats(
 
 
 def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Sets weights to 0 if the weights before them, in descending order, reach ``top_p`` of the
-    sum. Equal weights are ordered by token."""
+    """Sets a weight to 0 if the sum of the weights before it, in descending order, is at least
+    ``top_p`` of the total. Equal weights are ordered by token."""
     # The limit is infinite if all tokens are kept: rounding must not remove one.
     share = draws.column("limit", weights.device)
     limit = share * row_sums(weights, torch.float64)

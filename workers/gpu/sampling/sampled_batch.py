@@ -17,7 +17,7 @@ from .row_parameters import RowParameters, Rows
 
 
 class SampledBatch:
-    """The sequences of a step, one for each row. Steps with the same sequences share the object."""
+    """The sequences of a step, one for each row. Steps with the same sequences share one object."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences

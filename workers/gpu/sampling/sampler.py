@@ -52,8 +52,8 @@ class Sampled:
     allowed: dict[int, int] = field(default_factory=dict)
     """For rows with ``inspect``: the number of allowed tokens."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
-    """For rows with ``inspect``: the controller's nonzero biases of the other most likely tokens
-    and of the chosen token."""
+    """For rows with ``inspect``: the controller's nonzero biases of the chosen token and of the
+    most likely tokens that are not forbidden."""
     distributions: dict[int, Distribution] = field(default_factory=dict)
     """By row: the answers to the queries of controllers."""
     candidates: dict[int, Candidate] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Numbers:
     values: np.ndarray
 
     def numbers(self) -> np.ndarray:
-        """Returns the numbers."""
+        """float64 ``[3, rows]``, as ``OnHost.numbers``."""
         return self.values
 
 
@@ -399,8 +399,8 @@ def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, this leaves out a greedy row that has only a mask or a minimum length, if its best
-    token is allowed: they would not change the choice. On other devices the host does not know the
-    best token.
+    token is allowed: the mask or the minimum length would not change the choice. On other devices
+    the host does not know the best token.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
@@ -599,9 +599,9 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 def _likely_of(
     logits: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``most`` likely tokens of each row on a CPU and their log-probabilities, as ``_change``
-    computes the chosen token's. ``of_best`` ``[rows]``: the log-probability of each row's ``best``
-    token, float64."""
+    """The ``most`` likely tokens of each row on a CPU and their log-probabilities, computed in the
+    way of ``_change``. ``of_best`` ``[rows]``: the log-probability of each row's ``best`` token,
+    float64."""
     values, ids = likeliest(logits, min(most, logits.shape[-1]))
     less = values - logits.gather(-1, best.unsqueeze(-1))
     return ids, of_best.unsqueeze(-1) + less
