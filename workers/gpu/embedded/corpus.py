@@ -33,8 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and other people's code."""
 
 HELD_OUT_PART = 32
-"""One in this number of modules is held out, with all its functions, chosen by the hash of its
-text."""
+"""One of this number of documents is held out, chosen by the hash of its text. A module is held out
+with all its functions."""
 
 _FIRST = [
     "Ada",

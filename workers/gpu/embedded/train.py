@@ -1,8 +1,8 @@
 """Trains the embedded model: ``python -m tokenbus.workers.gpu.embedded.train --out DIR``.
 
-First the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
-parameters), on the text of ``corpus.py``. All random numbers have fixed seeds. The same training on
-the same version of the library has the same result, except for rounding that depends on the
+Trains first the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
+parameters), on the text of ``corpus.py``. All random numbers have fixed seeds. With the same
+version of the standard library, the result is the same, except for rounding that depends on the
 machine.
 """
 
@@ -33,7 +33,8 @@ WARM_UP = 60
 STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
-"""A line end keeps its indentation; words keep one space before; digits stand alone."""
+"""The parts into which text is split: a newline with the indentation after it, a word with one
+space before it, a single digit, spaces, or other characters."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -95,7 +96,8 @@ def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch
 def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
     """``steps`` batches of windows into the row: ``[batch, length + 1]``.
 
-    Three in four have length 512; the fourth is as long as the context.
+    In three of four batches the windows have a length of 512 tokens. In the fourth, they are as
+    long as the context.
     """
     chance = torch.Generator().manual_seed(SEED)
     for step in range(steps):
@@ -132,19 +134,19 @@ def held_out_loss(model: LlamaForCausalLM, row: torch.Tensor) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes what ``from_pretrained`` reads, the weights in bfloat16."""
+    """Writes the files that ``from_pretrained`` reads, with the weights in bfloat16."""
     copy: Any = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5 names a class that transformers 4 does not have; this one loads in both.
+    # transformers 5 names a class that transformers 4 does not have. The class below loads in both.
     config = folder / "tokenizer_config.json"
     named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(named, indent=2) + "\n")
 
 
 def main() -> None:
-    """Trains, reports every 50 steps, and saves."""
+    """Trains the model, reports the loss every 50 steps, and saves the model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
