@@ -20,7 +20,7 @@ def main() -> int:
     except (SettingError, ValueError) as error:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
-    # Importing torch takes seconds, so invalid settings are reported before it.
+    # Importing torch takes seconds, so invalid settings are reported before the import.
     importlib.import_module("torch")  # torch sets up logs of its own.
     logs.take_over("torch")
     from .worker import GpuWorker

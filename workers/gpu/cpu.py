@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SPIN_COUNT = "10000"
-"""Rounds that an OpenMP thread waits for the others before it sleeps: about 0.1 ms.
+"""Number of rounds that an OpenMP thread waits for the others before it sleeps: about 0.1 ms.
 
 The default is 300,000 rounds or more. If two threads of a parallel region share a core with another
 process, the waiting thread occupies the core until its time slice ends. Each matrix product then

@@ -47,7 +47,7 @@ class Follower:
 
 
 def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
-    """Reads commands on a thread, so that the end of rank 0 is noticed also during a forward."""
+    """Reads commands on a thread, so that the end of rank 0 is noticed even during a forward."""
     pipe = sys.stdin.buffer
     while len(head := pipe.read(ORDER_SIZE.size)) == ORDER_SIZE.size:
         [size] = ORDER_SIZE.unpack(head)

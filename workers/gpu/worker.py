@@ -192,7 +192,7 @@ class GpuWorker:
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
-                # A prompt may block its tokenizer for a long time.
+                # Heartbeats report how long this takes, because tokenizing a prompt may hang.
                 with self._bus.stepping():
                     self._on_message(message)
             except Exception as error:
@@ -413,7 +413,7 @@ class GpuWorker:
         controller."""
         self._streams.send_journal(stream)
         if self._streams.get(stream.request) is stream:
-            # Messages between the controller worker and this worker may be lost.
+            # Messages between the controller worker and this worker may have been lost.
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
