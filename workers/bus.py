@@ -42,7 +42,8 @@ class BusEndedError(RuntimeError):
 
 
 class Bus:
-    """The connection of one worker to the brokers at ``endpoint``, several separated by commas.
+    """The connection of one worker to the brokers at ``endpoint``: addresses that are separated by
+    commas.
 
     ``registration`` returns the registration (called on a bus thread). For the heartbeat, ``load``
     returns the number of requests and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the

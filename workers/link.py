@@ -41,7 +41,7 @@ class FromBus(NamedTuple):
     body: bytes
     attachments: list[bytes]
     link: int = 0
-    """The link from which it came: the number of its broker in the worker's list."""
+    """The link from which the message came: the number of the broker in the worker's list."""
 
 
 class Worker(Protocol):

@@ -1,4 +1,4 @@
-"""Finds out whether supervisord starts a successor of this process, which is about to end.
+"""Finds out whether supervisord will start a successor when this process has ended.
 
 supervisord restarts a process that has ended, unless supervisord itself is ending. The query goes
 to supervisord's Unix socket, whose path is in the environment of each process that it starts.
