@@ -48,8 +48,8 @@ class Decodes:
 
     def advance(self, on_device: bool) -> bool:
         """Advances each sequence by one token. Returns False if the next step must be scheduled:
-        too few blocks are available, or a sequence ends by its length. ``on_device``: the tokens
-        that the next step computes are still on the device."""
+        too few blocks are available, or a sequence reaches its maximum length. ``on_device``: the
+        tokens that the next step computes are still on the device."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False

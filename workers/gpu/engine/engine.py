@@ -369,7 +369,7 @@ class Engine:
 
     def finish(self, step: PendingStep) -> StepOutputs:
         """The second half of a step: samples the next token of each sequence that is ready. If
-        steps overlap, it launches the next forward before it waits for the tokens."""
+        steps overlap, ``finish`` launches the next forward before it waits for the tokens."""
         return self._stepper.finish(step)
 
     # --- steering -------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Engine:
 
         ``numbers``: the numbers of the forks. By default, the forks are numbered consecutively,
         from the number of sequences that the request has had. Forks share blocks until one of them
-        writes. Forks of a ready sequence sample from its logits, so they need no forward. Each
+        writes. Forks of a ready sequence sample from its logits, so they need no forward. Each fork
         draws its own token, because the random numbers depend on the sequence number. If the
         request would have more than ``max_forks`` sequences, the sequence ends with an error and
         has no forks.

@@ -18,8 +18,8 @@ from .scheduler import Batch, Chunk
 DECODE_WASTE = 64
 """Number of blocks of padding above which decodes of different lengths are split into two calls."""
 MIRROR_BYTES = 512 * 2**20
-"""Bytes of keys and values above which a group of decodes does not have a mirror. Each step then
-gathers the keys and values."""
+"""Number of bytes of keys and values above which a group of decodes does not have a mirror. Each
+step then gathers the keys and values."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -75,7 +75,7 @@ class Packed(Struct, array_like=True):
     copies: list[tuple[int, int]]
     """Blocks to copy before the forward, as (from, to)."""
     spans: PackedSpans | None = None
-    """The metadata for kernels that read blocks in place; it replaces ``groups``."""
+    """The metadata for kernels that read blocks in place, instead of ``groups``."""
     fed: np.ndarray | None = None
     """The packed tokens whose ids are still on the device, drawn in the previous step."""
     drawn: np.ndarray | None = None
@@ -242,7 +242,7 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # The length is not rounded up to whole blocks, as the last block is rarely full.
+    # The length is not rounded up to whole blocks, because the last block is rarely full.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])

@@ -189,7 +189,8 @@ class Scheduler:
         self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Moves a suspended sequence to the waiting queue, in the order of its arrival."""
+        """Moves a suspended sequence to the waiting queue. Its place in the queue depends on its
+        arrival."""
         self._take_out(sequence)
         self.waiting.put_back(sequence)
 
@@ -289,7 +290,7 @@ class Scheduler:
                 break
             elif sequence.continued and self._prefills(sequence.request):
                 # Another sequence of the request is computing the prompt. The waiting sequence can
-                # reuse these blocks later.
+                # reuse the blocks of the prompt later.
                 break
             elif self._prefill(batch, sequence, room):
                 room -= batch.chunks[-1].end - batch.chunks[-1].start
@@ -436,9 +437,9 @@ class Scheduler:
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
-        sequences run; returns whether it did. Each victim belongs to the client with the most
-        blocks left, if this client has more blocks than the client of the waiting sequence. Does
-        nothing if these blocks are too few, or if enough blocks are available already."""
+        sequences run. Returns whether blocks were freed. Each victim belongs to the client with the
+        most blocks left, if this client has more blocks than the client of the waiting sequence.
+        Does nothing if these blocks are too few, or if enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available

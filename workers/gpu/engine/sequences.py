@@ -243,7 +243,7 @@ class LiveSequences:
 
     def _drop(self, sequence: Sequence, drop: int) -> None:
         del sequence.tokens[len(sequence.tokens) - drop :]
-        # The last token is computed again, for its logits.
+        # The last token is computed again, because its logits are needed.
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
         if sequence.text is not None:
@@ -322,7 +322,8 @@ class LiveSequences:
         self.fail(sequence, f"decoding its text failed: {error}")
 
     def fail_defect(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence whose result raised an exception; the others of the step continue."""
+        """Ends a sequence whose result raised an exception. The other sequences of the step
+        continue."""
         number, what = sequence.request, "taking a result of request %d failed"
         log.error(what, number, exc_info=error, extra=about(number))
         self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")

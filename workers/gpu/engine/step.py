@@ -250,7 +250,7 @@ class Stepper:
             row += rows
 
     def _continues(self, decodes: Decodes, before: Sampling | None) -> bool:
-        """Whether the next step computes one more token of each sequence of the last one."""
+        """Whether the next step computes one more token of each sequence of the last step."""
         if decodes.changes != self._scheduler.changes or self._scheduler.owes_room:
             return False
         if self._speculation.any_drafts:

@@ -160,7 +160,7 @@ class ByteDetokenizer:
         """The characters that this token completes."""
         decoder = self._decoder
         if decoder is None:
-            # The vocabulary of a model may be padded, so it is larger than the tokenizer's.
+            # A model's vocabulary may be padded. It is then larger than the tokenizer's vocabulary.
             text = self._whole[token] if token < len(self._whole) else ""
             if text is not None:
                 return text

@@ -35,7 +35,8 @@ class WaitingQueue:
         self._overdue = _Order(self._shares)
         self._ticks = count()
         self._places: dict[Sequence, tuple[_Order, int]] = {}
-        """By waiting sequence: its order and its tick."""
+        """By waiting sequence: the order that contains it, and its tick, which is the number of its
+        insertion."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that were never admitted, by arrival."""
         self._returned: dict[Sequence, None] = {}
@@ -138,7 +139,8 @@ class _Order:
     """Sequences ordered by priority, number of running sequences of the client, arrival and tick.
 
     Each client and priority has a sorted queue. ``_heads`` is a sorted list of the first sequences
-    of all queues. When a client's number of running sequences changes, only its heads are moved.
+    of all queues. When a client's number of running sequences changes, only the first sequences of
+    its queues are moved.
     """
 
     def __init__(self, shares: dict[int, int]) -> None:
@@ -176,8 +178,8 @@ class _Order:
             del self._queues[client]
 
     def take_heads(self, client: int) -> list[int]:
-        """Removes the first sequences of a client's queues from ``_heads`` before its share
-        changes; returns their priorities."""
+        """Removes the first sequences of a client's queues from ``_heads``, before the client's
+        number of running sequences changes. Returns the priorities of these queues."""
         priorities = list(self._queues.get(client, ()))
         for priority in priorities:
             self._take_head(client, priority)
