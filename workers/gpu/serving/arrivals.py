@@ -193,8 +193,8 @@ class Arrivals:
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
-        """Drops an earlier attempt of a request without sending anything. Returns whether there was
-        one."""
+        """Drops an earlier attempt of a request without sending anything. Returns whether this
+        worker had an earlier attempt."""
         self.drop(number)
         if self._streams.get(number) is None and self._streams.kept(number) is None:
             return False

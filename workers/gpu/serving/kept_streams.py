@@ -1,4 +1,5 @@
-"""Streams that ended a moment ago: a broker that fails may lose their last tokens."""
+"""Streams that ended a moment ago. They are kept because a broker that fails may lose their last
+tokens."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class LiveStreams:
     """The streams whose requests an engine runs, by request.
 
     ``post`` sends frames over a link. ``release`` frees the state of an ended stream in the engine
-    and in steering; it may be called when the state is already freed. ``name``: the name of the
-    worker.
+    and in steering; ``release`` may be called when the state is already freed. ``name``: the name
+    of the worker.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
 
 
 def is_report(entry: Token) -> bool:
-    """Whether an entry only has notes of the controller. A replay may distribute the same notes
+    """Whether an entry has only notes of the controller. A replay may distribute the same notes
     over other entries, so such entries are not counted."""
     changes = entry.token is not None or entry.backtrack
     return not changes and entry.finish_reason is None and entry.parent is None

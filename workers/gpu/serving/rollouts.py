@@ -32,7 +32,8 @@ from .streams import Frames, Stream
 log = logging.getLogger(__name__)
 
 MAX_READ = 4
-"""Maximum number of models with weights that are read or prepared at the same time."""
+"""Maximum number of models whose new weights are being read, or wait to be used, at the same
+time."""
 
 
 @dataclass(slots=True, eq=False)

@@ -176,12 +176,13 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The memory of its entries, in tokens: the ids of five candidates count as a token."""
+        """The memory of the stream's entries, in tokens: the ids of five candidates count as a
+        token."""
         return self.num_tokens + self.num_candidates // 5
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidates that its entries report by their ids."""
+        """Number of candidates that the stream's entries report by their ids."""
         ids = sum(len(c.kept) // 4 for c in self.row_candidates if isinstance(c.kept, bytes))
         return ids + sum(len(e.kept) for _, e in self.entries if isinstance(e.kept, list))
 
@@ -230,7 +231,7 @@ class Stream:
 
     def restore(self, sent: list[Token], move: Move, moves: int) -> None:
         """Restores a stream that began at another worker. ``sent``: the entries that its client has
-        received. ``moves``: number of its moves so far."""
+        received. ``moves``: number of moves of the stream so far."""
         self.moves = moves
         self.entries = [(0, entry) for entry in sent]
         # A worker of an earlier release does not report spans, and may not be exact.
@@ -299,7 +300,7 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
 
 
 def journal_frames(stream: Stream) -> Frames:
-    """A stream's request and all sent entries, for a broker that was restarted or out of reach."""
+    """A stream's request and all sent entries, for a broker that was restarted or disconnected."""
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,

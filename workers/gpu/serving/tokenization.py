@@ -1,10 +1,9 @@
 """Tokenizes longer texts on separate threads, so that a long prompt does not delay the steps of
 other requests.
 
-Clients take turns: a lane works on at most one text per client, and a text waits for at most one
-text of each other client. There are two lanes, so that a text of some kilobytes does not wait for a
-text of some megabytes. A lane runs a thread while it has work. The tokenizers library releases the
-interpreter's lock.
+Clients take turns: after a text of one client, a lane processes a text of the next client. There
+are two lanes, so that a text of some kilobytes does not wait for a text of some megabytes. A lane
+runs a thread while it has work. The tokenizers library releases the interpreter's lock.
 """
 
 from __future__ import annotations
