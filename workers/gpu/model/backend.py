@@ -1,4 +1,4 @@
-"""The forward of a model: one interface for each way to compute it."""
+"""The forward of a model: one interface for all ways to compute it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class LoadedModel:
     """SHA-256 of the tokenizer's canonical JSON; empty without a tokenizer."""
     tokenizer_json: bytes | None
     """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
-    second. None if that library cannot represent it."""
+    second. None if that library cannot represent the tokenizer."""
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
@@ -113,9 +113,9 @@ def load_model(
     """Loads a causal language model or an encoder by path or hub id; ``embedded`` is the model in
     this package.
 
-    ``dtype`` ``auto`` is float32 on a CPU and the checkpoint's own on a GPU. Quantized checkpoints
-    load as in transformers. ``parallel``: this process is one of several ranks, and loads its part.
-    Raises ModelLoadError.
+    ``dtype`` ``auto`` is float32 on a CPU, and the checkpoint's own type on a GPU. Quantized
+    checkpoints load as in transformers. ``parallel``: this process is one of several ranks, and
+    loads its part. Raises ModelLoadError.
     """
     where = _device(device)
     place = str(embedded.path()) if name == embedded.NAME else name

@@ -41,8 +41,8 @@ def cache_bytes(
     """The size of the KV cache of a model on a GPU, in bytes.
 
     ``part``: the fraction of the device's memory for the model. It includes the weights of the
-    model and of ``others`` (its draft model), ``step_bytes`` and the cache. Other processes and
-    models may leave less. Raises ModelLoadError if no cache fits.
+    model and of ``others`` (its draft model), ``step_bytes`` and the cache. The cache is smaller if
+    other processes and models leave less memory. Raises ModelLoadError if no cache fits.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)

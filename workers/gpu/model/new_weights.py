@@ -204,7 +204,8 @@ def _check_form(name: str, own: torch.Tensor, shape: Any, dtype: str, path: Path
 
 
 def _copied(name: str, read: torch.Tensor, own: torch.Tensor, path: Path) -> torch.Tensor:
-    """A tensor in the model's type, in memory of its own: the file may change later."""
+    """A copy of a tensor in the model's type. The tensor is copied because the file may change
+    later."""
     copied = torch.empty(read.shape, dtype=own.dtype)
     copied.copy_(read)
     if not torch.isfinite(copied).all():

@@ -25,11 +25,11 @@ class Probes:
         self._spare = tensors.cache.num_blocks - 1
 
     def prompt(self) -> Packed:
-        """A forward of ``PROBE_TOKENS`` tokens; logits are computed for the last one."""
+        """A forward of ``PROBE_TOKENS`` tokens; logits are computed for the last token."""
         return self._packed(0, PROBE_TOKENS)
 
     def decode(self) -> Packed:
-        """A forward of the token after those of ``prompt``."""
+        """A forward of the token after the tokens of ``prompt``."""
         return self._packed(PROBE_TOKENS, 1)
 
     def logits(self, backend: ForwardBackend, packed: Packed) -> torch.Tensor:

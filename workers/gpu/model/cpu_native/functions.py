@@ -1,4 +1,4 @@
-"""Replaces operations of a transformers model by those of the native forward, on a CPU.
+"""Replaces operations of a transformers model by operations of the native forward, on a CPU.
 
 A trainer that computes a whole text with these operations gets the log-probabilities of the
 worker's stream, to the last bit. The functions have no gradients.

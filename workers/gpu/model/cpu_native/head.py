@@ -64,7 +64,7 @@ def packed_head(model: Any) -> PackedHead | None:
     if type(layer) is not torch.nn.Linear or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     weight = layer.weight
-    # A quantized weight is a subclass of Tensor that reports the same properties.
+    # A quantized weight is a subclass of Tensor that reports the properties of a plain tensor.
     plain = type(weight.data) is torch.Tensor
     if not plain or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None

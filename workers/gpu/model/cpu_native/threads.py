@@ -24,7 +24,8 @@ FIRST_TRIAL, LAST_TRIAL = 32, 1024
 """The first and the greatest number of steps until the next trial. The number doubles with each
 trial that changes nothing."""
 BETTER = 0.93
-"""A trial must take at most this fraction of the usual time to be adopted."""
+"""The number of threads of a trial is adopted if a step takes at most this fraction of the usual
+time."""
 SLOWER = 1.5
 
 

@@ -35,7 +35,7 @@ class CudaBackend(ForwardBackend):
 
     @torch.inference_mode()
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of a step, by a graph if one fits."""
+        """The logits of a step, computed by a graph if the step fits into a graph."""
         if not self._graphs.fit(packed):
             return super().forward(packed, drawn)
         logits = self._graphs.run(packed, self.tensors.ids(packed, drawn))

@@ -59,7 +59,7 @@ class _Buffers:
         """The block tables in ``block_table``, their width, and their number of rows."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        # The inputs are views of one buffer, which one copy from the host fills.
+        # The inputs are views of one buffer, so one copy from the host fills all inputs.
         self._numbers = torch.zeros(3 * largest + 1, dtype=torch.int64, device=device)
         self._positions, self._slots = self._numbers[: 2 * largest].view(2, largest)
         narrow = self._numbers[2 * largest :].view(torch.int32)
@@ -138,8 +138,8 @@ class DecodeGraphs:
         on_progress: OnProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse its
-        memory.
+        """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse the
+        memory of the largest.
 
         If captures fail, ``why`` has the reason. The weights and the cache must not move
         afterwards.

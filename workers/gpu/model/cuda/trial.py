@@ -1,4 +1,5 @@
-"""A trial of an attention kernel on a device: its results against plain attention, and its time."""
+"""A trial of an attention kernel on a device: compares the kernel's results with plain attention,
+and measures the kernel's time."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class VarlenBatch:
     starts: torch.Tensor
     """``[N + 1]``, int32: the index of each chunk's first token."""
     key_starts: torch.Tensor
-    """``[N + 1]``, int32: the cumulative sums of ``lengths``. FlashAttention 2 requires them
+    """``[N + 1]``, int32: the cumulative sums of ``lengths``. FlashAttention 2 requires these sums
     although it reads ``lengths``."""
     lengths: torch.Tensor
     """``[N]``, int32: number of tokens that each chunk attends to."""

@@ -2,10 +2,10 @@
 
 For one token of a small model, small operations take longer than matrix products: transformers'
 modules run about a hundred small operations for each token. ``FusedDecoder`` computes the same
-without module calls. It has one product for queries, keys and values, and one for both halves of a
-gated MLP. The rotary embedding is applied in place, and the products at the end of the attention
-and of the MLP add the residual. ``fused_model`` derives the decoder from the model's structure. The
-decoder is used only if its logits equal the model's own.
+results without module calls. It has one product for queries, keys and values, and one for both
+halves of a gated MLP. The rotary embedding is applied in place, and the products at the end of the
+attention and of the MLP add the residual. ``fused_model`` derives the decoder from the model's
+structure. The decoder is used only if its logits equal the model's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Matrix products with a model's weights: the kernel that is fastest for the number of rows.
 
-On a CPU, torch multiplies few rows with a matrix far below the memory bandwidth. It multiplies one
-row on a single thread, and for several rows it reorders the weights each time. A ``Projection``
+On a CPU, torch's product of few rows and a matrix is far slower than the memory bandwidth allows.
+One row is multiplied on a single thread, and the weights are reordered for each product of several
+rows. A ``Projection``
 
 - splits the product of one row among the threads (``bmm`` over parts of the outputs), with the
   weights of wide matrices stored by input, which vectorizes over the outputs;
@@ -141,7 +142,7 @@ def stored_by_input(weight: torch.Tensor) -> bool:
 def can_be_packed(weight: torch.Tensor) -> bool:
     """Whether a weight is a plain float32 or bfloat16 tensor on a CPU for which oneDNN has
     kernels."""
-    # A quantized weight is a subclass of Tensor that reports the same properties.
+    # A quantized weight is a subclass of Tensor that reports the properties of a plain tensor.
     if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
         return False
     if weight.dtype == torch.bfloat16:

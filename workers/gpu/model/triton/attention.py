@@ -92,7 +92,8 @@ def decode_tiles(count: int, group: int, workspace: Workspace) -> Tiles:
 def tiles_of(
     queries: np.ndarray, keys: np.ndarray, group: int, kv_heads: int, dim: int, device: torch.device
 ) -> Tiles:
-    """The tiles of chunks with these numbers of tokens, and of keys up to their ends."""
+    """The tiles of chunks. ``queries``: number of tokens of each chunk. ``keys``: number of keys up
+    to the end of each chunk."""
     short = queries <= MAX_SHORT
     rows = _split(queries, short, tile_rows(group, long=False) // group)
     ends = np.minimum(
@@ -129,7 +130,7 @@ def paged_attention(
     max_programs: int | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` ``[num_tokens, heads, dim]`` over a layer's paged keys and values,
-    which contain those of the new tokens; returns ``[num_tokens, heads, dim]``.
+    including the keys and values of the new tokens. Returns ``[num_tokens, heads, dim]``.
 
     ``chunks``: the starts ``[N + 1]`` of the chunks in ``query``, the numbers of keys ``[N]`` they
     attend to, their block table ``[N, blocks]``, all int32. ``max_programs``: maximum number of

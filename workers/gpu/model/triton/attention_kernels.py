@@ -103,8 +103,9 @@ def _tile_of(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """The tile of a program: its chunk; for each row, the index of its token among all tokens, the
-    position of the token, and whether the row exists; the keys of the tile, ``[lowest, limit)``.
+    """The tile of a program. Returns the chunk; for each row, the index of its token among all
+    tokens, the position of the token, and whether the row exists; the keys of the tile, ``[lowest,
+    limit)``.
     """
     tile = tl.program_id(0)
     chunk = tl.load(tiles + 3 * tile)
@@ -317,7 +318,7 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
 ):
     """Long chunks: a program computes a tile over all of its keys. The grid is ``[tiles,
-    KV_HEADS]``. ``tiles`` are those of ``split_kernel``, without places."""
+    KV_HEADS]``. ``tiles``: as in ``split_kernel``, without places."""
     head = tl.program_id(1)
     chunk, tokens, positions, real, lowest, limit = _tile_of(
         tiles, starts, lengths, window, GROUP, BLOCK_M, BLOCK_N, HAS_WINDOW

@@ -128,7 +128,7 @@ class _Layer:
 
 
 def _normed(hidden: torch.Tensor, update: _Update, norm: RmsNorm) -> torch.Tensor:
-    """The norm of ``hidden`` after ``update`` is added to it in place."""
+    """Adds ``update`` to ``hidden`` in place, and returns the norm of ``hidden``."""
     normed = torch.empty_like(hidden)
     post = update.norm
     NORM(

@@ -132,8 +132,9 @@ def norm(
     post_gain: torch.Tensor | None,
     post_eps: float,
 ) -> None:
-    """Adds ``scale`` times ``update``, normalized with ``post_gain`` if there is one, to ``hidden``
-    in place, and writes the RMS norm of ``hidden`` to ``normed``; all ``[num_tokens, width]``."""
+    """Adds ``scale * update`` to ``hidden`` in place, and writes the RMS norm of ``hidden`` to
+    ``normed``; all ``[num_tokens, width]``. If ``post_gain`` is given, ``update`` is normalized
+    with it first."""
     from .layer_kernels import norm_kernel
 
     rows, width = hidden.shape
