@@ -57,8 +57,8 @@ class Answers:
                 answer.scores = dict(zip(query.tokens, scores[place], strict=False))
             for reported in (answer.top, answer.scores):
                 if token in reported:
-                    # The sampler's log-probability replaces this one, which may differ in the last
-                    # bit.
+                    # The sampler's log-probability replaces this log-probability, which may differ
+                    # in the last bit.
                     reported[token] = logprob
             found[row] = answer
         return found

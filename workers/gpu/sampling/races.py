@@ -108,7 +108,8 @@ class Draws:
 class Ahead:
     """The logarithms of the random numbers of consecutive steps of a batch.
 
-    They do not depend on logits, so a device computes many steps with the launches of one step.
+    These numbers do not depend on logits, so a device computes many steps with the launches of one
+    step.
     """
 
     positions: np.ndarray
@@ -287,7 +288,7 @@ def _as_floats(
     compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """The result of a comparison as 0 and 1 in float32. On a CPU, multiplying weights with these
-    takes a tenth of the time of booleans."""
+    numbers takes a tenth of the time of booleans."""
     return compare(one, other, out=torch.empty_like(one))
 
 

@@ -79,8 +79,8 @@ class RowParameters:
 
 
 def is_unprocessed(s: Sampling) -> bool:
-    """Whether a random token is drawn from the model's own distribution, without a mask and
-    without a controller's bias."""
+    """Whether a random token is drawn from the model's own distribution, if the row has no mask and
+    no controller's bias."""
     cut = s.top_k or s.top_p < 1 or s.min_p
     return s.temperature == 1 and not cut and not _changes_logits(s)
 

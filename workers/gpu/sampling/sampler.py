@@ -398,9 +398,9 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
-    On a CPU, this leaves out a greedy row that has only a mask or a minimum length, if its best
-    token is allowed: the mask or the minimum length would not change the choice. On other devices
-    the host does not know the best token.
+    On a CPU, a greedy row that has only a mask or a minimum length is left out if its best token is
+    allowed, because the choice would be the same. On other devices the host does not know the best
+    token.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
@@ -509,7 +509,7 @@ def _add_biases(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> Non
 
 
 def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Stacks float32 arrays as the rows of one tensor. For CUDA, each is copied once on the
+    """Stacks float32 arrays as the rows of one tensor. For CUDA, each array is copied once on the
     host."""
     rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
     np.stack(arrays, out=rows.numpy())
