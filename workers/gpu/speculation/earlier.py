@@ -69,7 +69,7 @@ class EarlierTexts:
     def _advance(self) -> None:
         text = self._waiting[0]
         until = min(len(text), self._indexed + ADVANCE)
-        # The token after the last run is not known yet.
+        # The run at the end of the text is not added, because no token follows it.
         add_runs(self._newer, text, self._indexed, until)
         self._size += until - self._indexed
         self._indexed = until

@@ -80,7 +80,8 @@ class Acceptance:
         self.verified[kind] = self.verified[kind] * fading + verified
 
     def expected(self, kind: int) -> float:
-        """The probability that a draft token is accepted, given that the tokens before it were."""
+        """The probability that a draft token is accepted, given that the tokens before it were
+        accepted."""
         return self.accepted[kind] / self.verified[kind]
 
     def fork(self) -> Acceptance:
