@@ -4,7 +4,7 @@ forward runs.
 The worker's own thread receives messages with ``take`` and sends with ``post``; neither waits for
 the network. A worker registers with each broker of a list, and has a link to each (``link.py``). A
 message from the bus has the number of its link, and messages for a request are posted to the link
-from which it came.
+from which the request came.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Bus:
     CPU time of controllers.
 
     ``first`` receives new messages at once, on a bus thread, and returns the messages for ``take``.
-    It handles answers that must not wait for another thread. If it raises, it receives the same
-    messages again one by one, so that only the faulty message is dropped.
+    ``first`` handles answers that must not wait for another thread. If ``first`` raises an
+    exception, it receives the same messages again one by one, so that only the faulty message is
+    dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
@@ -128,8 +129,8 @@ class Bus:
         self._inbox.put([])
 
     def post(self, frames: Frames, link: int = 0, wake: bool = True) -> None:
-        """Sends a message over a link without waiting, in order; without ``wake``, it is sent with
-        the next message.
+        """Sends a message over a link without waiting, in order. Without ``wake``, the message is
+        sent with the next message.
 
         Drops the message if the lease for which it was made has ended.
         """
@@ -157,8 +158,8 @@ class Bus:
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
         """The requests of a link that continue after this ``REGISTERED``; the worker drops the
-        link's other requests. None means that all continue, because the message answers a change of
-        the registration."""
+        link's other requests. None means that all requests continue, because the message answers a
+        change of the registration."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:

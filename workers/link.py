@@ -108,8 +108,8 @@ class Link:
             self._carrier.send(self._outbox)
 
     def kept(self, answer: Registered) -> frozenset[int] | None:
-        """The requests that continue after this ``REGISTERED``. None means that all continue,
-        because the message answers a change of the registration."""
+        """The requests that continue after this ``REGISTERED``. None means that all requests
+        continue, because the message answers a change of the registration."""
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
@@ -134,8 +134,8 @@ class Link:
         self._carrier.close()
 
     def _mute(self) -> None:
-        """Drops posted messages from now on, because a new lease begins. Called before the lease
-        sends ``REGISTER``, by the thread that may send."""
+        """Drops posted messages from now on, because a new lease begins. Called on the connection's
+        thread, before the lease sends ``REGISTER``."""
         with self._gate:
             self._muted = True
             self._outbox.clear()

@@ -9,8 +9,8 @@ SPIN_COUNT = "10000"
 
 The default is 300,000 rounds or more. If two threads of a parallel region share a core with another
 process, the waiting thread occupies the core until its time slice ends. Each matrix product then
-takes a time slice of 8 ms instead of 0.02 ms. With this setting, it takes 0.1 to 0.2 ms. Sleeping
-at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.
+takes a time slice of 8 ms instead of 0.02 ms. With this setting, each product takes 0.1 to 0.2 ms.
+Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.
 """
 
 
@@ -18,8 +18,8 @@ def prepare_environment(threads: int) -> None:
     """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, 0 for
     one per core. Existing environment variables take precedence.
 
-    Weights in huge pages are read faster if the reads are few and long: the product of one row and
-    a float32 matrix of 256 x 32,000 takes 1.3 ms instead of 1.9 ms.
+    Weights in huge pages are read faster if the reads are few and long. For example, the product of
+    one row and a float32 matrix of 256 x 32,000 takes 1.3 ms instead of 1.9 ms.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -123,8 +123,8 @@ class GpuWorker:
         requests."""
         self._stop_reason = ""
         self._restarts = False
-        """Whether supervisord may start a successor. If so, the worker asks supervisord when it
-        begins to drain. ``stop`` sets the flag."""
+        """Whether supervisord may start a successor. If so, the worker asks supervisord, at the
+        beginning of its drain, whether a successor will come. ``stop`` sets the flag."""
         self._failed: str | None = None
         """The reason why the worker must exit."""
         self._rate = 0.0
@@ -371,8 +371,8 @@ class GpuWorker:
                 log.warning("a GPU worker does not accept messages of type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """Handles a client's request. Refuses it if requests of other brokers use the worker's
-        capacity. A later attempt of a known request replaces the earlier one."""
+        """Handles a client's request. Refuses the request if requests of other brokers use the
+        worker's capacity. A later attempt of a known request replaces the earlier attempt."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if elsewhere else None
         if known is not None and known.link != message.link:
@@ -512,7 +512,7 @@ class GpuWorker:
         return stream.link if stream is not None else None
 
     def _elsewhere(self, link: int) -> int:
-        """Number of requests that belong to other brokers than that of a link."""
+        """Number of requests that do not belong to the broker of a link."""
         return sum(s.link != link for s in (*self._streams, *self._arrivals.streams()))
 
     @property
