@@ -3,8 +3,8 @@
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
 were sampled. The copy cannot write variables or logs, and is dropped afterwards. When tokens of the
-draft have been sampled, the controller itself runs the round of each token. So it gets the same
-calls as without drafts, only later.
+draft have been sampled, the controller itself runs the round of each token. So the controller
+receives the same calls as without drafts, only later.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    decisions. They end before the first token after which the controller would do more than
-    sample."""
+    decisions. The decisions end before the first token after which the controller would do more
+    than sample."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -137,9 +137,9 @@ class _NoVariables:
     append = set
 
     def receive(self) -> NoReturn:
-        """Refuses."""
+        """Raises an error: a copy must not receive inputs."""
         raise ControllerError(Code.CONTROLLER_FAILED, "it receives an input along a draft")
 
     def send(self, text: bytes) -> NoReturn:
-        """Refuses."""
+        """Raises an error: a copy must not send texts."""
         raise ControllerError(Code.CONTROLLER_FAILED, "it sends a text along a draft")

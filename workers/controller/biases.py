@@ -15,7 +15,7 @@ import numpy as np
 from ...protocol.errors import Code, ControllerError
 
 HEAD = 4
-"""Bytes of the number of pairs."""
+"""Size of the number of pairs, in bytes."""
 _PAIR = np.dtype([("token", "<u4"), ("value", "<f4")])
 
 
@@ -23,7 +23,7 @@ class Bias(NamedTuple):
     """A bias that has been checked. ``data`` is valid until the controller's next call."""
 
     pairs: int
-    """Pairs in ``data``; 0: it has a float32 for each token."""
+    """Number of pairs in ``data``; 0 if ``data`` has a float32 for each token."""
     data: memoryview
 
     @property

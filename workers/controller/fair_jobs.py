@@ -1,5 +1,5 @@
-"""The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a tenant
-cannot use all of its threads.
+"""The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a single
+tenant cannot use all threads of the pool.
 
 If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
 another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is
@@ -19,8 +19,8 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""If the queue has this number of tenants, it removes tenants without jobs whose virtual time has
-passed."""
+"""If the queue has this number of tenants, it removes each tenant that has no jobs and whose
+virtual time has passed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Turn:
     waiting: int = 0
     """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
-    """Whether the tenant is in the order, so that its next job may begin."""
+    """Whether the tenant is in the heap of the queue, so that its next job may begin."""
 
 
 class Taken(NamedTuple):
@@ -57,7 +57,7 @@ class FairJobs:
     The next job is from the tenant that has used the least CPU time. A tenant that returns after
     all of its jobs had ended begins at the present virtual time, so that idle time does not give it
     an advantage. A tenant may use all slots but one, so that another tenant's job starts
-    immediately. Jobs without a tenant ("") have no such bound: clients without keys are one tenant.
+    immediately. The tenant "" has no such bound, because it stands for all clients without keys.
     """
 
     def __init__(self, slots: int) -> None:

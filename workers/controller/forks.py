@@ -1,8 +1,9 @@
 """The numbers of new sequences, which follow from the forks that created them.
 
-Simultaneous forks of several sequences are made in any order. A sequence's number affects its
-sampling, its controller reads it, and clients count entries by it. So the number must not depend on
-that order: a request that runs again has to give the same result.
+Simultaneous forks of several sequences are made in any order. Sampling depends on a sequence's
+number, controllers read the number, and clients count the entries of each number. So the numbers
+must not depend on the order in which forks are made: a request that runs again has to give the same
+result.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import hashlib
 from collections.abc import Container
 
 WIDTH = 1024
-"""The k-th sequence forked from number p has the number ``p * WIDTH + k``, if that is small
-enough."""
+"""The k-th sequence forked from number p has the number ``p * WIDTH + k``, if this number is below
+``FIRST_HASHED`` and k is below ``WIDTH``."""
 FIRST_HASHED = 2**31
 """Numbers from this one on are hashes. All numbers are u32."""
 

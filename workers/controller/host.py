@@ -76,8 +76,8 @@ class Variables(Protocol):
         """A variable; None if it does not exist."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: it must not
-        exist)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: the variable must
+        not exist)."""
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Appends to a variable, which is created if it does not exist."""
@@ -99,7 +99,7 @@ class NextTokens(NamedTuple):
     may_end: bool
     """Whether the text may end here."""
     ends: bool
-    """Whether no token but the end may follow."""
+    """Whether only the end may follow."""
 
 
 class Questions(Protocol):
@@ -145,7 +145,7 @@ class Host:
     questions: Questions | None = None
     """Answers a script's questions about constraints; None for other controllers."""
     tools: Tools | None = None
-    """None: the controller cannot call tools."""
+    """The tools of the sequence; None if the controller cannot call tools."""
     distributions: Sequence[Distribution] = ()
     """The distribution of each token that the last post_process got; empty if the tokens were
     appended, or if the controller did not query them. ``Rounds`` sets this before each

@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     count: int = 1  # type: ignore[assignment]
     """FORK: number of sequences afterwards, including this one."""
     backtrack: int = 0
-    """Number of tokens to drop, without the token that is about to be sampled."""
+    """Number of tokens to drop, not counting the token that is about to be sampled."""
     tokens: Sequence[int] = ()
     masked: bool = False
     """mid_process: whether the call wrote a mask; otherwise every token is allowed."""
@@ -116,7 +116,7 @@ class Constraint(Controller, Protocol):
         """
 
     def fork(self, host: Host) -> Constraint:
-        """A copy, as for every controller."""
+        """See ``Controller.fork``."""
 
 
 @runtime_checkable
@@ -173,8 +173,8 @@ class Batched(Controller, Protocol):
 
 @runtime_checkable
 class DecidesAhead(Controller, Protocol):
-    """A controller that makes pre_process and mid_process together with post_process, because each
-    message to its guest has a cost."""
+    """A controller that runs pre_process and mid_process in the same message to its guest as
+    post_process, because each message has a cost."""
 
     @property
     def has_decided(self) -> bool:
@@ -197,4 +197,4 @@ class ConstraintProgram(Program, Protocol):
     """The factory of the controllers of a built-in constraint."""
 
     def start(self, host: Host) -> Constraint:
-        """A controller for a new request, as for every program."""
+        """See ``Program.start``."""

@@ -27,8 +27,8 @@ class Limits:
     tables: int = 4
     """Maximum tables; compilers create one."""
     log_bytes: int = 64 * 1024
-    """Maximum bytes of the log of one round; a sequence may have 16 times this number. Further
-    bytes are counted and dropped."""
+    """Maximum bytes of the log of one round; all logs of a sequence may have 16 times this number.
+    Further bytes are counted and dropped."""
     compile_s: float = 1.5
     """Maximum CPU time of compiling a grammar in a separate process."""
     compile_bytes: int = 1024**3

@@ -153,7 +153,7 @@ class ModuleCalls:
         asks = encode_body(FetchModule(module=module), "msgpack")
         fetches = encode_body(FetchModule(module=module, send=True), "msgpack")
         sends: int | None = None
-        """The worker that was requested to send the module."""
+        """The worker from which the module was requested."""
         wrong: set[int] = set()
         now = next_at = time.monotonic()
         """The time at which all workers are queried again, because the sending worker may have lost

@@ -70,7 +70,7 @@ class PendingResult:
         return self._missing == 0
 
     def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
-        """Adds the results of a round that has ended; the last one sends the message."""
+        """Adds the results of a round that has ended. The last round sends the message."""
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:

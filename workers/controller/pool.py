@@ -272,7 +272,8 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """``Pool.waiting`` of the pool of this thread; on any other thread, it does nothing."""
+    """Wraps a wait in ``Pool.waiting`` of this thread's pool. Does nothing on a thread that does
+    not belong to a pool."""
     pool = _this_thread.pool
     if pool is None or pool.keeps_slots:
         yield
@@ -292,5 +293,6 @@ def freeing_slot() -> Iterator[None]:
 
 
 def tenant_of_thread() -> str:
-    """The tenant whose job runs on this thread; empty on a thread that is not of a pool."""
+    """The tenant whose job runs on this thread; empty on a thread that does not belong to a
+    pool."""
     return "" if _this_thread.job is None else _this_thread.job.turn.tenant

@@ -7,8 +7,8 @@ on these inputs, the replay restores its earlier state.
 Only results that may not have been applied are kept: the results since the sequence's last sampled
 token or its last applied fork, whichever is later.
 
-A fork's sequences run before their parent continues. So when the parent forks again, its earlier
-children have ended as they had before.
+A fork's sequences run before their parent continues. So all earlier children of a sequence have
+been replayed before the sequence forks again.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class GroupReplay:
         kept.sort(key=lambda one: (one[0], one[1].seq))
         results = [result for _, result in kept]
         if results and results[0].constraint is None:
-            # The first result of a constraint shows the GPU worker that it is one.
+            # The first result shows the GPU worker that the controller is a constraint.
             past_of_first = self._pasts.get(results[0].seq)
             controller = past_of_first.sequence.controller if past_of_first is not None else None
             if isinstance(controller, Constraint):

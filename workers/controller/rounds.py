@@ -214,8 +214,9 @@ class Rounds:
 
     @staticmethod
     def _caught_up(sequence: ControlledSequence, tokens: Sequence[int]) -> Sequence[int]:
-        """Runs the rounds of the accepted tokens of a draft, except the last, whose decisions a
-        copy has made before. Returns the tokens of the round that follows."""
+        """Runs the rounds of the accepted tokens of a draft, except the last token. A copy of the
+        controller has already made the decisions of these rounds. Returns the tokens of the round
+        that follows."""
         controller = sequence.controller
         if len(tokens) < 2 or not runs_ahead(controller):
             return tokens

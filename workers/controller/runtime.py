@@ -46,7 +46,7 @@ class GuestRuntime(Protocol):
 
     def missing_layers(self) -> list[str]:
         """The layers of isolation that guests lack, with the reasons. May wait until a process has
-        found them. Trusted controllers need none."""
+        reported them. Trusted controllers do not need isolation."""
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The factory of controllers of a module for an owner of guests. ``module`` is the module's

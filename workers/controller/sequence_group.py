@@ -5,8 +5,8 @@ A sequence waits for the model, runs a round, or is suspended. A suspended seque
 another sequence of the request has written a variable, has finished or has sampled a token since
 its last pre_process began. If all sequences are suspended and are not woken by others, all are
 woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the
-request ends with `deadlock`. A sequence that waits for an input is only woken by an input, and
-while one waits, the request is not idle.
+request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
+sequence waits for an input, the request is not idle.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class SequenceGroup:
             return [partial(self._rounds.again, s) for s in waiting], []
 
     def wake_for_answer(self) -> tuple[list[Round], list[StepResult]]:
-        """Called when a tool has answered; returns as ``record`` does."""
+        """Called when a tool has answered; returns what ``record`` returns."""
         with self._lock:
             self._changes += 1
             # A request has a bounded number of calls, so they do not count as wake-ups.

@@ -39,8 +39,9 @@ from .variable_calls import SequenceVariables, record_of
 log = logging.getLogger(__name__)
 
 GIVE_UP_S = 660.0
-"""Time after which a call without an answer fails, in seconds: the longest time-out of a tool, and
-a minute. The broker and the tool workers answer every call before, unless one of them fails."""
+"""Time after which a call without an answer fails, in seconds: the longest time-out of a tool plus
+a minute. The broker and the tool workers answer every call before this time, unless one of them
+fails."""
 MARK = b"\0"
 """The first byte of a record without an answer. The number of the attempt follows."""
 MAX_TOOL_NAME = 128
@@ -226,7 +227,7 @@ class GroupTools:
         return found.value or b""
 
     def _store(self, answer: CallAnswer) -> None:
-        """Writes an answer into its record, unless the record has an answer."""
+        """Writes an answer into its record, unless the record already has an answer."""
         record = record_of(answer.lineage, answer.count)
         lineage = _answer_lineage(answer.lineage, answer.count)
         try:
@@ -263,6 +264,7 @@ class SequenceTools:
 
 
 def _answer_lineage(lineage: int, count: int) -> int:
-    """The lineage of the operation that writes an answer. It differs from that of a sequence."""
+    """The lineage of the operation that writes an answer. It differs from the lineage of every
+    sequence."""
     text = f"tool/{lineage}/{count}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
