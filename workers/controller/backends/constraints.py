@@ -79,7 +79,7 @@ class CombinationProgram:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
             return self._part(made, made.root, host)
-        # An invalid part is refused now, and not only when the sequence reaches it.
+        # A part that is not valid is refused now, before the sequence reaches it.
         for part in {part.place: part for part in made.plan.parts}.values():
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)
@@ -103,7 +103,7 @@ class Constraints:
     ) -> None:
         """``folder`` is where tables and masks are stored between runs; None: nothing is stored.
         ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # Takes 40 ms, for which the first pattern would wait.
+        prepare()  # This takes 40 ms, which would otherwise delay the first pattern.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())

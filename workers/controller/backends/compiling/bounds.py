@@ -12,8 +12,9 @@ WALL_S = 120.0
 again. Only CPU time decides whether a grammar is refused: this bound is exceeded only if a busy
 machine gives the process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Less than the stack of the worker's threads (``sandbox.HOST_STACK_BYTES``): a grammar that
-compiles in the process also compiles in the worker."""
+"""Maximum bytes of the stack. It is smaller than the stack of the worker's threads
+(``sandbox.HOST_STACK_BYTES``), so that a grammar that compiles in the process also compiles in the
+worker."""
 BLAME_SHARE = 0.25
 """Maximum CPU time of the search for the most expensive part of a refused grammar, as a share of
 ``cpu_s``."""

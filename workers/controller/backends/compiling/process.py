@@ -52,7 +52,8 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # A task that bounds its own time gets spare time, so that its own error comes first.
+        # A task that bounds its own time gets spare time, so that it can report its own error
+        # before the kernel ends the process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

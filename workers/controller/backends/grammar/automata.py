@@ -58,7 +58,8 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # Compilers reserve a part of their time to find the expensive part.
+        # Compilers reserve a share of their time for the search for the most expensive part of the
+        # argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

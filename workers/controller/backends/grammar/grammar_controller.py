@@ -119,8 +119,9 @@ class GrammarController:
         self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text; else ``complete`` if the grammar accepts the
-        text, or ``cut``. With ``stop``, the text before that stop string counts."""
+        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
+        unchanged text, otherwise ``cut``. With ``stop``, only the text before that stop string
+        counts."""
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             return "complete" if tokens is not None and self._accepts(tokens) else "cut"

@@ -87,7 +87,8 @@ class _Search:
                 return _named(path, node)
 
     def rule(self, text: str) -> str:
-        """The rule or terminal of a Lark grammar that alone fails as the whole does."""
+        """The rule or terminal of a Lark grammar that fails alone in the same way as the whole
+        grammar."""
         rules = list(_RULE.finditer(text))
         ends = [rule.start() for rule in rules[1:]] + [len(text)]
         longest = sorted(zip(rules, ends, strict=True), key=lambda one: one[0].start() - one[1])[

@@ -152,8 +152,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens whose items can be completed within ``credit``, by an upper bound; None if
-        these are all tokens."""
+        """The tokens whose items can certainly be completed within ``credit``; None if all tokens
+        are allowed."""
         assert self._item is not None
         if credit > self._low:
             return None

@@ -175,8 +175,9 @@ class MatcherController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text; else ``complete`` if the grammar accepts the
-        text, or ``cut``. With ``stop``, the text before that stop string counts."""
+        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
+        unchanged text, otherwise ``cut``. With ``stop``, only the text before that stop string
+        counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher = self._matcher

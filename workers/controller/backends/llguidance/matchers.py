@@ -73,9 +73,9 @@ class _Wrapper:
 
 
 class Tokens:
-    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. A
-    vocabulary without such a token receives one after its last token, whose bit is cleared in each
-    mask."""
+    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. If a
+    vocabulary does not have such a token, an additional token after its last token ends the text.
+    The bit of the additional token is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about 0.4 s for 131,072 tokens and holds the interpreter lock."""
@@ -110,7 +110,8 @@ class Tokens:
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share its lexer's states, so only one may run at a time.
+    """A compiled grammar. Its matchers share its lexer's states, so only one matcher may run at a
+    time.
 
     ``lock`` is held around each call of any of its matchers. llguidance also has such a lock, but a
     thread that waits for that lock holds the interpreter lock.
@@ -198,8 +199,8 @@ class Grammar:
             return matcher.deep_copy()
 
     def completion(self) -> Completion:
-        """A completion for a text that has not begun. The caller holds ``lock`` around its calls,
-        as around those of matchers."""
+        """A completion for a text that has not begun. The caller holds ``lock`` around each call of
+        the completion."""
         with self.lock:
             return self._all_completions().start()
 
@@ -232,7 +233,7 @@ class Matchers:
 
     def get(self, vocabulary: Vocabulary, grammar: str, constraint: str = "lark") -> Grammar:
         """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar.
-        ``constraint``: the label under which it is counted."""
+        ``constraint``: the label of the compilation in the metrics."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         found = self._grammars.get(key)

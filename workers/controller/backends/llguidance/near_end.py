@@ -179,7 +179,7 @@ class NearEnd:
 
 
 def _is_searched(completion: Completion, found: bytes) -> bool:
-    """Whether to search for other completions; not in a string that is a value."""
+    """Whether to search for other completions: anywhere except in a string that is a value."""
     if not completion.in_string:
         return True
     _, quote, after = found.partition(b'"')

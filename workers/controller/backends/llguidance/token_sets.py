@@ -12,8 +12,8 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum number of items that a token begins: of the set ``few``, of the set ``some``, and in
-``starts``."""
+"""Maximum number of items that a token of the set ``few`` begins, maximum number that a token of
+the set ``some`` begins, and maximum number in ``starts``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')

@@ -1,9 +1,9 @@
 """Token masks of the parts of a structure that have no schema: free text, and literal texts.
 
-In free text nearly all tokens are allowed. A token matters only if it contains a watched text, or
-the rest of a watched text that has begun: it may be forbidden, or begin or end a part. Binary
-search in the sorted tokens finds these tokens, which are followed byte by byte; all other tokens
-are skipped.
+In free text nearly all tokens are allowed. A *watched text* is forbidden, or begins or ends a part.
+A token matters only if it contains a watched text, or the rest of a watched text that has begun.
+Binary search in the sorted tokens finds these tokens, which are followed byte by byte; all other
+tokens are skipped.
 """
 
 from __future__ import annotations

@@ -138,8 +138,9 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the value or the JSON of a tag; else ``complete`` if
-        the answer may end here, or ``cut``. With ``stop``, the text before ``stop`` counts."""
+        """``cut`` if the answer may not end here, ``closed`` if closing has changed the value or
+        the JSON of a tag, otherwise ``complete``. With ``stop``, only the text before ``stop``
+        counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -198,8 +199,8 @@ class StructuralController:
         return Answer(Action.SPLICE, tokens=tokens[:left])
 
     def _closing(self) -> bytes:
-        """The bytes that end a text part whose tokens are used up, unless it ends inside a
-        character."""
+        """The bytes that end a text part whose tokens are used up; empty if the part need not end
+        now, for example inside a character."""
         state = self._state
         if not self._is_spent(state, self._spent):
             return b""
@@ -304,7 +305,7 @@ class StructuralController:
         return takes
 
     def _take_back(self, count: int) -> None:
-        """Removes the last tokens of the value, because it did not fit."""
+        """Removes the last tokens of the value, because the value did not fit."""
         if count > len(self._before):
             raise self._error(f"{count} tokens are removed, but the value has {len(self._before)}")
         self._state = self._before[-count]
@@ -353,7 +354,7 @@ class StructuralController:
             inner.post_process([token], 0)
             return after
         self.close()
-        # The value does not allow this text, so that the rest of a tag's begin must follow.
+        # The value does not allow this text, so the rest of a tag's ``begin`` must follow.
         return after._replace(mode="begin") if after.mode == "value" else after
 
     def _enter(self) -> None:
