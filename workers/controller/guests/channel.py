@@ -19,7 +19,8 @@ HEAD_BYTES = 4096
 AREA_BYTES = 1024 * 1024
 """Bytes of the area of each direction."""
 MASK_BYTES = 2 * 1024 * 1024
-"""Bytes of the area of masks, or of one mask and a bias. Unused pages do not occupy memory."""
+"""Bytes of the area that has the masks, or one mask and a bias. Unused pages do not occupy
+memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
 """Size of a part after which the memory of both areas is freed, in bytes."""

@@ -60,7 +60,7 @@ class Load(Message):
     why_no_fork: str | None
     code: bytes
     script: bytes | None = None
-    """As ``Loaded.script``."""
+    """See ``Loaded.script``."""
 
 
 class Begin(OfController):

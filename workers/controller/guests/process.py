@@ -49,10 +49,10 @@ has no threads, so only the runtime uses such time: a few milliseconds at its st
 WATCHED_S = 0.05
 """Minimum duration of a call, in seconds, before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
-"""Minimum CPU time of a process between two checks, in seconds, for which its threads are
-counted."""
+"""The threads of a process are counted if the process has used more than this CPU time between two
+checks, in seconds."""
 MAX_THREADS = MAX_CHANNELS + 100
-"""Maximum threads of a process. Each channel has one, and the runtime has some."""
+"""Maximum threads of a process. Each channel has one thread, and the runtime has some more."""
 MAX_WALL_S = 60.0
 """Wall-clock time of one call after which its process is killed, in seconds."""
 
@@ -112,11 +112,14 @@ class _Running:
     item: int = 0
     began_s: float = field(default_factory=time.monotonic)
     started_s: float = field(default_factory=time.monotonic)
-    """The time of the request; ``began_s`` is the time of the item, without its pauses."""
+    """The time at which the request began. ``began_s`` is the time at which its current item began,
+    plus the duration of the pauses since."""
     cpu_s: float | None = None
-    """CPU time of the process when the item was first seen."""
+    """CPU time of the process when the item was first seen, plus the CPU time of the pauses
+    since."""
     first_cpu_s: float | None = None
-    """CPU time of the process when the request was first seen, and the CPU time of its pauses."""
+    """CPU time of the process when the request was first seen, plus the CPU time of the pauses
+    since."""
     paused: bool = False
     """Whether the process waits for the worker's answer to a question."""
     killed: str = ""
@@ -230,7 +233,8 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order. A compromised process could otherwise restart items forever.
+            # Items run in order. Without this check, a compromised process could restart items
+            # forever.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
@@ -274,7 +278,8 @@ class GuestProcess:
                 channel.wait()
         body, more = channel.take_part()
         if more:
-            # The channels of a process could otherwise fill the worker's memory together.
+            # A process sends only one long message at a time, because several together could fill
+            # the worker's memory.
             with freeing_slot(), self._long:
                 body = channel.receive_rest(body)
         try:

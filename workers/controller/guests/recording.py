@@ -11,7 +11,7 @@ from ..limits import Limits
 from .messages import Advance, Item, Mid, Prompt, ToGuest
 
 MAX_REPEATED = 64
-"""Rounds that a replay repeats in one request."""
+"""Maximum number of rounds that a replay repeats in one request."""
 
 
 class Begun(NamedTuple):

@@ -129,8 +129,8 @@ class RemoteController:
         return answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Also makes the calls that usually follow, and stores their answers
-        (``interface.Controller``)."""
+        """Calls post_process and the calls that usually follow, and stores the answers of these
+        calls (``interface.Controller``)."""
         if not self._ahead:
             distributions = list(self._host.distributions)
             self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))

@@ -31,7 +31,8 @@ _CLONE_NEWUSER = 0x1000_0000
 _CLONE_NEWNET = 0x4000_0000
 _CLONE_NEWIPC = 0x0800_0000
 _MS_RESTRICTED = 2 | 4 | 8
-"""Without set-user-ID programs, devices and programs."""
+"""Flags of a mount: set-user-ID bits and devices have no effect, and programs cannot be
+executed."""
 _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 0x4000, 1 << 18
 _MNT_DETACH = 2
 _PIVOT_ROOT = (155, 41)
@@ -82,7 +83,7 @@ def _empty_mounts() -> int:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Bounds the memory that this process may write to, without shared files."""
+    """Bounds the memory that this process may write to, not counting shared files."""
     # wasmtime reserves 4 GiB of addresses for each memory, so RLIMIT_AS would be too small.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -92,8 +93,8 @@ def drop_rights(
     memory_bytes: int = resource.RLIM_INFINITY, user: GuestUser | None = None
 ) -> list[str]:
     """Gives up the rights of this process. Called by its only thread. Returns the layers that are
-    missing. ``memory_bytes``: memory that the process may write to, without shared files. ``user``:
-    the new user of the process; None: its user does not change."""
+    missing. ``memory_bytes``: memory that the process may write to, not counting shared files.
+    ``user``: the new user of the process; None: its user does not change."""
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -41,7 +41,8 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 MAX_MEMORY = 1 << 60
-"""If the memory limit of a cgroup is at least this number of bytes, it has no limit."""
+"""If the memory limit of a cgroup is at least this number of bytes, the cgroup counts as
+unlimited."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
