@@ -41,9 +41,10 @@ class Controller:
 
     takes_drafts: bool = False
     """Whether a clone may run the rounds of a draft's tokens before they are sampled, so that one
-    step of the model can verify them: set it in a class or ``__init__``. It saves time if a clone
-    and a round are much cheaper than a step. The decisions must follow from the prompt, the
-    argument and the tokens; a draft ends before a round that uses a variable or the log."""
+    step of the model can verify the draft. Set the flag in a class or in ``__init__``. Drafts save
+    time if a clone and a round are much cheaper than a step. The decisions must follow from the
+    prompt, the argument and the tokens; a draft ends before a round that uses a variable or the
+    log."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -70,8 +71,8 @@ class Controller:
     def clone(self) -> Self:
         """A copy for a fork: a deep copy of all attributes, except that ``self.host`` is shared.
 
-        Override it if an attribute cannot or need not be copied. The copy's ``host`` is set
-        afterwards.
+        Override this method if an attribute cannot be copied, or need not be copied. The copy's
+        ``host`` is set afterwards.
         """
         host = self.host
         shared = (host, host.vocabulary, host.variables, host.log, host.limits)

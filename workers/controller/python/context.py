@@ -103,13 +103,14 @@ class Context:
         - ``json_schema``
         - ``lark`` (llguidance's dialect)
         - ``yacc`` (a grammar)
-        - ``substring`` (a part of this text, which ``substring_end`` follows if it is given)
+        - ``substring`` (a part of this text, followed by ``substring_end`` if that is given)
         - ``allow`` (only these tokens)
 
         Generation ends in one of these cases:
 
         - the constraint allows no more tokens
-        - ``stop_at`` (or one of these texts) occurs, even within a token; the result includes it
+        - ``stop_at``, or a text of the list ``stop_at``, occurs, even within a token; the result
+          includes this text
         - ``max_tokens`` tokens were generated
         - the model samples an end-of-sequence token, which is only allowed if the text is complete
 

@@ -33,7 +33,7 @@ class Delegated(Operation):
         self._answer = Answer(Action.GENERATE, bias=bias, generate=generate)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Asks the worker."""
+        """Requests the text from the worker."""
         return self._answer
 
     def post_process(self, tokens: Sequence[int]) -> None:
@@ -42,8 +42,9 @@ class Delegated(Operation):
 
 
 def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
-    """The text of the arguments of ``gen`` that are not None; raises ControllerError for a wrong
-    one. ``place``: the place of the call in the script, for errors."""
+    """The text that the arguments of ``gen`` describe; arguments that are None are left out. Raises
+    ControllerError for a wrong argument. ``place``: the place of the call in the script, for
+    errors."""
     given = dict(options)
     stops, most = given.pop("stop_at", None), given.pop("max_tokens", None)
     end = given.pop("substring_end", None)

@@ -2,8 +2,8 @@
 
 ``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, the
 output depends on the thread. A thread that runs a call of a controller writes to the log of the
-call's sequence. Any other thread writes to the worker's own output, also if the author's code
-started it.
+call's sequence. Any other thread writes to the worker's own output, even if the author's code
+started the thread.
 """
 
 from __future__ import annotations

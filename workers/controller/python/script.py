@@ -142,7 +142,8 @@ class ScriptController:
             pass  # The error is in the log, and the sequence has ended.
 
     def _current(self) -> Operation:
-        """The operation that the script waits for; resumes the script while it is finished."""
+        """The operation that the script waits for. Resumes the script until the operation is not
+        finished."""
         while self._operation is None or self._operation.finished:
             self._resume()
         return self._operation

@@ -30,8 +30,8 @@ class Vars:
         return name in self
 
     def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: it must not
-        exist)."""
+        """Writes a variable; with ``when_version_is``, only at this version (0: the variable must
+        not exist)."""
         return self._variables.set(name, _bytes(name, value), when_version_is)
 
     def append(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
