@@ -78,7 +78,8 @@ class PythonModule:
 
 
 class PythonContext(Context):
-    """The context of a script in MicroPython, which calls its methods by their names."""
+    """The context of a script in MicroPython. The script calls the methods of the context by their
+    names."""
 
     calls: GuestCalls
 

@@ -32,14 +32,14 @@ ASK_BYTES = 4096
 """The cost of a call of the script, as a number of copied bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
-"""Memory of an interpreter with this heap. With less, MicroPython would write outside its
-memory."""
-# The collector of garbage does not see references in WebAssembly's locals. So context.upy runs it,
-# where no function of the script is being executed.
+"""Minimum memory of an interpreter with the heap of ``HEAP``. With less memory, MicroPython would
+write outside its memory."""
+# The garbage collector does not see references in WebAssembly's locals. So context.upy runs the
+# collector only when no function of the script is being executed.
 _BOOT = b"import gc, host\ngc.disable()\nexec(host.call('boot', ''))"
 ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _BOOT)
 
-# A guest process cannot read files, so the zygote reads these when it imports this module.
+# A guest process cannot read files, so the zygote reads these files when it imports this module.
 _PARTS = {
     file.stem: file.read_text(encoding="utf-8")
     for file in (Path(__file__).parent / "micropython").glob("*.upy")

@@ -6,7 +6,7 @@ language too:
     #!tokenbus javascript
     async function main(ctx) { ... }
 
-Clients add this line. Line numbers in errors do not count it.
+Clients add this line. Line numbers in errors do not count this line.
 """
 
 from __future__ import annotations

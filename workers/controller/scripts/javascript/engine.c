@@ -191,7 +191,7 @@ static void release(bytes *found) {
 NATIVE(js_tokenize) {
     bytes text;
     if (!bytes_of(argv[0], &text)) return JS_EXCEPTION;
-    // A text has at most as many tokens as bytes, except where a vocabulary lacks a byte.
+    // A text has at most as many tokens as bytes, except if the vocabulary lacks a byte.
     uint32_t most = text.size + 16;
     uint32_t *tokens = malloc(4 * (size_t)most);
     if (!tokens) return JS_ThrowOutOfMemory(ctx);
