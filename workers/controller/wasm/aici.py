@@ -311,7 +311,7 @@ def _stop(state: AiciState) -> None:
 
 
 def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: int) -> int | None:
-    """As in WASI; also stores the last bytes for ``_stop``."""
+    """Implements ``fd_write`` of WASI, and stores the last bytes for ``_stop``."""
     said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
     if said == OK:
         guest = state.guest

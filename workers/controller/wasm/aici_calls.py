@@ -100,7 +100,7 @@ def check_init_prompt(result: bytes) -> None:
 def pre_process_answer(result: bytes) -> Answer:
     """The meaning of a result of pre_process.
 
-    If it has several actions, the first of these applies: stop, suspend, append and fork.
+    If the result has several actions, the first of these applies: stop, suspend, append and fork.
     """
     said = _decode_result(
         _pre,

@@ -56,7 +56,8 @@ KILL_S = 1.0
 """CPU time beyond the limit of a call whose instructions are counted, in seconds. After this time,
 the call ends although it has instructions left."""
 WORK_S = 3e-6
-"""CPU time of a unit of host work, in seconds, for which instructions are counted."""
+"""CPU time of a unit of host work, in seconds. It is counted as the number of instructions that a
+guest executes in this time."""
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
 """Linux has this advice since 5.14; on older kernels, the call has no effect."""

@@ -149,8 +149,8 @@ def with_exported_globals(wasm: bytes, more: Mapping[str, Export] | None = None)
     """The module with every mutable global exported, under ``tokenbus:global:<index>`` if it had no
     name, and with ``more`` exports. Only the export section changes.
 
-    With this, a copy of an instance has all of its state. Raises WasmError if the module cannot be
-    read, or uses such a name itself.
+    With these exports, a copy of an instance can get all of the state of the instance. Raises
+    WasmError if the module cannot be read, or uses such a name itself.
     """
     binary = read(wasm)
     named = set(binary.exported(GLOBAL).values())

@@ -20,7 +20,7 @@ from .wasm_reader import Reader, WasmError
 MAX_TABLE_ELEMENTS = 512
 """Maximum elements of the copied tables; a fork with that number takes up to 4 ms."""
 MAX_REFERENCES = 512
-"""Maximum functions to which such tables may refer."""
+"""Maximum number of functions to which the copied tables may refer."""
 
 
 def why_no_copy(wasm: bytes | Binary) -> str | None:

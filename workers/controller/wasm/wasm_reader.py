@@ -42,7 +42,7 @@ class GlobalType(NamedTuple):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it has a reference, which cannot be passed to another instance."""
+        """Whether the global has a reference, which cannot be passed to another instance."""
         return self.type.endswith("ref")
 
 
