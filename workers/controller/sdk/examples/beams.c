@@ -21,7 +21,7 @@ static double score;
 static bool waits;
 static candidate chosen[MAX_WIDTH];  // the beams of the next step, the likeliest first
 static uint32_t num_chosen;
-static uint32_t mine[MAX_WIDTH], num_mine;  // indexes of those that continue this beam
+static uint32_t mine[MAX_WIDTH], num_mine;  // indexes in `chosen` of candidates of this beam
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;

@@ -21,7 +21,7 @@ ENTROPY = 1.0
 PENALTY = 1.0
 """Subtracted from the log-probability for each token of the text that would be repeated."""
 MAX = 4
-"""Maximum tokens before the next one that are compared with the text."""
+"""Maximum number of tokens before the next token that are compared with earlier tokens."""
 TOP = 8
 """Number of the likeliest tokens among which the next one is chosen."""
 

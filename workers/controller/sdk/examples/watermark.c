@@ -22,7 +22,7 @@ static bool green(uint32_t before, uint32_t token) {
     return !((mixed ^ mixed >> 31) >> 63);
 }
 
-// Whether a pair of tokens is new in a table of `size` pairs, a power of 2; adds it.
+// Adds a pair of tokens to a table of `size` pairs, a power of 2. Returns whether the pair is new.
 static bool is_new(uint64_t *table, uint32_t size, uint64_t pair) {
     for (uint32_t at = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> 32);; at++) {
         uint64_t *slot = table + (at & (size - 1));

@@ -61,7 +61,7 @@ class Watermark(Controller):
         self.tokens: list[int] = []
 
     def init_prompt(self, prompt: list[int]) -> None:
-        """The first token follows the prompt's last one."""
+        """Stores the last token of the prompt, because the first sampled token follows it."""
         self.tokens = prompt[-1:]
 
     def mid_process(self, fork_group: list[int]) -> Decision:

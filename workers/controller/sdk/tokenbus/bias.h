@@ -2,7 +2,7 @@
 #ifndef TOKENBUS_BIAS_H
 #define TOKENBUS_BIAS_H
 
-// Has a value for some tokens (sparse), until tb_bias_values makes it a value for each token
+// A bias has values for some tokens (sparse). tb_bias_values gives it a value for each token
 // (dense).
 typedef struct tb_bias {
     tb_bytes data;  // sparse: tb_bias_pair by ascending tokens; dense: a float for each token

@@ -52,14 +52,14 @@ static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY
 // Maximum tokens of this sequence after its prompt, including appended tokens.
 static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS]; }
 
-// Called in tb_init_prompt: a copy of this instance may run the rounds of a draft's tokens before
-// they are sampled, so that one step of the model can verify them. It saves time if a copy and a
-// round are much cheaper than a step. The decisions must follow from the prompt, the argument and
-// the tokens; a draft ends before a round that uses a variable or the log.
+// If this is called in tb_init_prompt, a copy of the instance may run the rounds of a draft's
+// tokens before they are sampled. One step of the model can then verify the draft. Drafts save time
+// if a copy and a round are much cheaper than a step. The decisions must follow from the prompt,
+// the argument and the tokens; a draft ends before a round that uses a variable or the log.
 static inline void tb_take_drafts(void) { tb_host_take_drafts(); }
 
-// The first five have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a turn of the
-// assistant in the model's chat template.
+// The first five special tokens have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a
+// turn of the assistant in the model's chat template.
 typedef enum tb_special {
     TB_UNK,
     TB_PAD,
@@ -115,7 +115,7 @@ static inline tb_answer tb_fork(uint32_t in_all) {
 // appends `tokens`, which are copied. The call does not sample; post_process and pre_process
 // follow.
 static inline tb_answer tb_splice(uint32_t backtrack, const uint32_t *tokens, uint32_t n) {
-    if (n > UINT32_MAX / 4) tb_fail("a splice of %u tokens", n);
+    if (n > UINT32_MAX / 4) tb_fail("a splice of %u tokens is too long", n);
     tb_bytes_cut(&tb_answer_tokens, 0);
     tb_bytes_append(&tb_answer_tokens, tokens, 4 * n);
     return (tb_answer){.then = TB_SPLICE, .backtrack = backtrack};
@@ -143,7 +143,7 @@ typedef struct tb_tokens {
 
 // Tokenizes UTF-8 text with the model's tokenizer, without special tokens; the bytes of the tokens
 // are always exactly the text. The sequence ends with an error if the vocabulary cannot represent
-// it. Free with tb_free(ids).
+// the text. Free with tb_free(ids).
 static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
     uint32_t room = len + 8;
     for (;;) {
@@ -212,7 +212,7 @@ enum { TB_MAX_INPUT = 32768 };
 static inline void tb_send(const void *text, uint32_t n) { tb_host_send(text, n); }
 
 // Receives the next input of the client into `text`, replacing its content. False if no input has
-// arrived: return tb_suspend from tb_pre_process, which is called again when one arrives.
+// arrived: return tb_suspend from tb_pre_process, which is called again when an input arrives.
 static inline bool tb_receive(tb_bytes *text) {
     tb_bytes_cut(text, 0);
     tb_bytes_reserve(text, TB_MAX_INPUT);

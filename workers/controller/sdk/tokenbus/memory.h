@@ -102,7 +102,7 @@ static inline void *tb_try_alloc(uint32_t n) {
     return block + 1;
 }
 
-// As tb_try_alloc; ends the sequence with an error if the host refuses more memory.
+// Like tb_try_alloc, but ends the sequence with an error if the host refuses more memory.
 static inline void *tb_alloc(uint32_t n) {
     void *block = tb_try_alloc(n);
     if (!block) tb_fail("out of memory: %u bytes more", n);

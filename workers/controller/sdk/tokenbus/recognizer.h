@@ -91,15 +91,15 @@ static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
 
 static tb_recognizer *tb_used;
 
-// The calls that the module does not define follow this recognizer from now on. Call it in
-// tb_init_prompt.
+// The calls that the module does not define follow this recognizer from now on. Call this function
+// in tb_init_prompt.
 static inline void tb_use_recognizer(tb_recognizer *recognizer) {
     tb_trie_get();
     tb_used = recognizer;
 }
 
-// mid_process under a recognizer: samples under its mask. Stops if it allows only the end of the
-// sequence and the vocabulary does not have an end-of-sequence token.
+// mid_process under a recognizer: samples under its mask. Stops if the recognizer allows only the
+// end of the sequence and the vocabulary does not have an end-of-sequence token.
 static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
     static uint32_t *mask;
     if (!mask) mask = tb_mask_new();

@@ -24,7 +24,7 @@ typedef struct tb_tool_call {
 } tb_tool_call;
 
 // Calls a tool. `arguments` is a JSON object of at most 65,536 bytes. The tool runs at most once,
-// also if this controller continues on another worker.
+// even if this controller continues on another worker.
 static inline tb_tool_call tb_call(const char *tool, const void *arguments, uint32_t n) {
     tb_tool_call call = {{0}, 0};
     call.len = tb_host_tool_call(tool, strlen(tool), arguments, n, call.record, TB_RECORD_BYTES - 1);
