@@ -395,7 +395,7 @@ class DurableVariables:
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Continues with the old log, and tries again when it has doubled."""
+        """Continues with the old log, and tries again when the old log has doubled in size."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None

@@ -59,9 +59,9 @@ class Log:
         self.size = size
         """Bytes of complete records."""
         self.fault: OSError | None = None
-        """Why records may be missing on the disk although they were synced. Set if a sync of the
-        log or of its folder fails: Linux drops pages that it cannot write, and a later sync
-        succeeds without them. Never cleared: a new log has to replace this one."""
+        """The reason why records may be missing on the disk although they were synced. Set if a
+        sync of the log or of its folder fails: Linux drops pages that it cannot write, and a later
+        sync succeeds without them. Never cleared: a new log has to replace this one."""
         self._number = number
         self._torn = False
         self._synced = 0

@@ -2,8 +2,8 @@
 
 In this module a table is bytes with a version, which is replaced by compare-and-set; the controller
 workers interpret it. Versions are ascending times in microseconds. If a table is lost with this
-worker's folder, another machine may restore its copy; its versions then differ from all earlier
-versions.
+worker's folder, another machine may restore its copy. The versions of the restored table then
+differ from all earlier versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The variables and inputs of requests: the effect of each operation, without files or sockets.
 
 Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
-ends, so that a replayed controller receives the same answers again. Requests depend on each other
-only by the bound of the whole worker. A refusal at this bound is not stored.
+ends, so that a replayed controller receives the same answers again. Requests affect each other only
+through the bound of the whole worker. A refusal at this bound is not stored.
 
 Appends extend a value in place, and a stored answer refers to a prefix of it: if a controller
 appends and reads at each token, its reads need no further memory.
@@ -26,12 +26,13 @@ REQUEST_BYTES = 512
 VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
-"""Accounted bytes of a request, of a variable besides its name and value, and of a stored answer;
-and the maximum for an error text. The figures are CPython's memory use, measured and rounded up."""
+"""The bytes that are counted for a request, for a variable in addition to its name and value, and
+for a stored answer; and the maximum bytes of an error text. The figures are CPython's memory use,
+measured and rounded up."""
 
 ENDED = 10_000
 """Number of ended requests that are remembered, so that an operation in transit when its request
-ends does not recreate it. Request ids are never reused."""
+ends does not recreate the request. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
