@@ -24,9 +24,11 @@ from .functions import Served
 log = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Bytes of the answers that are kept. The answers of the oldest request are dropped first."""
+"""Maximum bytes of the answers that are kept. The answers of the oldest request are dropped
+first."""
 MAX_KEPT_OF_REQUEST = 64
-"""Answers of a request that are kept. The broker does not ask for older ones (``MAX_ENDED``)."""
+"""Maximum number of answers of a request that are kept. The broker does not request older answers
+(``MAX_ENDED``)."""
 ANSWER_BYTES = 512
 """Bytes that count for a kept answer in addition to its body."""
 MAX_ERROR = 2_000
@@ -48,8 +50,9 @@ class Calls:
         threads: int,
         capacity: int,
     ) -> None:
-        """``post`` sends frames over a link. ``threads``: functions without ``async`` that run at
-        the same time. ``capacity``: running and waiting calls."""
+        """``post`` sends frames over a link. ``threads``: maximum number of functions without
+        ``async`` that run at the same time. ``capacity``: maximum number of running and waiting
+        calls."""
         self._tools = tools
         self._post = post
         self._slots = asyncio.Semaphore(threads)
@@ -81,8 +84,8 @@ class Calls:
         self._running.setdefault(owner, {})[name] = task
 
     def end(self, link: int, request: int | None = None) -> None:
-        """Drops a request that has ended, or all requests of a link: cancels its calls. A function
-        without ``async`` continues, and its result is dropped."""
+        """Drops a request that has ended, or all requests of a link, and cancels their calls. A
+        function without ``async`` continues, and its result is dropped."""
         for owner in [*self._running, *self._kept]:
             if owner[0] == link and request in (None, owner[1]):
                 for task in self._running.pop(owner, {}).values():
@@ -133,7 +136,7 @@ class Calls:
         finally:
             self.num_running -= 1
             of_request = self._running.get(owner, {})
-            # After a cancellation, the table has no entry, or that of a later attempt.
+            # After a cancellation, the table has no entry, or the entry of a later attempt.
             if of_request.get((call.lineage, call.count)) is asyncio.current_task():
                 del of_request[call.lineage, call.count]
                 if not of_request:
@@ -141,7 +144,7 @@ class Calls:
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         """The result of a function, which runs on a thread. The thread keeps its slot until the
-        function returns, also if the call has timed out."""
+        function returns, even if the call has timed out."""
         await self._slots.acquire()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
@@ -203,7 +206,8 @@ class Calls:
 
 
 def _encoded(tool: str, result: Any) -> bytes:
-    """The JSON of a result; raises RequestError if JSON cannot represent it, or is too long."""
+    """The JSON of a result; raises RequestError if JSON cannot represent the result, or if the JSON
+    is too long."""
     try:
         value = msgspec.json.encode(result)
     except (TypeError, ValueError, RecursionError) as error:

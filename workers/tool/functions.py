@@ -53,7 +53,7 @@ class Served(Protocol):
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
         """Calls the tool with a JSON object. Returns the result; raises RequestError for arguments
-        that do not fit, and any exception of the tool."""
+        that do not match the schema, and any exception of the tool."""
 
 
 @overload
@@ -63,8 +63,8 @@ def tool(*, name: str = "", timeout_s: float | None = None) -> Callable[[F], F]:
 def tool(
     function: F | None = None, /, *, name: str = "", timeout_s: float | None = None
 ) -> F | Callable[[F], F]:
-    """Marks a function as a tool. ``name``: its name on the bus, by default its own name.
-    ``timeout_s``: its time-out, by default the setting ``tool_timeout_s``."""
+    """Marks a function as a tool. ``name``: the tool's name on the bus, by default the function's
+    name. ``timeout_s``: the tool's time-out, by default the setting ``tool_timeout_s``."""
 
     def mark(marked: F) -> F:
         setattr(marked, MARK, _Marked(name, timeout_s))
@@ -74,10 +74,10 @@ def tool(
 
 
 class Function:
-    """A Python function as a tool. Raises RequestError if it cannot be one."""
+    """A Python function as a tool. Raises RequestError if the function cannot be a tool."""
 
     def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
-        """``timeout_s``: the time-out, unless the function has its own."""
+        """``timeout_s``: the time-out, unless ``tool`` has set another one."""
         marked: _Marked = getattr(function, MARK, _Marked())
         name = marked.name or function.__name__
         timeout_s = timeout_s if marked.timeout_s is None else marked.timeout_s

@@ -157,7 +157,7 @@ def _result(name: str, answer: CallToolResult) -> Any:
 
 
 def _cause(error: Exception) -> Exception:
-    """The first of the errors of a task group, which the package raises as a group."""
+    """The first error of a group of errors, which the package raises if a task group has failed."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
