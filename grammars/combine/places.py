@@ -93,8 +93,8 @@ class Places:
         return state
 
     def _needed(self, places: set[int], counted_to: int) -> set[int]:
-        """The places without redundant ones. If several copies from ``counted_to`` on are in the
-        same state, only the place in the earliest copy is kept.
+        """Removes redundant places. If several copies from ``counted_to`` on are in the same state,
+        only the place in the earliest copy is kept.
 
         A text may end with any of these copies, and the earliest copy leaves the most repetitions.
         """

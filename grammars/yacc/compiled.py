@@ -109,7 +109,7 @@ class CompiledGrammar:
     rests: tuple[tuple[Rest, ...], ...]
     """For each parser state, the rests that complete its items."""
     shortest: tuple[bytes, ...]
-    """A shortest text of each terminal; empty for one that the lexer cannot match."""
+    """A shortest text of each terminal; empty for a terminal that the lexer cannot match."""
 
     @property
     def num_terminals(self) -> int:
