@@ -1,9 +1,10 @@
 /* A guest of the AICI ABI that does what its argument says, line by line.
 
-   A line is a call's word and what to do in it: `mid log hello`. A call does its lines, in order,
-   up to one that returns (`mid = {"SampleWithBias":{}}`), or one of another call, or the end; then
-   it returns the usual. Words of calls: start, init, create, prompt, pre, mid, post. What follows
-   `only 1` is for sequence 1. */
+   A line has the word of a call and an operation: `mid log hello`. A call executes its lines in
+   order. It stops after a line that returns a result (`mid = {"SampleWithBias":{}}`). It also stops
+   before a line of another call and at the end, and then returns its usual result. The words of the
+   calls are start, init, create, prompt, pre, mid and post. Only sequence 1 executes an operation
+   after `only 1`. */
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -78,7 +79,7 @@ static u32 is(u32 at, const char *word) {
     return at >= script_size || script[at] == ' ' || script[at] == '\n';
 }
 
-/* Past a word and the space after it. */
+/* The position after a word and the space after the word. */
 static u32 next(u32 at, u32 end) {
     while (at < end && script[at] != ' ') at++;
     return at < end ? at + 1 : end;
@@ -96,7 +97,7 @@ __attribute__((noinline)) static u32 recurse(volatile u32 *above) {
     return recurse(here) + here[0];
 }
 
-/* A call of an import with numbers as they stand in the script. */
+/* Calls an import with the numbers in the line. */
 static u32 poke(u32 at, u32 end) {
     u32 n[4], where = at;
     for (u32 i = 0; i < 4; i++) {
@@ -123,7 +124,7 @@ static u32 poke(u32 at, u32 end) {
     __builtin_trap();
 }
 
-/* One line, from its second word on; whether it returns from the call. */
+/* Executes one line, from its second word on. Returns whether the line has returned a result. */
 static u32 act(u32 at, u32 end) {
     u32 what = next(at, end), size = end - what;
     if (is(at, "=")) return aici_host_return_process_result(address(script + what), size), 1;
@@ -149,7 +150,7 @@ static u32 act(u32 at, u32 end) {
     }
     else if (is(at, "say")) aici_host_return_process_result(address(script + what), size);
     else if (is(at, "fill")) {
-        /* A result of so many `[`. */
+        /* A result that consists of this number of `[`. */
         u8 *room = (u8 *)(__builtin_wasm_memory_grow(0, 128) << 16);
         u32 many = number(what, end);
         for (u32 i = 0; i < many; i++) room[i] = '[';
@@ -166,7 +167,7 @@ static u32 act(u32 at, u32 end) {
     return 0;
 }
 
-/* The lines of a call; whether one of them returned from it. */
+/* Executes the lines of a call. Returns whether one of them has returned a result. */
 static u32 play(const char *call) {
     while (cursor < script_size && is(cursor, call)) {
         u32 end = cursor;
