@@ -74,7 +74,7 @@ static void begin_done(void) {
 }
 static void end_done(void) { big(0xcb, 0, 8), send_message(); }
 
-/* Answers with an error of the controller, as its client then sees it. */
+/* Answers with an error of the controller, which the client then receives. */
 static void fail(const char *message) {
     begin_done();
     byte(0x94), byte(0xc0), byte(0xc0), byte(0xc0);
@@ -393,7 +393,7 @@ static const struct {
     ACT(try_files), ACT(try_proc), ACT(try_signals), ACT(try_sockets), ACT(succeed),
 };
 
-/* Threads that go on while the process behaves. Returns, so that the guest runs. */
+/* Starts a thread that attacks while the guest runs as usual. Returns whether a thread was started. */
 static int goes_on(const char *name) {
     pthread_t thread;
     if (!strcmp(name, "spin_beside")) return !pthread_create(&thread, 0, spins, 0);
@@ -411,7 +411,7 @@ static void obey(void) {
     }
 }
 
-/* Does what its name says. Returns only if the guest should run. */
+/* Runs the attack with this name. Returns only if the guest should run. */
 int take_over(const char *name, void *memory, int to_worker, int to_guest, int socket, int64_t of,
               int zygote_pid, int worker_pid) {
     shared = memory, out = shared + HEAD + AREA;
