@@ -14,9 +14,9 @@
 %reserved "/(\.[0-9]|[0-9]+[A-Za-z_.])([0-9A-Za-z_.]|[eEpP][+-])*\./"
 %reserved "/(\n[ \t\v\f\r]*)?#[ \t\r]*([^ \t\r\n]|(define|elif|else|endif|error|if|ifdef|ifndef|include|line|pragma|undef)[A-Za-z_0-9\\\x80-\U0010ffff])/"
 
-// A name in parentheses, and a name before "*" where a declaration may stand, are rules of their own:
-// the parser shifts. After `( name )`, a sign is an operator between two values, and a parenthesis
-// begins a cast's operand or a call's arguments.
+// A name in parentheses, and a name before "*" where a declaration may stand, are rules of their own,
+// so that the parser shifts. After `( name )`, a sign is an operator between two values, and a
+// parenthesis begins a cast's operand or a call's arguments.
 %nonassoc NAME
 %nonassoc ")" "++" "--" "&" "*" "+" "-"
 %nonassoc VALUE
