@@ -168,7 +168,7 @@ class VariableStorage:
             return self._too_long(op, len(op.value))
         held = self._held.get(op.request)
         if held is None and op.request in self._ended:
-            return f"the request {op.request} has ended, and its variables with it"
+            return f"the request {op.request} has ended, so its variables were removed"
         if held is not None and held.bytes + ANSWER_BYTES > limits.request_bytes:
             return (
                 f"the request's variables and the stored answers take {held.bytes} "

@@ -242,7 +242,7 @@ class StateWorker:
         try:
             name = _name(message.body)
         except DecodeError:
-            log.warning("a bad VARIABLE was dropped: %s", error)
+            log.warning("a malformed VARIABLE was dropped: %s", error)
             return
         self._post(message, VariableAnswer(name.request, name.lineage, name.count, error=error))
 
