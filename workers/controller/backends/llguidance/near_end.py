@@ -1,8 +1,8 @@
 """Restricts masks when few tokens are left beyond those that complete a text of JSON.
 
 A restricted mask allows only tokens after which the text can certainly be completed. These are the
-prefixes of the known completion, tokens that continue a string of any text, and tokens after which
-a search finds another completion that fits.
+prefixes of the known completion, tokens that continue a *string of any text*, and tokens after
+which a search finds another completion that fits. A string of any text may contain every character.
 """
 
 from __future__ import annotations

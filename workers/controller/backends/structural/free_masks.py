@@ -30,7 +30,8 @@ tokens."""
 
 
 class TokenTable:
-    """The tokens of a vocabulary, sorted. Takes about 0.2 s for 131,072 tokens."""
+    """The tokens of a vocabulary, sorted. The *place* of a token is its index in this order.
+    Building the table takes about 0.2 s for 131,072 tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
