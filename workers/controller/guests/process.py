@@ -38,14 +38,15 @@ request."""
 MAX_WARM = 4
 """Maximum number of free channels that keep their memory."""
 MAX_QUESTIONS = 10_000
-"""Maximum questions of a guest in one call. Its time limit allows fewer, but does not count the
-worker's time."""
+"""Maximum questions of a guest in one call. The time limit of the call allows fewer, but does not
+include the worker's time."""
 GRACE_S = 1.0
-"""CPU time beyond the limits of a call after which its process is killed, in seconds. The runtime
-stops a guest at its limit. Only code that the runtime cannot stop runs longer."""
+"""A process is killed if a call exceeds its limit by this CPU time, in seconds. The runtime stops a
+guest at its limit. Only code that the runtime cannot stop runs longer."""
 EXCESS_S = 0.25
-"""CPU time beyond the duration of its requests after which a process is killed, in seconds. A guest
-has no threads, so only the runtime uses such time: a few milliseconds at its start."""
+"""A process is killed if its CPU time exceeds the duration of its requests by this time, in
+seconds. A guest has no threads, so only the runtime uses such time: a few milliseconds at its
+start."""
 WATCHED_S = 0.05
 """Minimum duration of a call, in seconds, before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005

@@ -50,7 +50,7 @@ MAX_LOSSES = 2
 """Number of processes that may crash during one call. After this number, the controller of the call
 ends."""
 MAX_SUSPICIONS = 2
-"""Number of compromised processes that a controller may have been in, after which it ends."""
+"""A controller ends when this number of its processes were compromised."""
 MAX_TRIES = 10
 """Maximum number of processes in which one call is tried."""
 LOAD_S = 10.0
