@@ -292,7 +292,7 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question: the recorded one, or the result of an operation that is
+        """The answer to a question: the recorded answer, or the result of an operation that is
         awaited."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)

@@ -1,9 +1,9 @@
-"""The operations of a script that decides single steps itself: of a class with the four calls, and
-of AICI's ``NextToken``.
+"""The operations of scripts that decide single steps themselves: classes with the four calls, and
+AICI's ``NextToken``.
 
 A script waits until its controller gets to pre_process (``AtPre``) or mid_process (``AtMid``), and
-answers that call with the next operation. After the tokens of a step, it runs its own post_process
-at once and answers with ``Posted``.
+answers that call with the next operation. After the tokens of a step, the script runs its own
+post_process at once and answers with ``Posted``.
 """
 
 from __future__ import annotations
