@@ -71,7 +71,8 @@ class ConstraintQuestions:
         self._kept.clear()
 
     def _text(self, kind: str, argument: str, text: Sequence[int]) -> _Text:
-        """The kept constraint if it has a prefix of ``text``, or a new one."""
+        """A constraint whose text is a prefix of ``text``: the kept constraint if possible,
+        otherwise a new one."""
         found = self._kept.pop((kind, argument), None)
         if found is None or not found.is_prefix_of(text):
             if found is not None:
