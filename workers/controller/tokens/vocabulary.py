@@ -171,7 +171,7 @@ def _exact(spec: Spec) -> dict[str, Any]:
     """The same tokenizer without steps that change the text, such as a prefix or lower-casing.
 
     Only the steps of the normalizer remain that map text to the alphabet of the vocabulary. A text
-    that the other steps would not change gets the same tokens as before.
+    that the removed steps would not change gets the same tokens as from the original tokenizer.
     """
     kept = [
         part
