@@ -166,7 +166,8 @@ class ModuleStore:
             raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
-        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other.
+        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other
+        module.
 
         Raises ``conflict`` if another change has assigned one of the tags to a different module
         meanwhile.
