@@ -40,8 +40,9 @@ Round = Callable[[], list[StepResult]]
 creates."""
 
 MAX_WAKES = 200
-"""Maximum number of wake-ups, for each sequence, that the sequences of a request cause without
-sampling. At a barrier, each sequence wakes each other sequence once."""
+"""Maximum number of wake-ups without a sampled token that the sequences of a request cause, as a
+multiple of the number of these sequences. At a barrier, each sequence wakes each other sequence
+once."""
 MAX_ALONG = 16
 """Maximum number of decisions along a draft."""
 SHARED_MEMORY = 16
@@ -218,7 +219,7 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before a round that ``step`` began runs in a batch."""
+        """Called before a batch runs a round that ``step`` has begun."""
         self._rounds.see_changes(sequence)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
@@ -300,7 +301,7 @@ class SequenceGroup:
         return sequence is not None and sequence.woken
 
     def running(self, seq: int) -> bool:
-        """Whether a round of a sequence runs, whose result is not sent yet. Does not lock."""
+        """Whether a sequence has a round whose result has not been sent yet. Does not lock."""
         sequence = self._sequences.get(seq)
         return sequence is not None and sequence.stage is Stage.RUNNING
 
