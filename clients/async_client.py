@@ -139,7 +139,7 @@ class AsyncClient(BaseClient):
         return sorted({name for worker in status.workers for name in worker.models})
 
     async def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
-        """The properties of a model, which is loaded if it is served on demand."""
+        """The properties of a model. A model that is served on demand is loaded first."""
         answer = await self.ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
@@ -160,7 +160,7 @@ class AsyncClient(BaseClient):
         return answer.status
 
     async def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``."""
+        """Stores a prompt part at the broker. Requests use it with ``buffers=[name]``."""
         await self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 

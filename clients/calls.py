@@ -179,9 +179,9 @@ class Call:
 
     @property
     def resends_unknown(self) -> bool:
-        """Whether the client sends the request again, also with a ``retry_s`` of 0, if no worker
-        has reported the stream. The broker did not read the request before it was restarted, or
-        lost the request with its workers. A controller may have had effects, so a steered request
+        """Whether the client sends the request again if no worker has reported the stream, even if
+        ``retry_s`` is 0. In this case the broker was restarted before it read the request, or the
+        workers of the request were lost. A controller may have had effects, so a steered request
         is sent again only if it has an idempotency key."""
         if self.base is not None and not self.tries:
             return True
@@ -250,6 +250,6 @@ class Call:
 
 
 def is_report(entry: Token) -> bool:
-    """Whether an entry only has messages, logs or writes of a program."""
+    """Whether an entry has only messages, logs or writes of a program."""
     changes = entry.token is not None or entry.backtrack or entry.parent is not None
     return not changes and entry.finish_reason is None

@@ -39,8 +39,9 @@ class Chats:
     """Prepares the conversations of one client, and caches the tokenizers of its models."""
 
     def __init__(self, source: ModelSource) -> None:
-        """``source`` must not keep the client alive, which closes when its last reference is
-        dropped. Raises ImportError if the packages of the extra ``gateway`` are missing."""
+        """``source`` must not keep the client alive, because the client closes when its last
+        reference is dropped. Raises ImportError if the packages of the extra ``gateway`` are
+        missing."""
         try:
             from .gateway.models import ModelTable
             from .gateway.templates import OwnTemplates
@@ -91,7 +92,7 @@ class Chats:
 
 
 class BlockingChats:
-    """The conversations of a blocking client, from any thread."""
+    """The conversations of a blocking client. Any thread may use them."""
 
     def __init__(self, client: Client) -> None:
         self._chats = Chats(_Blocking(weakref.proxy(client)))
@@ -122,7 +123,8 @@ class BlockingChats:
 
 @dataclass
 class _Blocking:
-    """A blocking client for the models of ``Chats``, whose event loop has no other task."""
+    """Gives ``Chats`` the models of a blocking client. A call blocks the event loop of ``Chats``,
+    which has no other task."""
 
     client: Client
 

@@ -46,7 +46,7 @@ class Client(BaseClient):
 
     ``front`` is the broker's address. The default is the setting ``front`` (``TOKENBUS_FRONT`` or
     ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If there are several addresses,
-    separated by commas, the client uses one, and the next one if the broker fails.
+    separated by commas, the client connects to one of them, and to the next one if a broker fails.
 
     ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
@@ -104,7 +104,7 @@ class Client(BaseClient):
         """The answer to a conversation, whose ``messages`` and ``tools`` are OpenAI's.
 
         The options are those of ``generate``; the default of ``max_tokens`` is the rest of the
-        context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function, as OpenAI's.
+        context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function in OpenAI's form.
         Needs the extra ``gateway``. Raises RequestError if the conversation is not valid.
         """
         if self._chats is None:
@@ -134,7 +134,7 @@ class Client(BaseClient):
         return sorted({name for worker in status.workers for name in worker.models})
 
     def model_info(self, model: str = "", *, timeout_s: float = ASK_S) -> ModelInfo:
-        """The properties of a model, which is loaded if it is served on demand."""
+        """The properties of a model. A model that is served on demand is loaded first."""
         answer = self.ask(model_info_call(model, timeout_s))
         assert isinstance(answer.model_info, ModelInfo)
         return answer.model_info
@@ -158,7 +158,7 @@ class Client(BaseClient):
         return answer.status
 
     def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a part of prompts at the broker, for ``buffers=[name]``."""
+        """Stores a prompt part at the broker. Requests use it with ``buffers=[name]``."""
         self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 

@@ -26,8 +26,8 @@ LINGER_MS = 500
 class Connection:
     """Sends the calls of one client to the broker at ``front``.
 
-    ``deliver`` receives their events on the connection's thread, and must not block. The thread
-    starts with the first call. ``key``: the client's key, if the broker has keys. Raises
+    ``deliver`` receives the events of the calls on the connection's thread, and must not block.
+    The thread starts with the first call. ``key``: the client's key, if the broker has keys. Raises
     AddressError if ``front`` is not a ZeroMQ address.
     """
 

@@ -1,6 +1,6 @@
-"""Delivers the rows of TOKEN messages in columns to the calls of their streams.
+"""Delivers the rows of TOKEN messages in column form to the calls of the rows' streams.
 
-The calls are looked up again only when a message has different streams.
+The calls are looked up again only if a message has other streams than the previous message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def hand_out(delivery: Delivery) -> None:
 
 
 class Lanes:
-    """The calls of the rows in consecutive messages with the same streams.
+    """The calls that receive the rows of consecutive messages with the same streams.
 
     A message adds one row to each call, so one count is kept for all calls. ``settle`` adds the
     count to the calls before their counts are read.
@@ -72,8 +72,8 @@ class Lanes:
         return cls(body, rows, found)
 
     def step(self, body: TokenColumns, now: float) -> Step | None:
-        """Counts the rows of a message; returns None if the message has different streams. Raises
-        RequestError if the columns differ in length."""
+        """Counts the rows of a message. Returns None if the message has other streams than these
+        lanes. Raises RequestError if the columns differ in length."""
         if body.streams != self._streams or body.seqs != self._seqs:
             return None
         rows = unpack_columns(body, self._rows)

@@ -137,7 +137,8 @@ class Recorder(Sequences):
         super().add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Writes the file, unless no broker has answered: the file may have another recording."""
+        """Writes the file, unless no broker has answered. In that case an earlier recording in the
+        file is kept."""
         recording, self._recording = self._recording, None
         unanswered = isinstance(error, ConnectionLostError) and not self._recorded
         if recording is None or unanswered:
@@ -203,8 +204,8 @@ def again(
     """Runs the recorded request again; yields at most ``until`` entries.
 
     ``module``: a controller to run instead of the recorded one. ``inspect``: entries report the
-    effect of their masks, with the maximum number of likeliest tokens. ``model``: the name of the
-    model, if it is not the recorded name.
+    effect of their masks, and the maximum number of likeliest tokens is reported. ``model``: the
+    name of the model, if it is not the recorded name.
 
     Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
     samples different tokens for the same seed.

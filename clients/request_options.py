@@ -192,8 +192,8 @@ def embed_call(inputs: Sequence[Sequence[int]], options: EmbedOptions) -> Call:
 
 
 def _check_names(given: dict[str, Any], message: type[msgspec.Struct]) -> None:
-    """Raises TypeError for an option that is neither a field of the message nor an option of
-    ``_timing``, which are not in ``given``."""
+    """Raises TypeError if an option in ``given`` is not a field of the message. ``_timing`` has
+    removed its own options from ``given``."""
     for name in given.keys() - set(message.__struct_fields__):
         known = {*message.__struct_fields__, *RequestOptions.__annotations__}
         near = difflib.get_close_matches(name, known - {"stream_id", "prompt", "inputs"}, 1)

@@ -238,7 +238,7 @@ class Scores:
     were not requested."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """As in ``GeneratedSequence``."""
+    """Number of prompt tokens that were in the worker's prefix cache."""
 
     @classmethod
     def of(cls, scored: GeneratedSequence) -> Scores:

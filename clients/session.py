@@ -62,8 +62,8 @@ LOOK_S = 0.25
 HINT_S = 3.0
 """Seconds without a broker after which a warning is logged if calls wait."""
 GRACE_S = 1.0
-"""Seconds after the timeout of a request until the client ends the request itself. The broker
-should end the request before."""
+"""Seconds after the timeout of a request until the client ends the request itself. Normally the
+broker has already ended the request."""
 
 INPUT_AGAIN_S = 1.0
 """Seconds after which an input without an answer is sent again."""
@@ -508,8 +508,8 @@ class ClientSession:
                 error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
         elif body.code == Code.SESSION_TAKEN and self._named:
-            # Another client serves the request now. With its token, this client would take the
-            # session back.
+            # Another client has taken the session over. If this client kept the session's token, it
+            # would take the session back.
             self._named, self._token = False, None
             self.end_all(error)
         elif body.type == "BUFFER" and self._barriers:

@@ -53,7 +53,7 @@ class _Reader:
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
         self.num_inputs = 0
-        """Number of inputs that were sent to the program, without refused ones."""
+        """Number of inputs that were sent to the program, not counting refused inputs."""
         self.answer: Msg | None = None
         self._finished = False
         """Whether the stream has been read to its end or was closed."""
@@ -202,8 +202,9 @@ class Stream(_Reader):
         return next((s.tokens for s in self.wait()), [])
 
     def send(self, text: str) -> None:
-        """Sends an input to the program of this stream, which ``ctx.receive()`` returns. Returns
-        when the input is stored: the program receives it once, also if processes die.
+        """Sends an input to the program of this stream, where ``ctx.receive()`` returns it. This
+        method returns when the input is stored. The program then receives the input once, even if
+        processes die.
 
         Raises UnavailableError if too many inputs wait for the program, and RequestError if the
         input is too large, the stream has ended or has no program.
