@@ -93,7 +93,7 @@ def _add_run(actions: Any) -> None:
         "--arg",
         "--controller-arg",
         metavar="A|@FILE",
-        help="argument of the controller, or its file",
+        help="argument of the controller, or @ and the name of a file with it",
     )
     parser.add_argument(
         "--prompt", metavar="P", default=DEFAULT_PROMPT, help="the prompt (default: a line break)"

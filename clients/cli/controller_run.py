@@ -79,7 +79,8 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:
-    """The error; for an unknown name that may be the name of a file, with the suffixes of files."""
+    """Returns ``error``. If the controller is unknown and ``program`` may be meant as a file, adds
+    the suffixes of files to the message."""
     unknown = error.code == Code.UNKNOWN_CONTROLLER
     if not unknown or ":" in program or not Path(program).suffix:
         return error

@@ -33,7 +33,7 @@ class Dialogue:
             threading.Thread(target=self._send_lines, daemon=True).start()
 
     def _send_lines(self) -> None:
-        # ``sys.stdin`` is locked while a thread reads it, and Python cannot exit with this lock.
+        # Reading ``sys.stdin`` would hold its lock, and Python cannot exit while a thread holds it.
         rest = b""
         try:
             while data := os.read(0, 65536):

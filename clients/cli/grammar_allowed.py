@@ -132,8 +132,8 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Label of a row of tokens that begin with white space, followed by the kind of character of the
-row above."""
+"""Label of a row of tokens that begin with white space and continue with the kind of character of
+the row above."""
 
 _Kind = tuple[str, bool]
 """The kind of a token's first character after white space, and whether the token begins with white

@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
         description="LMTP's interactive client. Each line is a prompt with parameters at its end, "
         "such as: Hello there temperature=1.2 max_tokens=5. Ctrl-C ends a generation; quit or "
         "Ctrl-D ends the client; help lists the parameters. If standard input is not a terminal, "
-        "each line is a prompt, also help and quit.",
+        "each line is a prompt, even help and quit.",
     )
     parser.add_argument("request_model", nargs="?", default="", metavar="MODEL")
     add_connection(parser)

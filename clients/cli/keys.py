@@ -213,6 +213,6 @@ def _bound(text: str) -> int:
         return 0
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(
-            f"expected a whole number of at least 1, or none, not {text!r}"
+            f"{text!r} is not valid; expected a whole number of at least 1, or 'none'"
         )
     return int(text)

@@ -241,7 +241,8 @@ class _Regex:
 
 def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The pattern in a file, and the line and column of each of its characters and of its end. The
-    lines are joined without blanks at their ends; lines that begin with ``#`` are left out."""
+    blanks at both ends of each line are removed, and the lines are joined. Lines that begin with
+    ``#`` are left out."""
     pattern, places = "", [(1, 1)]
     for number, line in enumerate(text.splitlines(), 1):
         kept = line.strip()

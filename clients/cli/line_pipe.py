@@ -21,7 +21,7 @@ from ...transport.async_dealer import AsyncDealer
 from ..session import no_broker
 
 MAX_LINE_BYTES = 2 * MAX_BODY_BYTES
-"""Maximum size of an input line. The largest controller module fits in base64."""
+"""Maximum size of an input line. A line with the largest controller module in base64 fits."""
 READ_BYTES = 65_536
 PING_S = 1.0
 """Interval between PINGs to the broker, in seconds."""

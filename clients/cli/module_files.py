@@ -33,8 +33,8 @@ class FileFault(Exception):
 
 
 def check_writable(path: str) -> None:
-    """Raises FileFault if no file can be written at ``path``. A command calls this before the work
-    whose result it writes."""
+    """Raises FileFault if no file can be written at ``path``. A command calls this function
+    before its work begins, so that the result of the work is not lost."""
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileFault(f"cannot write {path}: the folder {folder} does not exist")

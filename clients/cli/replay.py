@@ -74,7 +74,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--show",
         choices=("entries", "masks"),
-        help="print each entry; masks: also the allowed and forbidden tokens",
+        help="print each entry; 'masks' adds the allowed and forbidden tokens",
     )
     parser.add_argument(
         "--controller", metavar="FILE", help="module (.wasm, .c) to run instead of the recorded one"

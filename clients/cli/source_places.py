@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """A line of the text and a caret below its column, with a line end before both. The result
-        is empty for an empty line. Long lines are cut."""
+        """The line ``line`` and a caret below its column ``column``, with a line end before both.
+        The result is empty for an empty line. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))

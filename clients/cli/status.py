@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def absence_lines(status: Status) -> list[str]:
-    """A line if workers are registered, but none that computes a model."""
+    """A line if workers are registered, but none of them is a GPU worker."""
     if not status.workers or any(worker.role == "gpu" for worker in status.workers):
         return []
     return ["no GPU worker is registered"]

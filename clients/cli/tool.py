@@ -25,8 +25,8 @@ def add_command(commands: Any) -> None:
         "serve",
         allow_abbrev=False,
         help="run a tool worker",
-        description="Adds a worker to a running system, which serves the functions of a Python "
-        "module or file: those marked with @tool, or else all public ones.",
+        description="Adds a worker to a running system. The worker serves those functions of a "
+        "Python module or file that are marked with @tool, or all public functions if none is.",
     )
     serve.add_argument(
         "module", nargs="?", metavar="FILE|MODULE", help="file that ends with .py, or module"

@@ -27,7 +27,7 @@ _TYPES = frozenset(
         "override_modifier",
     }
 )
-"""Parts of a construct."""
+"""Types of nodes that are erased as parts of a construct."""
 _DECLARATIONS = frozenset(
     {
         "ambient_declaration",
@@ -39,7 +39,7 @@ _DECLARATIONS = frozenset(
         "index_signature",
     }
 )
-"""Whole statements, and whole members of a class."""
+"""Types of nodes that are erased as whole statements or as whole members of a class."""
 _TOKENS = {
     "optional_parameter": ("?",),
     "method_definition": ("?",),
@@ -47,7 +47,7 @@ _TOKENS = {
     "abstract_class_declaration": ("abstract",),
     "non_null_expression": ("!",),
 }
-"""Tokens of JavaScript's constructs that only TypeScript has."""
+"""Tokens that TypeScript adds to constructs of JavaScript, by the type of the construct's node."""
 _STATEMENTS = frozenset(
     {
         "expression_statement",
@@ -58,7 +58,7 @@ _STATEMENTS = frozenset(
         "public_field_definition",
     }
 )
-"""Statements and members that a line break may end."""
+"""Types of nodes of statements and members that a line break may end."""
 _NOT_ERASABLE = {
     "enum_declaration": "an enum; expected a const object",
     "internal_module": "a namespace with values; expected a const object",
@@ -140,8 +140,9 @@ class _Eraser:
                 self.made[at] = ord(" ")
 
     def _erase_part(self, node: Node) -> None:
-        """Erases a part of a construct. A semicolon takes the place of a part at which a line break
-        may end or begin a statement, because the next line may continue the JavaScript."""
+        """Erases a part of a construct. If the part ends a statement at a line break, or begins a
+        member of a class, a semicolon takes its place. Otherwise JavaScript might join two lines to
+        one statement."""
         parent = node.parent
         assert parent is not None
         self._blank(node.start_byte, node.end_byte)
@@ -181,8 +182,8 @@ class _Eraser:
         return first.type == "this"
 
     def _keep_arrow_on_line(self, node: Node, result: Node) -> None:
-        """Moves the parenthesis after the parameters to the end of the result's type, if that has
-        several lines. JavaScript does not allow a line break before the arrow."""
+        """Moves the parenthesis after the parameters to the end of the result's type if this type
+        has several lines. JavaScript does not allow a line break before the arrow."""
         parameters = node.child_by_field_name("parameters")
         if parameters is not None and b"\n" in self._text[parameters.end_byte : result.end_byte]:
             self.made[parameters.end_byte - 1] = ord(" ")

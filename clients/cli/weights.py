@@ -55,7 +55,7 @@ def add_command(commands: Any) -> None:
             metavar="MODEL",
             nargs="?",
             default="",
-            help="name of the model (default one)",
+            help="name of the model (default: the default model)",
         )
         verb.set_defaults(run=run)
 
