@@ -170,7 +170,12 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="small model with the same tokenizer, for speculative decoding (default: none)",
     )
-    add("--max-models", dest="max_models", metavar="N", help="maximum loaded models per worker (2)")
+    add(
+        "--max-models",
+        dest="max_models",
+        metavar="N",
+        help="maximum number of loaded models per worker (default: 2)",
+    )
     add("--tp", metavar="N", help="devices per worker, for tensor parallelism (default: 1)")
     add("--threads", metavar="N", help="CPU threads per worker (default: the fastest number)")
     add("--run-dir", dest="run_dir", metavar="DIR", help="folder of sockets and logs")

@@ -24,7 +24,7 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
     """The packaged file with these settings. ``python`` is the interpreter that runs Tokenbus."""
     conf = RawConfigParser()
     conf.read_string(CONF.read_text(encoding="utf-8"))
-    # All processes inherit the settings from the environment, also the setting in this option.
+    # All processes inherit the settings from the environment, so this option is not needed.
     conf.remove_option("supervisord", "environment")
     for section in conf.values():
         for key, value in section.items():

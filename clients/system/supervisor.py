@@ -232,8 +232,8 @@ class Supervisor:
 
 
 def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
-    """Ends processes whose supervisord has ended, by SIGTERM, and by SIGKILL after ``grace_s``.
-    Returns their ids."""
+    """Ends the processes of a supervisord that has ended. Sends SIGTERM, and SIGKILL after
+    ``grace_s``. Returns the ids of the processes."""
     pids = started_by(run_dir)
     if pids and grace_s:
         send(pids, signal.SIGTERM)
