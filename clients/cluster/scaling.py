@@ -29,8 +29,8 @@ class Bounds(NamedTuple):
 class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
-    The number grows to the needed number after more workers were needed during all of
-    ``up_after_s``. It falls by one each time fewer were needed during all of ``down_after_s``.
+    If more workers are needed for ``up_after_s`` without a break, the number grows to the needed
+    number. Each time fewer are needed for ``down_after_s`` without a break, it falls by one.
     """
 
     def __init__(self, bounds: Bounds, up_after_s: float, down_after_s: float) -> None:
