@@ -1,4 +1,4 @@
-"""Receives the messages of a WebSocket, also while the gateway waits for another event.
+"""Receives the messages of a WebSocket, even while the gateway waits for another event.
 
 Starlette reports the end of a WebSocket only to a caller that receives. So a wait that does not
 receive would not notice that its client has disconnected.
@@ -45,7 +45,7 @@ class Arrivals:
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
         """Waits until ``work`` is done, and raises what it raises. If the client disconnects
-        before, cancels ``work`` and raises WebSocketDisconnect."""
+        first, cancels ``work`` and raises WebSocketDisconnect."""
         working = asyncio.create_task(work)
         try:
             while not working.done() and self._has_room:

@@ -66,8 +66,8 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 
 async def decoded(request: Request, limit: int) -> AsyncIterator[bytes]:
     """The parts of a body after decompression. Other requests run between the pieces of a part.
-    Raises ApiError 413 if the compressed body is longer than ``limit`` bytes: compressed blocks may
-    be empty."""
+    Raises ApiError 413 if the compressed body is longer than ``limit`` bytes. Compressed blocks may
+    be empty, so a bound on the size after decompression is not enough."""
     decoder = decoder_of(request.headers.get("content-encoding", ""))
     received = 0
     async for part in request.stream():

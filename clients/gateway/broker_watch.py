@@ -25,8 +25,8 @@ PING_S = 1.0
 
 
 class BrokerWatch:
-    """A session with the broker at ``front``. When the session ends, it calls ``lost`` with
-    ``front`` and the reason.
+    """Watches the broker at ``front`` by a session of its own. When the session ends, ``lost`` is
+    called with ``front`` and the reason.
 
     The session ends if another broker answers, if the broker is silent for the duration of a
     session, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
@@ -62,8 +62,8 @@ class BrokerWatch:
         """Waits until the broker has answered the watch, or until ``lost`` was called. Raises
         TimeoutError if neither happens, because the watch cannot connect or its HELLO is refused.
 
-        A connection must not send a message before. If the broker were replaced after the message,
-        the watch would begin with the new broker and would not report the restart.
+        A connection sends its first message only after this wait. If the broker were replaced after
+        an earlier message, the watch would begin with the new broker and not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()

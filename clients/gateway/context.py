@@ -31,8 +31,8 @@ class Gateway:
         self._tenants: dict[str, SharedClient] = {}
         """The clients of tenants, by the public key of the tenant's bus key."""
         self._operators: dict[str, AsyncClient] = {}
-        """The clients for the operator's requests, by the public key of the tenant's bus key;
-        empty: the gateway's own. They carry no messages of WebSockets."""
+        """The clients for the operator's requests, by the public key of the tenant's bus key. An
+        empty text stands for the gateway's own key. WebSockets do not use these clients."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
@@ -62,8 +62,8 @@ class Gateway:
         return client
 
     def operator_client(self, key: OwnKey | None) -> AsyncClient:
-        """The client for requests of the operator. The broker decides by its key whether it may
-        send them; None: the gateway's own key."""
+        """The client with ``key`` for requests of the operator; None: the gateway's own key. The
+        broker decides by the key whether it accepts the requests."""
         name = "" if key is None else key.public
         client = self._operators.get(name)
         if client is None:

@@ -6,8 +6,8 @@ request has its own session at the broker. The session's token is computed from 
 and a secret of the gateways, and its stream ids from the path and the body.
 
 A gateway that serves the repetition takes the session over and attaches to the stream. It does not
-need state from the first gateway. A client that guesses another user's key computes a different
-token.
+need state from the first gateway. If a client sends the key of another user, the gateway
+computes a different token.
 
 If the broker does not have the stream any more, the request runs again. A request without a seed
 receives a seed that is computed from the token, so that the tokens are the same.

@@ -48,9 +48,9 @@ class Leaving:
 
 
 def run(serve: Callable[[Leaving], int]) -> int:
-    """Runs ``serve`` in a child process and returns its result there. The parent waits until the
-    child ends or calls ``leave``, and returns the child's exit code or 0. Must be called before the
-    first thread starts."""
+    """Runs ``serve`` in a child process. In the child, this function returns the result of
+    ``serve``. In the parent, it waits until the child ends or calls ``leave``, and returns the
+    child's exit code or 0. Must be called before the first thread starts."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()

@@ -82,7 +82,7 @@ FAMILIES = {
     "num_requests_deferred": Family("gauge", "Sequences whose controller has not decided yet."),
     "num_requests_suspended": Family("gauge", "Sequences that a controller has suspended."),
     "deferrals": Family(
-        "counter", "Times that a step left out a sequence whose decision was not ready."
+        "counter", "Number of times that a step left out a sequence without a decision."
     ),
     "forks": Family("counter", "Forked sequences."),
     "splices": Family("counter", "Splices: replaced or appended ends of sequences."),

@@ -31,7 +31,7 @@ class OpenPrograms:
 
     @contextmanager
     def request(self, id: str) -> Iterator[None]:
-        """Wraps a request; its streams are found until its end."""
+        """Wraps a request. ``stream`` finds the streams of the request until the request ends."""
         running = _Running(id)
         token = self._current.set(running)
         try:
@@ -56,7 +56,7 @@ class OpenPrograms:
 
     def stream(self, id: str) -> AsyncStream:
         """The stream of a request of the current task's user. Raises ApiError 404 if the user runs
-        no program under this id, and 409 if several streams have it."""
+        no program under this id, and 409 if several streams have this id."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

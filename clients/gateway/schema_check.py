@@ -10,7 +10,7 @@ from referencing import Registry
 
 FORMATS = Draft202012Validator.FORMAT_CHECKER
 LOCAL: Registry[Any] = Registry()
-"""Resolves references inside a schema. jsonschema would otherwise open the URLs of others."""
+"""Resolves references inside a schema. Otherwise jsonschema would open other references' URLs."""
 
 
 def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[str, str]:

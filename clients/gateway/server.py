@@ -165,8 +165,8 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Closes the listening sockets, after it has accepted the connections in their queues. The
-        kernel would otherwise reset these connections."""
+        """Accepts the connections in the queues of the listening sockets, then closes the sockets.
+        Otherwise the kernel would reset these connections."""
         waiting = [connection for listener in sockets for connection in _accepted(listener)]
         for server in self.servers:
             server.close()

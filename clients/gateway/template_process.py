@@ -50,7 +50,7 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound, as it would with the messages in another order."""
+    """A rendering exceeds a bound. With the messages in another order, it would exceed it too."""
 
 
 class _Generation(jinja2.ext.Extension):

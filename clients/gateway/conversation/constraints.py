@@ -49,7 +49,7 @@ def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constr
 
 class Receipt(Struct, kw_only=True, omit_defaults=True):
     """The field ``tokenbus`` of an answer: the enforced constraint, the report of its controller,
-    and whether its bits are exact."""
+    and whether the answer is exact."""
 
     constraint: str | None = None
     """``json_schema``, ``json_object``, ``regex``, ``choice``, ``grammar``, ``tools``, or the name
@@ -65,7 +65,7 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     storage: list[Any] = field(default_factory=list)
     """The variables that the controller wrote, as AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
-    """The texts that the program sent to the client: in a chunk those of the chunk."""
+    """The texts that the program sent to the client. A chunk has only its own texts."""
     error: str = ""
     """The error of this choice, if other choices did not fail."""
     code: str = ""

@@ -41,7 +41,7 @@ class GrowingChoices:
         self._by_seq: dict[int, GrowingChoice] = {}
 
     def take(self, entry: Token) -> tuple[int, str, GrowingChoice]:
-        """Adds an entry; returns the number of removed characters, the new text, and its choice.
+        """Adds an entry; returns the number of removed characters, the new text, and the choice.
 
         The text of a fork begins with that of the sequence from which it was forked.
         """

@@ -3,7 +3,7 @@
 Agents send a system message in the middle, several system messages, or consecutive messages of one
 role. Many templates refuse this. A conversation is first rendered unchanged. If the template
 refuses its order, the turns are arranged in three steps; each step follows only if the template
-refuses the arrangement before.
+refuses the previous arrangement.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BREAK = "\n\n"
 
 
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Yields the turns unchanged, then with one system message at the beginning, then with a user's
-    text after results in the last result, then without a system message. Leaves out an arrangement
-    that equals the previous one."""
+    """Yields the turns unchanged; then with one system message at the beginning; then with the
+    user's text moved into the last result before it; then without a system message. Leaves out an
+    arrangement that equals the previous one."""
     given = list(turns)
     yield given
     merged = _merged(_hoisted(given))

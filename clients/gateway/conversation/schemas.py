@@ -42,10 +42,10 @@ _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 MAX_DEPTH = 200
 """Maximum depth to which schemas are searched; deeper parts are not changed."""
 MAX_SCHEMA_BYTES = 256 * 1024
-"""Maximum bytes of a schema, as JSON, that is checked. The event loop sends the schema with each
+"""Maximum size of a checked schema as JSON, in bytes. The event loop sends the schema with each
 value that is checked."""
 MAX_CHECKED_BYTES = 16 * 1024 * 1024
-"""Maximum bytes of the schemas and values of all checks of one request."""
+"""Maximum size of the schemas and values of all checks of one request, in bytes."""
 
 
 def enforceable(schema: Schema) -> tuple[Schema, list[str]]:

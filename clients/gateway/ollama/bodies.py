@@ -35,7 +35,7 @@ TEMPERATURE = 0.8
 
 
 class Options(Body, kw_only=True):
-    """``options``: the sampling parameters. Further ones of Ollama have no effect."""
+    """``options``: the sampling parameters. Ollama's other options have no effect."""
 
     temperature: Temperature | None = None
     """Default: 0.8."""
@@ -186,8 +186,8 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
-    """The turns of a conversation. Ollama's calls have no ids, so results belong to the calls
-    before them in order."""
+    """The turns of a conversation. Results without the id of a call belong to the earlier calls,
+    in order."""
     turns = []
     open_calls = _OpenCalls()
     for number, message in enumerate(messages):
@@ -275,7 +275,7 @@ class OllamaAnswer(Struct, kw_only=True):
     """Only of ``/api/generate``."""
     done: bool
     done_reason: str | UnsetType = UNSET
-    """``stop`` or ``length``. The last line has this field and all that follow."""
+    """``stop`` or ``length``. Only the last line has this field and the fields after it."""
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET

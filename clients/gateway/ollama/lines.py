@@ -6,7 +6,7 @@ from ..events import EventStream
 
 
 class LineStream(EventStream):
-    """An answer with one JSON value on each line. Its lines have no numbers."""
+    """An answer with one JSON value on each line. The lines have no event numbers."""
 
     media_type = "application/x-ndjson"
     numbers = False

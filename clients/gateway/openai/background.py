@@ -1,9 +1,9 @@
 """Responses in the background: a task generates a response and stores its events, which any
-gateway of the run directory reads.
+gateway of the run directory can read.
 
 The task has a lease. If its gateway ends, the next gateway that is asked for the response takes the
-lease over. The response is a request with an idempotency key (``idempotency.py``), so that the
-events are the same, and stored events are skipped.
+lease over. The response is a request with an idempotency key (``idempotency.py``), so the next
+gateway generates the same events. It skips the events that are stored.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Unsaved:
         self.add(event(fields, "response.failed"))
 
     def take(self) -> tuple[int, bytes, int]:
-        """The number of the first event, all events and their number."""
+        """The number of the first event, all events, and the number of events."""
         first, events, self.events = self.first, self.events, []
         self.first += len(events)
         self.arrived.clear()

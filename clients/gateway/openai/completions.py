@@ -42,7 +42,7 @@ from .usage import Counter
 
 @dataclass
 class Echo:
-    """The parts of a prompt that its completions have."""
+    """The parts of a prompt that its completions repeat."""
 
     text: str = ""
     sampled: Sampled | None = None
@@ -108,7 +108,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
 async def _prompts(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, counter: Counter
 ) -> tuple[list[Prompt], list[Echo]]:
-    """The prompts, and the parts of each prompt that its completions have."""
+    """The prompts, and the parts of each prompt that its completions repeat."""
     prompts = body.prompts
     if body.truncate_prompt_tokens is not None:
         # The ends of the prompts are kept.

@@ -25,7 +25,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def constraint(self) -> Constraint:
-        """Raises ApiError 400 unless exactly one field is given."""
+        """The constraint of the only given field. Raises ApiError 400 unless exactly one field is
+        given."""
         given = {
             "json": ("json_schema", self.json),
             "regex": ("regex", self.regex),

@@ -93,7 +93,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     previous_response_id: str | None = None
     """The stored response whose conversation ``input`` continues."""
     metadata: dict[str, Any] | None = None
-    """Part of the response, without a meaning here."""
+    """Copied to the response; has no effect."""
     conversation: str | dict[str, Any] | None = None
     """Refused unless it is null."""
 
@@ -142,7 +142,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return None
 
     def offered(self, items: InputItems, ignored: Ignored) -> OfferedTools:
-        """The tools of the request, also those among the items of its input."""
+        """The tools in the field ``tools`` and in the items of the input."""
         given = [*(self.tools or ())]
         for item in items.input:
             if isinstance(item, AdditionalTools):

@@ -72,7 +72,7 @@ class OfferedTools:
     custom: set[str] = field(default_factory=set)
     """The names, for the model, of tools whose input is a text."""
     _shown: dict[ToolPlace, str] = field(default_factory=dict)
-    """``places`` in the other direction."""
+    """The names that the model sees, by the tools' names in the request."""
 
     @classmethod
     def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
@@ -96,7 +96,7 @@ class OfferedTools:
         return offered
 
     def shown(self, namespace: str | None, name: str) -> str:
-        """The name that the model sees of a tool; ``name`` if the request has no such tool."""
+        """The name under which the model sees a tool; ``name`` if the request has no such tool."""
         return self._shown.get(ToolPlace(namespace, name), name)
 
 

@@ -1,4 +1,4 @@
-"""Adds text to an answer that the bus leaves out: its stop string, and special tokens."""
+"""Adds to an answer the text that the bus leaves out: its stop string, and special tokens."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def weights_label(version: int, weights: str) -> str:
 
 
 class TokenFields(Struct, kw_only=True):
-    """The fields of a choice that a request asks for; unset without these requests."""
+    """Optional fields of a choice; unset if the request does not ask for them."""
 
     token_ids: list[int] | UnsetType = UNSET
     """``return_token_ids``: the new tokens. In a chunk, the tokens of the chunk."""
@@ -51,8 +51,8 @@ class TokenFields(Struct, kw_only=True):
     processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     kept: list[int | list[int] | None] | UnsetType = UNSET
-    """The ids of the candidates of each new token; their number if all tokens of the vocabulary or
-    more than 1,024 were left."""
+    """The ids of the candidates of each new token. If more than 1,024 tokens or the whole
+    vocabulary are candidates, their number."""
     spans: list[WeightSpan] | UnsetType = UNSET
     """``return_token_ids``: how the tokens were computed. In a chunk, the spans that begin
     there."""

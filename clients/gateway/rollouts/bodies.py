@@ -77,7 +77,7 @@ class PauseGenerationBody(ResumeBody):
     """The body of SGLang's ``POST /pause_generation``."""
 
     mode: Literal["abort", "in_place", "retract"] | None = None
-    """Default: ``abort``. The others are the mode ``keep``: an update of the weights decides
+    """Default: ``abort``. The other modes mean ``keep``: an update of the weights decides
     whether keys and values are computed again."""
 
 
@@ -91,7 +91,7 @@ class DiskBody(ResumeBody, kw_only=True):
     model_path: Folder
     """The folder of UPDATE_WEIGHTS."""
     weight_version: str | int | None = None
-    """The version, also as a text of digits."""
+    """The version, as a number or as a text of digits."""
     flush_cache: bool | None = None
     """False: the mode ``keep``. Default: ``recompute``."""
     abort_all_requests: bool | None = None

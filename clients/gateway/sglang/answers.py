@@ -55,8 +55,8 @@ class MetaInfo(Struct, kw_only=True):
     output_processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     output_kept: list[int | list[int] | None] | UnsetType = UNSET
-    """The ids of the candidates of each new token; their number if all tokens of the vocabulary or
-    more than 1,024 were left."""
+    """The ids of the candidates of each new token. If more than 1,024 tokens or the whole
+    vocabulary are candidates, their number."""
     tokenbus: Receipt | UnsetType = UNSET
     """The receipt of an ended sequence."""
 

@@ -32,7 +32,7 @@ from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
 """An event of a stream repeats the whole answer so far. The next event follows when the answer has
-grown by one token in this number of tokens, which bounds the size of the stream."""
+grown by its length divided by this number, which bounds the size of the stream."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -58,7 +58,8 @@ class Part:
     id: str
     reports: Reports
     start: int
-    """The position from which the prompt's log-probabilities are reported; -1: none are."""
+    """The position from which the prompt's log-probabilities are reported; -1: none is
+    reported."""
 
 
 @dataclass
@@ -297,8 +298,8 @@ def _event(job: Job, part: Part, sequence: GeneratedSequence, index: int) -> byt
 
 
 def _is_due(sequence: GeneratedSequence, sent: int | None) -> bool:
-    """Whether an event about a sequence follows. ``sent``: the number of its tokens in the last
-    event, plus 1 if it had ended then."""
+    """Whether an event about a sequence follows. ``sent``: the number of the sequence's tokens in
+    the last event, plus 1 if that event reported the end."""
     count = len(sequence.tokens)
     if sequence.finish_reason is not None:
         return sent != count + 1

@@ -390,7 +390,7 @@ def _size_of(items: Sequence[Item]) -> int:
 
 
 def _replace_contents(run: sqlite3.Connection, number: int, answer: bytes) -> None:
-    """Stores the answer of a response that is finished, whose body is not needed any more."""
+    """Stores the answer of a finished response, and deletes the body of its request."""
     run.execute("UPDATE contents SET answer = ?, body = NULL WHERE response = ?", (answer, number))
 
 
