@@ -8,18 +8,18 @@ const SAVE_MS = 500; // Pause between two saves of a running answer.
 
 /**
  * Events: `change` (the open conversation changed), `list` (a conversation was added, removed or
- * renamed), `fault` (detail: words for the person), `key` (the gateway requires an API key).
+ * renamed), `fault` (detail: a message for the user), `key` (the gateway requires an API key).
  */
 export class Chat extends EventTarget {
   #store;
   #defaults;
   /** The conversations that are open or have a running answer, by id. */
   #live = new Map();
-  /** What stops each running answer, by the answer's id. */
+  /** The AbortController of each running answer, by the answer's id. */
   #running = new Map();
   /** Number of saves that have not ended. */
   #saves = 0;
-  /** Removed conversations, which their ended answers must not save again. */
+  /** Removed conversations. An answer that ends later must not save its conversation again. */
   #removed = new Set();
   conversation = null;
 
@@ -167,7 +167,7 @@ export class Chat extends EventTarget {
     }
   }
 
-  /** Streams an answer. `options`: those of the answer's lock, which one tab has at a time. */
+  /** Streams an answer. `options`: the options of the answer's lock, which only one tab can hold. */
   #run(conversation, answer, options = {}) {
     const start = (lock) => (lock ? this.#start(conversation, answer) : null);
     return navigator.locks ? navigator.locks.request(answer.id, options, start) : start(true);

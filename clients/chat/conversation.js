@@ -72,7 +72,7 @@ export function branchAt(conversation, last) {
   return branch;
 }
 
-/** The settings of a conversation as an answer keeps them, with a seed of its own. */
+/** A copy of a conversation's settings for one answer, with a new seed. */
 export function settingsOfAnswer(settings) {
   const [seed] = crypto.getRandomValues(new Uint32Array(1));
   return { ...structuredClone(settings), seed };
