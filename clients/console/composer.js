@@ -31,7 +31,7 @@ export class Composer extends EventTarget {
   #stored = [];
   #uploads = 0;
   #connection;
-  /** The request of an answer, as long as the prompt is its text. */
+  /** The prompt and request of `replay`. The request is sent only if the prompt is unchanged. */
   #replayed = null;
 
   constructor(connection) {

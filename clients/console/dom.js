@@ -32,7 +32,7 @@ export function setText(element, text) {
 
 /**
  * Updates the children of `parent` from `values`. `key(value)` identifies a child. `make(value)`
- * creates the element of a new key, and `update(element, value)` updates each element, also a new
+ * creates the element of a new key, and `update(element, value)` updates each element, even a new
  * one.
  */
 export function follow(parent, values, key, make, update) {
