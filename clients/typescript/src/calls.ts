@@ -123,9 +123,10 @@ export class Call {
   }
 
   /**
-   * Whether the client sends the request again, also with a `retryS` of 0, if no worker has reported
-   * the stream. The broker did not read the request before it was restarted, or lost the request
-   * with its workers. A controller may have had effects, so a steered request is not sent again.
+   * Whether the client sends the request again if no worker has reported the stream, even if
+   * `retryS` is 0. In this case the broker was restarted before it read the request, or the workers
+   * of the request were lost. A controller may have had effects, so a steered request is not sent
+   * again.
    */
   get resendsUnknown(): boolean {
     const { type, body } = this.request;
@@ -194,7 +195,7 @@ export class Call {
   }
 }
 
-/** Whether an entry only has messages, logs or writes of a program. */
+/** Whether an entry has only messages, logs or writes of a program. */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.parent !== null;
   return !changes && entry.finish_reason === null;

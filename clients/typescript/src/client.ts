@@ -87,7 +87,7 @@ export class BaseClient {
     return scores ?? new GeneratedSequence(0, null);
   }
 
-  /** The properties of a model, which is loaded if it is served on demand. */
+  /** The properties of a model. A model that is served on demand is loaded first. */
   async modelInfo(model = "", options: AskOptions = {}): Promise<ModelInfo> {
     const body = { stream_id: 0, model };
     const answer = await this.#ask(modelCall({ type: "MODEL_INFO", body }, options), options);
@@ -101,12 +101,12 @@ export class BaseClient {
     return present(answer.tokenizer, "tokenizer");
   }
 
-  /** Workers, sessions and queues. With `streams`, also the live streams. */
+  /** Workers, sessions and queues. `streams` adds the live streams. */
   async status(options: StatusOptions = {}): Promise<Status> {
     return present((await this.#ask(statusCall(options), options)).status, "status");
   }
 
-  /** Stores a part of prompts at the broker, for `buffers: [name]`. null deletes the buffer. */
+  /** Stores a prompt part at the broker, for `buffers: [name]`. null deletes the buffer. */
   async buffer(name: string, content: Prompt | null, options: AskOptions = {}): Promise<void> {
     await this.#ask(bufferCall(name, content, options), options);
   }

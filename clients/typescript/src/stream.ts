@@ -80,8 +80,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   }
 
   /**
-   * Sends an input to the program of this stream, which `ctx.receive()` returns. Resolved when the
-   * input is stored: the program receives it once, also if processes die. Rejected if too many
+   * Sends an input to the program of this stream, where `ctx.receive()` returns it. Resolved when
+   * the input is stored: the program receives it once, even if processes die. Rejected if too many
    * inputs wait for the program, or if the stream has ended or has no program.
    */
   send(text: string): Promise<void> {

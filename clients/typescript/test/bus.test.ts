@@ -176,7 +176,7 @@ overEachTransport((test, address) => {
     await until(client, (status) => status.streams === 0);
   });
 
-  test("buffers precede a prompt, and keep what was generated", async (t) => {
+  test("buffers precede a prompt, and store generated text", async (t) => {
     const client = clientOf(t, address);
     const whole = await client.generate(PROMPT, { max_tokens: 6 }).text();
     await client.buffer("start", PROMPT.slice(0, 8));
@@ -231,7 +231,7 @@ overEachTransport((test, address) => {
     assert.deepEqual(stream.sequences[0]?.tokens.slice(0, 2), [0x41, 0x42]);
   });
 
-  test("the model, the status and their defaults can be asked for", async (t) => {
+  test("the model, the status and the tokenizer can be requested", async (t) => {
     const client = clientOf(t, address);
     const info = await client.modelInfo();
     assert.equal(info.name, "embedded");
@@ -332,7 +332,7 @@ overEachTransport((test, address) => {
     assert.ok(await client.generate("os", { buffers: ["kept"], max_tokens: 2 }).text());
   });
 
-  test("a client that was closed ends its streams and takes no call", async (t) => {
+  test("a closed client ends its streams and refuses calls", async (t) => {
     const client = clientOf(t, address);
     const stream = client.generate(PROMPT, { ...LONG, n: 64 });
     await stream.next();

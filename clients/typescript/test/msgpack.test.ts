@@ -27,7 +27,7 @@ function column(name: string, type: "f64" | "u32" | "u64", values: readonly numb
   return bytes(0xa1, name, 0xc4, view.byteLength, new Uint8Array(view.buffer));
 }
 
-test("every kind of value is read, as JSON has it", () => {
+test("every type of value is decoded to the value that JSON would have", () => {
   const cases: [Uint8Array, unknown][] = [
     [bytes(0x00), 0],
     [bytes(0x7f), 127],
@@ -65,14 +65,14 @@ test("every kind of value is read, as JSON has it", () => {
   assert.equal(unpackAll(bytes(...cases.map(([sent]) => sent))).length, cases.length);
 });
 
-test("names of the same hash stay apart", () => {
+test("field names with the same hash are not confused", () => {
   const named = (name: string) => bytes(0x81, 0xa4, name, 1);
   for (const name of ["abcd", "axyd", "abcd", "aéd", "axyd"]) {
     assert.deepEqual(unpackAll(named(name)), [{ [name]: 1 }]);
   }
 });
 
-test("what is not valid is refused, wherever it ends", () => {
+test("invalid and incomplete messages are refused", () => {
   const whole = bytes(0x82, 0xa1, "a", 0x92, 0xcd, 1, 2, 0xc4, 1, 9, 0xa3, "key", 0xa2, "xy");
   for (let size = 1; size < whole.length; size += 1) {
     assert.throws(() => unpackAll(whole.subarray(0, size)), RangeError, String(size));
@@ -125,7 +125,7 @@ test("the rows of columns are entries, and several bodies are several messages",
   assert.deepEqual([first?.logprob, first?.finish_reason, first?.parent], [-0.5, null, null]);
 });
 
-test("a row has the text that stands for it, if any does", () => {
+test("a row has the text at its place in the column of texts, if there is one", () => {
   const rows = [
     column("s", "u64", [1, 2, 3]),
     column("t", "u32", [5, 6, 7]),

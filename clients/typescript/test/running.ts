@@ -26,7 +26,7 @@ export const PROMPT = "def add(a, b):\n";
 /** Defines the tests of `define` once for each transport. */
 export function overEachTransport(define: (run: typeof test, address: string) => void): void {
   for (const [name, address] of Object.entries(ADDRESSES)) {
-    const skip = address === undefined && "no such door is running";
+    const skip = address === undefined && "no system with this transport is running";
     describe(`over ${name}`, { skip, timeout: LIMIT_MS, concurrency: false }, () => {
       if (address !== undefined) define(test, address);
     });

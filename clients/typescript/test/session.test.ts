@@ -144,7 +144,7 @@ test("live counts the sequences whose end the reader has not seen", () => {
   ]);
 });
 
-test("one of several brokers learns that the session may come from another", () => {
+test("with several brokers, a second HELLO says that the session may come from another broker", () => {
   for (const several of [false, true]) {
     const session = new Session("tcp://x,tcp://y", 5, 0, several);
     session.connected(0);
@@ -177,7 +177,7 @@ test("a lost request is sent again with the same seed, and no entry is delivered
   assert.deepEqual(bench.events(call), [7, 8, 9, "ended"]);
 });
 
-test("a request is sent again no longer than retry_s, and never after an error of its own", () => {
+test("a request is sent again for at most retry_s, and never if the request is not valid", () => {
   const bench = new Bench();
   const patient = bench.begin(generateCall("x", { retry_s: 3 }));
   const wrong = bench.begin();
@@ -192,7 +192,7 @@ test("a request is sent again no longer than retry_s, and never after an error o
   assert.ok(bench.now >= 3);
 });
 
-test("a resumed session attaches its streams where they were", () => {
+test("a resumed session attaches its streams after the last received entry", () => {
   const bench = new Bench();
   const call = bench.begin();
   const left = bench.begin();
@@ -257,7 +257,7 @@ test("an answer to ATTACH can have rows of several streams, some of them receive
   for (const call of calls) assert.deepEqual(bench.events(call), [7, 8, 9, 10]);
 });
 
-test("a broker that was restarted is asked for the streams that have begun", () => {
+test("a restarted broker receives an ATTACH for each stream that has begun", () => {
   const bench = new Bench();
   const call = bench.begin();
   const fresh = bench.begin();
