@@ -16,20 +16,20 @@ from tokenbus.clients import AsyncClient
 from tokenbus.protocol.messages import Welcome
 
 PATIENCE_S = 300.0
-"""Seconds for all streams to reach a number of entries."""
+"""Maximum time until all streams have received a number of entries, in seconds."""
 BETWEEN = 20
-"""Entries that each stream receives before the next cut."""
+"""Number of entries that each stream receives before the next cut."""
 
 
 class Return(NamedTuple):
-    """A return of the client: until each stream has received its next entry."""
+    """The times of a return, which ends when each stream has received its next entry."""
 
     cut_s: float
     """Seconds from the cut of the connection."""
     attach_s: float
     """Seconds from the time at which the client has sent its ATTACHes."""
     cpu_s: float
-    """Seconds of CPU time of all processes, beyond the time that the steps take otherwise."""
+    """Seconds of CPU time of all processes, minus the CPU time of as many steps without a cut."""
 
 
 async def come_back(

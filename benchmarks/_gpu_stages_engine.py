@@ -179,7 +179,7 @@ class Checks:
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
         assert model is not None
-        # The cost of a small model, so that the draft model drafts. Other drafts are turned off.
+        # With the cost of a small model, the draft model drafts. Other drafts are turned off.
         model.forward_cost = 0.01
         engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)

@@ -48,7 +48,7 @@ class _Walking:
         """Called after a text."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """As ``Engine`` says."""
+        """Walks a text and returns times; see ``Engine.walk``."""
         accept, fill = self._begin()
         began = _clock()
         fill()
@@ -62,7 +62,7 @@ class _Walking:
         return seconds
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
-        """As ``Engine`` says."""
+        """The masks of a text; see ``Engine.masks``."""
         accept, fill = self._begin()
         fill()
         found = [bytes(self._mask)]
@@ -74,7 +74,7 @@ class _Walking:
         return found
 
     def close(self) -> None:
-        """As ``Engine`` says."""
+        """Does nothing."""
 
 
 def _words(vocabulary: TokenizerVocabulary) -> bytearray:
@@ -106,7 +106,7 @@ class Ours(_Walking):
         self.guest.end(self._place)
 
     def close(self) -> None:
-        """As ``Engine`` says."""
+        """Frees the engine."""
         self.guest.close()
 
 
@@ -204,7 +204,7 @@ class XGrammar(_Walking):
         return accept, lambda: fill(bits)
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
-        """As ``Engine`` says."""
+        """The masks of a text; see ``Engine.masks``."""
         accept, fill = self._begin()
         fill()
         found = [self._bits.numpy().tobytes()]

@@ -80,9 +80,9 @@ def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> St
 
 
 class Comparison:
-    """Compares batches with the same requests alone, and counts tokens by what their batch had.
+    """Compares batches with the same requests alone. Counts the tokens of each kind of batch.
 
-    Each run of an engine uses one or two threads, by chance.
+    Each run of an engine uses one or two threads, chosen at random.
     """
 
     def __init__(self, loaded: LoadedModel, killed: KilledWorkers) -> None:
@@ -117,7 +117,7 @@ class Comparison:
             print(dict(self.counts), self._killed.kills, file=sys.stderr, flush=True)
 
     def _check(self, found: Streams, wanted: Streams) -> int:
-        """Counts the tokens of a batch and those that differ; returns the number of tokens."""
+        """Counts the tokens of a batch and the tokens that differ; returns the number of tokens."""
         assert found.keys() == wanted.keys()
         for key, stream in wanted.items():
             self.counts["differing_bits"] += sum(
@@ -143,8 +143,9 @@ class Comparison:
 
 
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
-    """Compares log-probabilities of streams in batches with a forward of the whole text in
-    transformers, with the native functions; counts those that differ."""
+    """Compares the log-probabilities of streams in batches with those of transformers. The model
+    of transformers uses the native functions and runs one forward over the whole text. Returns the
+    number of log-probabilities that differ, and the number of all."""
     rng, differing, compared = random.Random(2), 0, 0
     jobs = jobs_of(rng, texts, loaded.vocab_size)
     found = run(engine_of(loaded, True, speculation=True, max_num_batched_tokens=100), jobs)

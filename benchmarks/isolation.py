@@ -35,7 +35,7 @@ NOTES = {
     "calm_throughput": "ratio of calm tokens per second with and without attacks: at least 0.97",
     "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
     "wrong_outcomes": "attacks with another outcome than expected: 0",
-    "hostile_step_ratio": "longest gap between calm tokens with an attack, relative to without",
+    "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }
 
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
     @property
     def gap_ms(self) -> float:
-        """The largest gap beyond the usual one."""
+        """The longest gap with the attack minus the longest gap without it; at least 0."""
         return max(0.0, self.attacked.largest_gap_s - self.usual.largest_gap_s) * 1000
 
 

@@ -3,9 +3,10 @@
 The script and the built-in constraint ``regex``, which has the same effect, run in this process
 with the vocabulary of the embedded model. Times are the best of several runs.
 
-- ``first_ms_more``: the time until the first mask of a script, less that of the constraint.
 Each name begins with ``js`` or ``py``, the language.
 
+- ``first_ms_more``: the time until the first mask of a script, minus the time until the first mask
+  of the constraint.
 - ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
   round of the constraint.
 - ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
@@ -89,7 +90,7 @@ class World:
         return controller
 
     def decide(self, controller: Controller) -> None:
-        """The second half of a round."""
+        """Runs the second half of a round: the controller decides about the next token."""
         controller.pre_process()
         controller.mid_process((0,), self.mask)
 
