@@ -90,7 +90,7 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
 
 
 class Ours:
-    """Our engine with the same model. ``run`` runs a set of requests to their ends."""
+    """Our engine with the model of its peers. ``run`` runs a set of requests to their ends."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
