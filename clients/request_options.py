@@ -98,7 +98,7 @@ class EmbedOptions(RequestOptions, total=False):
     """The options of ``embed``."""
 
     pooling: Pooling
-    """How the states of a text's tokens become one vector. Default: that of the model."""
+    """How the states of a text's tokens become one vector. Default: the pooling of the model."""
 
 
 class GenerateOptions(RequestOptions, total=False):

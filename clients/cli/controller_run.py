@@ -116,7 +116,7 @@ def _tags(client: Client, module: str) -> list[str] | None:
 
 
 class _Json:
-    """Prints one JSON object when the stream has ended, also after an error."""
+    """Prints one JSON object when the stream has ended, even after an error."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -16,7 +16,7 @@ FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "err
 
 
 class Indexes:
-    """The numbers of choices: those of each prompt in order, then numbers for forks."""
+    """Numbers the choices of an answer: first those of each prompt in order, then the forks."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         """``counts``: the number of choices of each prompt."""

@@ -41,7 +41,7 @@ class EmbeddingsRequest(Body, kw_only=True):
 
     # Fields that only Tokenbus has.
     pooling: Pooling | None = None
-    """Default: that of the model."""
+    """Default: the pooling of the model."""
 
     def texts(self) -> list[str | list[int]]:
         """The texts. Raises ApiError 400 if ``input`` mixes ids and texts, or is empty."""
