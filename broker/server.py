@@ -53,6 +53,9 @@ MUST_FACTOR = 2
 ``max_pending_bytes``."""
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
+QUIET_S, MAX_QUIET_S = 0.1, 1.0
+"""A leaving broker closes when no client has sent a message for the first time, at the latest after
+the second, in seconds."""
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
@@ -188,6 +191,7 @@ class BrokerServer:
                 self.core.leave,
                 lambda: self.core.can_leave and self.core.stepped_since(signalled_at),
             )
+            await self._until_quiet()
         else:
             await self._finish("draining", self.core.drain, lambda: self.core.drained)
         self._closed = True
@@ -196,7 +200,6 @@ class BrokerServer:
         for sock in (self._front, self._back):
             loop.remove_reader(sock.fileno())
         if self._leaving:
-            # The next broker does not see the messages that this broker has not read.
             self._read_rest()
         self._post(self.core.left() if self._leaving else self.core.stop())
         loop.remove_reader(self._zap.fd)
@@ -261,6 +264,18 @@ class BrokerServer:
             log.info("%s, with %d requests", doing, len(self.core.state.requests))
         while not (over() or self._hurry or time.monotonic() > deadline):
             await asyncio.sleep(0.05)
+
+    async def _until_quiet(self) -> None:
+        """Waits until no client has sent a message for ``QUIET_S``, for up to ``MAX_QUIET_S``.
+
+        The broker has often waited for the end of a stream, after which a client sends its next
+        request. The next broker does not see the messages that this broker has not read.
+        """
+        until = time.monotonic() + MAX_QUIET_S
+        taken = -1
+        while taken != self._clients.taken and time.monotonic() < until:
+            taken = self._clients.taken
+            await asyncio.sleep(QUIET_S)
 
     # --- the drain loop -------------------------------------------------------------------------
 

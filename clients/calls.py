@@ -179,16 +179,12 @@ class Call:
 
     @property
     def resends_unknown(self) -> bool:
-        """Whether the client sends the request again if no worker has reported the stream, even if
-        ``retry_s`` is 0. In this case the broker was restarted before it read the request, or the
-        workers of the request were lost. A controller may have had effects, so a steered request
-        is sent again only if it has an idempotency key."""
+        """Whether the client sends the request again, also with a ``retry_s`` of 0, if no worker
+        has reported the stream to a restarted broker. The earlier broker did not read the request,
+        or lost it together with its workers."""
         if self.base is not None and not self.tries:
             return True
-        plain = isinstance(self.message, Score) or (
-            isinstance(self.message, Generate) and not self.message.controller
-        )
-        return plain and self.received == 0
+        return isinstance(self.message, Generate | Score) and self.received == 0
 
     def begin_try(self) -> None:
         """Resets the state of the failed attempt. The counts of delivered entries are kept."""

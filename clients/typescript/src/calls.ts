@@ -124,14 +124,12 @@ export class Call {
 
   /**
    * Whether the client sends the request again if no worker has reported the stream, even if
-   * `retryS` is 0. In this case the broker was restarted before it read the request, or the workers
-   * of the request were lost. A controller may have had effects, so a steered request is not sent
-   * again.
+   * `retryS` is 0. In this case the broker was restarted before it read the request, or the broker
+   * and the workers of the request were lost.
    */
   get resendsUnknown(): boolean {
-    const { type, body } = this.request;
-    const plain = type === "SCORE" || (type === "GENERATE" && !body.controller);
-    return plain && this.received === 0;
+    const { type } = this.request;
+    return (type === "GENERATE" || type === "SCORE") && this.received === 0;
   }
 
   /** Begins another attempt with a new number. The counts of delivered entries are kept. */
