@@ -20,10 +20,10 @@ ASK_S = 2.0
 UNIX = "unix://"
 
 
-def successor_comes() -> bool:
-    """Whether supervisord runs this process and will start it again.
+def successor_comes() -> bool | None:
+    """Whether supervisord runs this process and will start it again; None if supervisord is ending.
 
-    The result is False if supervisord is ending, does not answer or has not started this process. A
+    The result is False if supervisord does not answer or has not started this process. A
     ``supervisorctl stop`` cannot be distinguished from the first half of a ``supervisorctl
     restart``: the result is True for both.
     """
@@ -39,6 +39,7 @@ def successor_comes() -> bool:
         return bool(process["pid"] == os.getpid())
     except xmlrpc.client.Fault as fault:
         log.info("supervisord does not start a successor: %s", fault.faultString)
+        return None if fault.faultString.startswith("SHUTDOWN_STATE") else False
     except (OSError, HTTPException, xmlrpc.client.Error, KeyError, TypeError) as error:
         log.warning("supervisord did not answer whether it starts a successor: %s", error)
     finally:
