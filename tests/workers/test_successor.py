@@ -91,7 +91,7 @@ def test_a_successor_comes_unless_supervisord_is_ending(
     supervisord.send_signal(signal.SIGTERM)
     assert supervisord.wait(WAIT_S) == 0
     # A child has the same environment, and supervisord does not start the child again.
-    assert lines(folder, "answers", 2) == [f"{first} True False", f"{second} None False"]
+    assert lines(folder, "answers", 2) == [f"{first} True False", f"{second} None None"]
 
 
 def test_none_comes_without_supervisord(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
