@@ -287,7 +287,10 @@ class Controllers:
     def can_start_elsewhere(self, request: Request, worker: Worker) -> bool:
         """Whether another controller worker can start the controller of a request again."""
         return any(
-            other is not worker and other.state is WorkerState.READY and other.fill < 1
+            other is not worker
+            and not other.leaves_with(worker)
+            and other.state is WorkerState.READY
+            and other.fill < 1
             for other in self._pools.steering(request.steered.served_as).workers.values()
         )
 

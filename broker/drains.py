@@ -71,7 +71,7 @@ class Drains:
         """Handles a worker's DRAIN: the worker receives no new requests."""
         drain: Drain = decode_as(Drain, frames[2], "msgpack")
         worker.state = WorkerState.DRAINING
-        worker.succeeded = drain.successor
+        worker.succeeded, worker.system_ends = drain.successor, drain.system_ends
         self._draining[worker.id] = worker
         self._controllers.on_drain(worker)
         log_drain(worker, drain.reason)

@@ -60,6 +60,7 @@ class Placement:
             there = other.models.get(name)
             if (
                 other is worker
+                or other.leaves_with(worker)
                 or other.state is not WorkerState.READY
                 or self._state.is_hung(other)
             ):

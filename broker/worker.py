@@ -53,6 +53,8 @@ class Worker:
     succeeded: bool = False
     """Whether another process replaces the draining worker as soon as it has left. DRAIN sets the
     flag."""
+    system_ends: bool = False
+    """Whether the other workers on its host are about to drain too (``Drain.system_ends``)."""
     step_age_s: float | None = None
     stepped_at: float = float("-inf")
     """Start time of the step in the last heartbeat, or the time of that heartbeat if no step was
@@ -93,6 +95,10 @@ class Worker:
         """Counts a request as above the capacity. Call this before the worker takes the request."""
         self.beyond &= self.requests.keys()
         self.beyond.add(request.id)
+
+    def leaves_with(self, other: Worker) -> bool:
+        """Whether this worker is about to leave because the system of ``other`` ends."""
+        return other.system_ends and self.host == other.host
 
     def serves(self, model: str) -> bool:
         """Whether a request for this model may go to this worker ("" is its default)."""

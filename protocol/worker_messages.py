@@ -270,6 +270,9 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
     successor: bool = False
     """Whether another process takes the worker's place as soon as the worker has left. The worker
     then does not have to finish its streams first."""
+    system_ends: bool = False
+    """Whether all workers of the system on this machine are about to drain. They cannot take the
+    worker's streams then. ``successor`` is false."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):

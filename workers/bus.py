@@ -193,9 +193,10 @@ class Bus:
         for link in self._links:
             link.post_own(link.lease.changed())
 
-    def drain(self, reason: str, successor: bool = False) -> None:
+    def drain(self, reason: str, successor: bool | None = False) -> None:
         """Stops the brokers from sending further requests. ``successor``: another process replaces
-        this process, so that the streams of this process may move at once."""
+        this process, so that the streams of this process may move at once; None: the whole system
+        on this machine ends."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 

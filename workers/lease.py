@@ -118,9 +118,11 @@ class Lease:
         registration.registration, registration.update = self._registrations, True
         return [self._frames(b"REGISTER", registration)]
 
-    def drain(self, reason: str, successor: bool = False) -> list[Frames]:
-        """The messages that stop further requests; repeated after each new registration."""
-        self._drain = Drain(reason=reason, successor=successor)
+    def drain(self, reason: str, successor: bool | None = False) -> list[Frames]:
+        """The messages that stop further requests; repeated after each new registration.
+        ``successor``: see ``Bus.drain``."""
+        ends = successor is None
+        self._drain = Drain(reason=reason, successor=bool(successor), system_ends=ends)
         return [self._frames(b"DRAIN", self._drain)]
 
     @property

@@ -43,6 +43,16 @@ def test_a_worker_that_drains_hands_its_streams_over(bench: Bench) -> None:
     assert moved.flags & Flag.MOVED
 
 
+def test_a_worker_whose_system_ends_hands_over_to_another_machine_only(bench: Bench) -> None:
+    bench.worker("a", host="one")
+    begun(bench, "a")
+    bench.worker("b", host="one")
+    bench.send("a", "DRAIN", Drain(system_ends=True))
+    assert kinds(bench, "a") == []
+    bench.worker("c", host="two")
+    assert kinds(bench, "a") == ["HANDOVER"]
+
+
 def test_where_no_other_worker_is_there_it_keeps_them_until_one_registers(bench: Bench) -> None:
     bench.worker("a")
     begun(bench, "a")

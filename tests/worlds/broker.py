@@ -49,9 +49,9 @@ class Bench:
 
     def worker(self, name: str, **fields: Any) -> Registered:
         """Registers a worker; returns the broker's answer."""
-        usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m"}
+        usual = {"role": "gpu", "capacity": 2, "patterns": ["m"], "default": "m", "host": "h"}
         given: dict[str, Any] = usual | fields
-        register = Register(name=name, version=1, pid=1, host="h", **given)
+        register = Register(name=name, version=1, pid=1, **given)
         answers = self.send(name, "REGISTER", register)
         [answer] = [m.frames for m in answers if m.frames[0] == b"REGISTERED"]
         return msgspec.msgpack.decode(answer[2], type=Registered)

@@ -267,7 +267,7 @@ class ControllerWorker:
             return False
         if self._draining_since is None:
             self._draining_since = time.monotonic()
-            self._bus.drain(self._stop_reason, self._restarts and bool(successor_comes()))
+            self._bus.drain(self._stop_reason, self._restarts and successor_comes())
         expired = time.monotonic() - self._draining_since > self._settings.drain_s
         return expired or {link for link, _ in self._groups} <= self._handed_over
 

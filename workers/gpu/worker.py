@@ -118,7 +118,6 @@ class GpuWorker:
         self._pages_at = 0.0
         self._all_pages = False
         """Whether the next report contains all pages instead of only the changes."""
-        self._system_ends = False
         self._handed_over: set[int] = set()
         """The links of the brokers whose HANDOVER has arrived: other workers continue their
         requests."""
@@ -173,9 +172,7 @@ class GpuWorker:
             return True
         if self._stop_reason and self._draining_since is None:
             self._draining_since = time.monotonic()
-            comes = successor_comes() if self._restarts else False
-            self._system_ends = comes is None
-            self._bus.drain(self._stop_reason, bool(comes))
+            self._bus.drain(self._stop_reason, self._restarts and successor_comes())
             log.info("draining %d streams: %s", len(self._streams), self._stop_reason)
         if self._draining_since is None:
             return False
@@ -358,9 +355,7 @@ class GpuWorker:
             case b"FETCH_TOKENIZER":
                 self._tokenizer(message)
             case b"HANDOVER":
-                # Other workers of a system that ends leave too, so this one finishes its streams.
-                if not self._system_ends:
-                    self._handed_over.add(message.link)
+                self._handed_over.add(message.link)
             case b"DRAIN":
                 self.stop("the broker has sent DRAIN")
             case b"ORDER":
