@@ -15,7 +15,7 @@ import msgspec
 from ...protocol.errors import Code, RequestError
 from ...protocol.expected_values import expected
 from ...protocol.messages import Generate
-from ...protocol.settings import Settings
+from ...protocol.settings import AtLeastOne, Settings
 from .. import Client
 from .module_files import FileFault
 
@@ -93,12 +93,9 @@ def at_least_one(text: str) -> int:
     """Parses a count. argparse calls this function as a ``type``, and adds the flag's name to
     errors."""
     try:
-        count = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}") from None
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
-    return count
+        return msgspec.convert(text, AtLeastOne, strict=False)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(expected(error, text)) from None
 
 
 def _assignment(item: str) -> tuple[str, Any]:
