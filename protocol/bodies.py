@@ -4,7 +4,6 @@ fault."""
 from __future__ import annotations
 
 import array
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .errors import Code, RequestError, TokenbusError
-from .expected_values import named_values, plain
+from .expected_values import named_values, parted, plain
 from .messages import Error
 
 Encoding = Literal["json", "msgpack"]
@@ -27,7 +26,6 @@ _encoders: dict[str, Any] = {
     "json": msgspec.json.Encoder().encode,
     "msgpack": msgspec.msgpack.Encoder().encode,
 }
-_PATH = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`")
 
 
 def encode_body(body: Any, encoding: Encoding) -> bytes:
@@ -67,10 +65,7 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
     try:
         return _decoder(kind, encoding).decode(body or b"{}")
     except msgspec.ValidationError as error:
-        text = str(error)
-        found = _PATH.search(text)
-        path = found.group(1) if found else "$"
-        shown = text[: found.start()] if found else text
+        shown, path = parted(error)
         what = named_values(shown, kind, path) or plain(shown)
         raise RequestError(Code.INVALID_FIELD, f"{what} at {path}", path=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -28,11 +28,26 @@ _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 """msgspec's error if only certain values are valid."""
 _STEP = re.compile(r"\.(\w+)|\[")
 """A step of a path: into a field, or into an element of a list."""
+MAX_SHOWN = 256
+"""Maximum characters of msgspec's error that are shown. The error repeats a wrong text of any
+length."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
     """Translates msgspec's error into plain words, and adds the faulty value."""
     return f"{plain(str(error).split(', got')[0])}, not {given!r}"
+
+
+def parted(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Divides msgspec's error into its message and the path of the value. An error at the root has
+    the path ``$``."""
+    # A wrong text may itself have the form of a path, so only the last one is msgspec's.
+    message, _, path = str(error).rpartition(" - at ")
+    if not message:
+        message, path = path, "$"
+    if len(message) > MAX_SHOWN:
+        message = f"{message[:MAX_SHOWN]}…"
+    return message, path.removeprefix("`key` in ").strip("`")
 
 
 def plain(message: str) -> str:

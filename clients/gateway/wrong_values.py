@@ -6,15 +6,14 @@ from collections.abc import Hashable
 
 import msgspec
 
-from ...protocol.expected_values import named_values, plain
+from ...protocol.expected_values import named_values, parted, plain
 from .errors import ApiError, field_name, invalid_field
 
 
 def refusal(error: msgspec.ValidationError, kind: Hashable) -> ApiError:
     """The error 400 for a wrong value in a body of the type ``kind``, with the path of its
     field."""
-    what, _, path = str(error).partition(" - at ")
-    path = path.removeprefix("`key` in ").strip("`") or "$"
+    what, path = parted(error)
     where = field_name(path)
     if what.startswith("Object missing required field"):
         where = field_name(f"{path}.{what.split('`')[1]}")

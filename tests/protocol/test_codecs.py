@@ -263,6 +263,17 @@ def test_a_wrong_line_says_what_is_wrong_and_where(
     assert says in caught.value.message
 
 
+def test_an_error_shows_only_the_beginning_of_a_wrong_text() -> None:
+    for text in ("x" * 60_000, f" - at `$.{'a.' * 30_000}a`"):
+        with pytest.raises(RequestError) as caught:
+            decode_line(f'PAUSE {{"stream_id": 1, "mode": "{text}"}}', CLIENT_MESSAGES)
+        assert caught.value.path == "$.mode"
+        assert caught.value.message.startswith(
+            f"expected 'abort' or 'keep' or 'wait', not '{text[:100]}"
+        )
+        assert len(caught.value.message) < 400
+
+
 def test_json_and_msgpack_bodies_are_distinguished_by_their_first_byte() -> None:
     for body in ({"a": 1}, [1, 2], {}, [], list(range(70_000))):
         assert encoding_of(encode_body(body, "json")) == "json"
