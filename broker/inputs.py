@@ -28,10 +28,10 @@ from .worker import RETRY_AFTER_S, Worker
 AGAIN_S = 0.5
 """Time during which an unanswered input is not passed on again, in seconds."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
-"""Maximum bytes of the unanswered inputs of all clients. All of these inputs may wait for the state
-worker at the same time."""
+"""Maximum bytes of the unanswered inputs of all clients. An input counts each time it is passed on,
+because all of these messages may wait for the state worker at the same time."""
 INPUT_BYTES = 256
-"""Bytes that count for an unanswered input in addition to its text."""
+"""Bytes that count for an unanswered input in addition to its text, each time it is passed on."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,9 @@ class _Passed:
 
     owner: str
     """The client's key; without a key, the id of its session."""
-    size: int
-    at: float
+    size: int = 0
+    """The bytes of all messages that passed the input on."""
+    at: float = 0.0
     """The time at which the input was last passed on, in seconds."""
 
 
@@ -57,20 +58,28 @@ class Inputs:
         """The unanswered inputs, by request and number."""
         self._bytes = Counter[str]()
         """The bytes of the unanswered inputs of each owner."""
+        self._worker_id: int | None = None
+        """The state worker to which the unanswered inputs were passed."""
 
     def on_input(self, session: Session, frames: list[bytes]) -> None:
         """Handles the INPUT of a client. Raises RequestError if it is malformed."""
         message: Input = decode_as(Input, frames[1])
+        worker = self._controllers.state_worker()
+        if worker is not None and worker.id != self._worker_id:
+            # The former state worker does not answer any more.
+            self._worker_id = worker.id
+            self._passed.clear()
+            self._bytes.clear()
         refusal = self._refusal(session, message)
         if refusal is not None:
             self._answer(session, message.stream_id, refusal)
             return
         request = session.streams[message.stream_id]
-        worker = self._controllers.state_worker()
+        if self._is_recent(request, message.number):
+            return
         assert worker is not None
         text = message.text.encode("utf-8", "replace")
-        if not self._note(request, message.number, len(text)):
-            return
+        self._note(request, message.number, len(text) + INPUT_BYTES)
         request.steered.has_inputs = True
         operation = Variable(request.id, 0, message.number, "give", "", text)
         tenant = self._quotas.variables(request)
@@ -97,9 +106,9 @@ class Inputs:
         elif self._controllers.state_worker() is None:
             refused.code, refused.retry_after_s = Code.NO_WORKER, RETRY_AFTER_S
             refused.message = "no state worker is running, so the input cannot be stored; try again"
-        elif message.number in self._passed.get(request.id, ()):
+        elif self._is_recent(request, message.number):
             return None
-        elif len(self._passed.get(request.id, ())) >= MAX_WAITING_INPUTS:
+        elif self._is_crowded(request, message.number):
             refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
             refused.message = (
                 f"{MAX_WAITING_INPUTS} inputs of stream {message.stream_id} wait for an answer; "
@@ -139,25 +148,26 @@ class Inputs:
             )
         self._answer(request.session, request.stream_id, answer)
 
-    def _note(self, request: Request, number: int, size: int) -> bool:
-        """Records that an input is passed on. Returns False if it was passed on a moment ago."""
-        passed = self._passed.setdefault(request.id, {})
-        known, now = passed.get(number), self._state.now
-        if known is not None and now < known.at + AGAIN_S:
-            return False
-        if known is None:
-            known = passed[number] = _Passed(_owner(request.session), size + INPUT_BYTES, now)
-            self._bytes[known.owner] += known.size
-        known.at = now
-        return True
+    def _is_recent(self, request: Request, number: int) -> bool:
+        """Whether an unanswered input was passed on a moment ago."""
+        known = self._passed.get(request.id, {}).get(number)
+        return known is not None and self._state.now < known.at + AGAIN_S
+
+    def _is_crowded(self, request: Request, number: int) -> bool:
+        """Whether a new input of a request finds too many unanswered inputs."""
+        passed = self._passed.get(request.id, {})
+        return number not in passed and len(passed) >= MAX_WAITING_INPUTS
+
+    def _note(self, request: Request, number: int, size: int) -> None:
+        """Records that an input is passed on, in a message of ``size`` bytes."""
+        owner = _owner(request.session)
+        known = self._passed.setdefault(request.id, {}).setdefault(number, _Passed(owner))
+        known.size += size
+        known.at = self._state.now
+        self._bytes[owner] += size
 
     def _fits(self, owner: str, size: int) -> bool:
-        """Whether a client may have another unanswered input."""
-        if not fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size):
-            # If the state worker was lost, inputs of requests that have ended do not get an answer.
-            for id_ in self._passed.keys() - self._state.requests.keys():
-                for number in list(self._passed[id_]):
-                    self._release(id_, number)
+        """Whether another message with an input of a client may wait for the state worker."""
         return fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size)
 
     def _release(self, request: int, number: int) -> None:

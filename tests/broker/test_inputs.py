@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from tokenbus.broker import inputs
 from tokenbus.broker.inputs import AGAIN_S, INPUT_BYTES
+from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
 from tokenbus.protocol.worker_messages import End, Inputs, Variable, VariableAnswer
 
-from ..worlds.broker import Bench, generate
+from ..worlds.broker import Bench, generate, peer_of
 from .test_controllers import begun, bodies, controller_worker
 
 
@@ -121,6 +122,35 @@ def test_a_client_cannot_have_all_room_for_unanswered_inputs(
     stored(bench, request)
     bench.to_client("c")
     assert give(bench, 3) == []
+
+
+def test_an_unanswered_input_counts_each_time_it_is_passed_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_UNANSWERED_BYTES", 4 * (INPUT_BYTES + 9))
+    state_worker(bench)
+    request = begun(bench).request
+    for text in ("", "x" * 9):
+        assert give(bench, text=text) == []
+        bench.pass_time(AGAIN_S)
+    assert refusal(give(bench, text="x" * 9))[0] == "queue_full"
+    stored(bench, request)
+    bench.to_client("c")
+    assert give(bench, 2) == []
+
+
+def test_another_state_worker_receives_an_input_at_once_and_has_all_its_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_UNANSWERED_BYTES", 4 * (INPUT_BYTES + 1))
+    state_worker(bench)
+    begun(bench)
+    assert give(bench, 1) == give(bench, 2) == []
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("state"), bench.now)
+    bench.worker("other", role="state")
+    assert give(bench, 1) == give(bench, 2) == []
+    assert len(bodies(bench, "other", "VARIABLE", Variable)) == 2
+    assert refusal(give(bench, 3))[0] == "queue_full"
 
 
 def test_the_inputs_of_a_request_that_ends_before_its_program_begins_are_dropped(
