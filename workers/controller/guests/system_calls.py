@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import platform
+import signal
 import struct
 
 ALLOWED = {
@@ -68,7 +69,10 @@ MEMFD_CREATE = (319, 279)
 """Refused with ENOSYS, because no limit counts files in memory. wasmtime then copies the initial
 memory of a module into each instance."""
 TGKILL = (234, 131)
-"""May send signals only to the process itself, as abort() does."""
+"""May send signals only to the process itself, as abort() does, and no signals of
+``OTHERS_SIGNALS``."""
+OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+"""The signals of other parties. If SIGKILL ends a process, its module is not suspected."""
 FCNTL = (72, 25)
 """May have only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's
 descriptor."""
@@ -88,7 +92,7 @@ _ALLOW = 0x7FFF_0000
 _ERRNO = 0x0005_0000
 _KILL = 0x8000_0000
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT, _FOURTH_AT = 0, 4, 16, 24, 40
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT, _THIRD_AT, _FOURTH_AT = 0, 4, 16, 24, 32, 40
 
 _Instruction = tuple[int, int, int, int]
 """The operation, the distances of its two jumps, and its constant."""
@@ -109,7 +113,7 @@ def program(pid: int) -> bytes:
             made += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     made += _mmap()
     made += _conditional(CLONE[COLUMN], _FIRST_AT, [(_BITS, 0, 1, CLONE_THREAD)])
-    made += _conditional(TGKILL[COLUMN], _FIRST_AT, [(_EQUAL, 0, 1, pid)])
+    made += _tgkill(pid)
     commands = [(_EQUAL, 0, 1, command) for command in FCNTL_COMMANDS]
     made += _conditional(FCNTL[COLUMN], _SECOND_AT, commands)
     for absent in (CLONE3, MEMFD_CREATE):
@@ -129,6 +133,20 @@ def _mmap() -> list[_Instruction]:
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
     return [(_EQUAL, 0, len(body), MMAP[COLUMN]), *body]
+
+
+def _tgkill(pid: int) -> list[_Instruction]:
+    """Allows a signal by the process and the number of the signal."""
+    body: list[_Instruction] = [
+        (_LOAD, 0, 0, _FIRST_AT),
+        (_EQUAL, 1, 0, pid),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_LOAD, 0, 0, _THIRD_AT),
+    ]
+    for refused in OTHERS_SIGNALS:
+        body += [(_EQUAL, 0, 1, refused), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    body.append((_RETURN, 0, 0, _ALLOW))
+    return [(_EQUAL, 0, len(body), TGKILL[COLUMN]), *body]
 
 
 def _conditional(number: int, argument_at: int, tests: list[_Instruction]) -> list[_Instruction]:

@@ -161,15 +161,17 @@ print(json.dumps([called(number, -1, -1, -1, -1, -1, -1) for number in {others}]
 def test_calls_are_listed_with_their_arguments_only() -> None:
     assert (
         in_a_process(f"""
-parent = os.getppid()
+parent, own = os.getppid(), os.getpid()
 rights.drop_rights()
 print(json.dumps([
     called({CLONE[0]}, signal.SIGCHLD, 0, 0, 0, 0),
     called({TGKILL[0]}, parent, parent, 0),
+    called({TGKILL[0]}, own, own, signal.SIGKILL),
+    called({TGKILL[0]}, own, own, signal.SIGSTOP),
     called({FCNTL[0]}, 1, fcntl.F_DUPFD, 9),
 ]))
 """)
-        == ["EPERM"] * 3
+        == ["EPERM"] * 5
     )
 
 
