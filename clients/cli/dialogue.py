@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 
 from ...protocol.errors import Code, TokenbusError
-from ...protocol.messages import Token
+from ...protocol.messages import MAX_INPUT_BYTES, Token
 from .. import Stream
 from .exits import report
+from .line_pipe import READ_BYTES, split_lines
+
+AGAIN_S = 0.5
+"""Time after which an input is sent again, in seconds, if the broker does not name another time."""
 
 
 class Dialogue:
@@ -34,16 +39,20 @@ class Dialogue:
 
     def _send_lines(self) -> None:
         # Reading ``sys.stdin`` would hold its lock, and Python cannot exit while a thread holds it.
-        rest = b""
         try:
-            while data := os.read(0, 65536):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._stream.send(line.decode("utf-8", "replace"))
-            if rest:
-                self._stream.send(rest.decode("utf-8", "replace"))
-        except TokenbusError as error:
-            if error.code != Code.UNKNOWN_STREAM:  # The code if the stream has ended.
-                report(error)
+            for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
+                self._send(line.decode("utf-8", "replace"))
         except (OSError, RuntimeError):
             return  # Standard input is closed, or the command has closed its client.
+
+    def _send(self, text: str) -> None:
+        """Sends an input, again as long as too many inputs wait for the program."""
+        while True:
+            try:
+                return self._stream.send(text)
+            except TokenbusError as error:
+                if error.code != Code.QUEUE_FULL:
+                    if error.code != Code.UNKNOWN_STREAM:  # The code if the stream has ended.
+                        report(error)
+                    return None
+                time.sleep(error.retry_after_s or AGAIN_S)

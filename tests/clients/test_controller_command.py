@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients import Client
+from tokenbus.protocol.messages import MAX_INPUT_BYTES
 
 from ..processes import Bus, clean_environment, until
 from ..worlds.controllers import serving_main
@@ -320,10 +321,22 @@ async def main(ctx):
 """
 
 
-def start_letter(bus: Bus, folder: Path, *flags: str) -> subprocess.Popen[str]:
-    (folder / "letter.py").write_text(LETTER, encoding="utf-8")
+SLOW = """
+async def main(ctx):
+    ctx.send("begin")
+    await ctx.gen(max_tokens=300)
+    for _ in range(70):
+        await ctx.fixed(await ctx.receive())
+"""
+"""Receives more inputs than may wait for it."""
+
+
+def start_script(
+    bus: Bus, folder: Path, *flags: str, script: str = LETTER
+) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script, encoding="utf-8")
     return subprocess.Popen(
-        [TOKENBUS, "controller", "run", "letter.py", *flags],
+        [TOKENBUS, "controller", "run", "script.py", *flags],
         env=clean_environment(front=bus.front),
         cwd=folder,
         stdin=subprocess.PIPE,
@@ -336,7 +349,7 @@ def start_letter(bus: Bus, folder: Path, *flags: str) -> subprocess.Popen[str]:
 def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
     steered: Bus, tmp_path: Path
 ) -> None:
-    process = start_letter(steered, tmp_path)
+    process = start_script(steered, tmp_path)
     assert process.stdin is not None
     assert process.stderr is not None
     assert [process.stderr.readline() for _ in range(3)] == [
@@ -354,10 +367,26 @@ def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
 
 
 def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> None:
-    output, _ = start_letter(steered, tmp_path, "--json").communicate("Ada\nOslo", timeout=300)
+    output, _ = start_script(steered, tmp_path, "--json").communicate("Ada\nOslo", timeout=300)
     [sequence] = json.loads(output)["sequences"]
     assert sequence["messages"] == ["Your name?", "And your town?"]
     assert sequence["text"] == "Dear Ada of Oslo"
+
+
+def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_path: Path) -> None:
+    """One line is too long, and the program is slower than standard input."""
+    flags = ("--json", "--max-tokens", "600", "--set", "ignore_eos=true", "--timeout", "120")
+    process = start_script(steered, tmp_path, *flags, script=SLOW)
+    numbers = [str(number) for number in range(70)]
+    lines = ["x" * (MAX_INPUT_BYTES + 9), *numbers]
+    output, errors = process.communicate("\n".join(lines), timeout=300)
+    [sequence] = json.loads(output)["sequences"]
+    assert sequence["text"].endswith("".join(numbers))
+    assert errors == (
+        "--- message of 0\nbegin\n"
+        f"tokenbus: the input has {MAX_INPUT_BYTES + 1} bytes; at most {MAX_INPUT_BYTES} are "
+        "allowed [too_large]\n"
+    )
 
 
 @pytest.mark.process
