@@ -88,7 +88,7 @@ ATTACKS = (
     takeover("ask_of_others", "asks for variables in the name of other guests", fails("^asked$")),
     takeover("return_memory", "returns memory that it does not have", fails("^asked$")),
     takeover("ask_without_reading", "asks without reading the answers", ENDS_ANYHOW),
-    takeover("race", "changes a message while the worker reads it"),
+    takeover("race", "changes a message while the worker reads it", ENDS_ANYHOW),
     takeover("event_overflow", "makes the counters of events overflow", ENDS_ANYHOW),
     takeover("drain_events", "takes the worker's events", ENDS_ANYHOW),
     takeover("remove_memory", "removes the pages of the shared memory", fails("^removed$")),
