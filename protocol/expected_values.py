@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
+from typing import Any
 
 import msgspec
 from msgspec import inspect
@@ -26,8 +27,10 @@ _PLAIN = {
 """Patterns of msgspec's terms, and plain words for them."""
 _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 """msgspec's error if only certain values are valid."""
-_STEP = re.compile(r"\.(\w+)|\[")
+_STEP = re.compile(r"\.(\w+)|\[(\d*)")
 """A step of a path: into a field, or into an element of a list."""
+_BOUND = re.compile(r" [<>]=? ")
+"""Occurs in msgspec's error if a number, or the length of a value, is out of bounds."""
 MAX_SHOWN = 256
 """Maximum characters of msgspec's error that are shown. The error repeats a wrong text of any
 length."""
@@ -58,6 +61,24 @@ def plain(message: str) -> str:
     for term, words in _PLAIN.items():
         wanted = re.sub(term, words, wanted)
     return wanted
+
+
+def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
+    """The end of the error for a number that is out of bounds: ``, not -5``. Other errors have
+    none.
+
+    ``message``: msgspec's error without its path. ``body``: returns the value that contains the
+    number at ``path``.
+    """
+    if not _BOUND.search(message):
+        return ""
+    value = body()
+    try:
+        for step in _STEP.finditer(path):
+            value = value[step[1] or int(step[2])]
+    except (LookupError, TypeError, ValueError):
+        return ""  # msgspec does not name a key of a dict.
+    return f", not {value}" if isinstance(value, (int, float)) else ""
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:

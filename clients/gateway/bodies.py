@@ -121,7 +121,7 @@ def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B
     try:
         return decode(body, kind, ignored or Ignored(strict=True, accepted=frozenset()))
     except msgspec.ValidationError as error:
-        raise refusal(error, kind) from None
+        raise refusal(error, kind, lambda: msgspec.json.decode(body)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 

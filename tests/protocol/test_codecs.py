@@ -247,9 +247,14 @@ def test_unknown_fields_are_ignored() -> None:
             'GENERATE {"stream_id": 1, "temperature": -1}',
             Code.INVALID_FIELD,
             "$.temperature",
-            "a number of at least 0",
+            "a number of at least 0.0, not -1",
         ),
-        ('GENERATE {"stream_id": 1, "n": 1000}', Code.INVALID_FIELD, "$.n", "at most 128"),
+        (
+            'GENERATE {"stream_id": 1, "n": 1000}',
+            Code.INVALID_FIELD,
+            "$.n",
+            "at most 128, not 1000",
+        ),
         ('PING {"x": ' + "[" * 100_000, Code.BAD_MESSAGE, None, "deep"),
     ],
 )

@@ -120,7 +120,7 @@ def read_items(given: str | list[dict[str, Any]], ignored: Ignored) -> InputItem
     try:
         return decode(msgspec.json.encode({"input": items}), InputItems, ignored)
     except msgspec.ValidationError as error:
-        raise refusal(error, InputItems) from None
+        raise refusal(error, InputItems, lambda: {"input": items}) from None
 
 
 def to_turns(

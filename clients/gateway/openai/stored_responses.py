@@ -139,10 +139,11 @@ async def _found(request: Request) -> Stored:
 
 
 def _query(request: Request, kind: type[Q]) -> Q:
+    given = dict(request.query_params)
     try:
-        return msgspec.convert(dict(request.query_params), kind, strict=False)
+        return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise refusal(error, kind) from None
+        raise refusal(error, kind, lambda: given) from None
 
 
 def _not_found(id: str) -> ApiError:

@@ -179,7 +179,7 @@ def query_of(request: Request) -> PauseQuery:
     try:
         return msgspec.convert(given, PauseQuery, strict=False)
     except msgspec.ValidationError as error:
-        raise refusal(error, PauseQuery) from None
+        raise refusal(error, PauseQuery, lambda: given) from None
 
 
 def query_types(kind: type[Struct]) -> dict[str, Any]:

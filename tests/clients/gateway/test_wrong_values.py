@@ -27,7 +27,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
         (
             ChatRequest,
             {**CHAT, "temperature": -1},
-            "temperature: expected a number of at least 0.0",
+            "temperature: expected a number of at least 0.0, not -1",
         ),
         (ChatRequest, {"messages": []}, "messages: expected a list with a length of at least 1"),
         (ChatRequest, {"messages": 3}, "messages: expected a list, not a whole number"),
