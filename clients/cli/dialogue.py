@@ -20,12 +20,13 @@ AGAIN_S = 0.5
 class Dialogue:
     """Prints the messages of a program on stderr.
 
-    After the first message, a thread sends each line of standard input to the program as an input.
+    After the first message, a thread sends each line of standard input to the program as an input,
+    except if ``with_inputs`` is false.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, with_inputs: bool = True) -> None:
         self._stream = stream
-        self._begun = False
+        self._sends_inputs = with_inputs
 
     def show(self, entry: Token, line_begun: bool) -> None:
         """Prints the messages of an entry. ``line_begun``: the last printed line has not ended."""
@@ -33,8 +34,8 @@ class Dialogue:
             before = "\n" if line_begun else ""
             line_begun = False
             print(f"{before}--- message of {entry.seq}\n{message}", file=sys.stderr, flush=True)
-        if entry.messages and not self._begun:
-            self._begun = True
+        if entry.messages and self._sends_inputs:
+            self._sends_inputs = False
             threading.Thread(target=self._send_lines, daemon=True).start()
 
     def _send_lines(self) -> None:

@@ -20,7 +20,7 @@ from .exits import OK, report
 from .generate import begin
 from .notices import Notices
 from .options import PARAMETERS, add_connection, client_for, parameter
-from .texts import LiveText
+from .texts import Texts, exit_code
 
 PROMPT = ">>>> "
 _PARAMETER = re.compile(r"(?:^|\s)([a-z_]+)=(\"(?:[^\"\\]|\\.)*\"|\[[^\]]*\]|\{[^}]*\}|\S+)\s*$")
@@ -31,7 +31,7 @@ PROMPT NAME=VALUE …   generates from a prompt: Hello there temperature=1.2 max
 help                  prints this text
 Ctrl-C                ends the generation; quit or Ctrl-D ends the client
 parameters: {", ".join(sorted(PARAMETERS))}"""
-"""The output of ``help``. Only a terminal has commands; each line of a pipe is a prompt."""
+"""The output of ``help``."""
 
 
 def add_command(commands: Any) -> None:
@@ -42,8 +42,7 @@ def add_command(commands: Any) -> None:
         help="read prompts from the terminal",
         description="LMTP's interactive client. Each line is a prompt with parameters at its end, "
         "such as: Hello there temperature=1.2 max_tokens=5. Ctrl-C ends a generation; quit or "
-        "Ctrl-D ends the client; help lists the parameters. If standard input is not a terminal, "
-        "each line is a prompt, even help and quit.",
+        "Ctrl-D ends the client; help lists the parameters.",
     )
     parser.add_argument("request_model", nargs="?", default="", metavar="MODEL")
     add_connection(parser)
@@ -94,13 +93,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             try:
                 line = input(PROMPT if terminal else "")
             except EOFError:
-                return last
+                return OK if terminal else last
             except KeyboardInterrupt:
                 print()
                 continue
-            command = line.strip() if terminal else ""
+            command = line.strip()
             if command in ("quit", "exit"):
-                return last
+                return OK if terminal else last
             if command == "help":
                 print(HELP)
             elif line.strip():
@@ -118,28 +117,25 @@ def _answer(client: Client, line: str, args: argparse.Namespace, console: Consol
         ):
             if not args.trace:
                 console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
-            live = LiveText()
-            for token in stream:
-                notices.clear()
-                if args.trace:
+                texts = Texts(stream, notices, with_inputs=False)
+                try:
+                    texts.follow()
+                finally:
+                    texts.end()
+            else:
+                for token in stream:
                     print(PROMPT + encode_body(token, "json").decode(), flush=True)
-                elif token.seq == 0:
-                    live.show(token, stream.sequences[0])
+                print(prompt + stream.text())
     except TokenbusError as error:
         print()
         return report(error)
     except KeyboardInterrupt:
         console.print(" [cancelled]", style="dim", markup=False)
         return OK
-    if args.trace:
-        print(prompt + stream.text())
     sequences = stream.sequences
-    print()
-    for extra in sequences[1:]:
-        print(f"--- {extra.seq}\n{extra.text}")
     count = sum(len(s.tokens) for s in sequences)
     reason = ", ".join(s.finish_reason or "" for s in sequences)
     seconds = time.monotonic() - started
     if sys.stdout.isatty():
         console.print(f"[{count} tokens, {reason}, {seconds:.2f} s]", style="dim", markup=False)
-    return OK
+    return exit_code(sequences)

@@ -37,11 +37,11 @@ class Texts:
     """Prints the text of a single sequence as it arrives, or the texts of several sequences when
     all of them have ended."""
 
-    def __init__(self, stream: Stream, notices: Notices) -> None:
+    def __init__(self, stream: Stream, notices: Notices, *, with_inputs: bool = True) -> None:
         self._stream = stream
         self._notices = notices
         self._live = LiveText()
-        self._dialogue = Dialogue(stream)
+        self._dialogue = Dialogue(stream, with_inputs=with_inputs)
 
     def follow(self) -> None:
         """Reads the stream to its end."""

@@ -366,6 +366,27 @@ def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
     process.communicate()
 
 
+def test_the_interactive_client_shows_the_messages_and_logs_of_a_program(
+    steered: Bus, tmp_path: Path
+) -> None:
+    script = tmp_path / "says.py"
+    script.write_text("""
+async def main(ctx):
+    ctx.send("Ready?")
+    print("started")
+    await ctx.gen(max_tokens=2)
+    ctx.send("Done.")
+""")
+    tokenbus(steered, "upload", str(script), "--tag", "says")
+    done = every_command(steered, "client", stdin="Hi controller=says\nquit\n")
+    tokenbus(steered, "delete", "says")
+    assert done.stdout.startswith("Hi")
+    assert re.sub(r"\n+", "\n", done.stderr) == (
+        "--- message of 0\nReady?\n--- message of 0\nDone.\n--- log of 0\nstarted\n"
+    )
+    assert done.returncode == 0
+
+
 def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> None:
     output, _ = start_script(steered, tmp_path, "--json").communicate("Ada\nOslo", timeout=300)
     [sequence] = json.loads(output)["sequences"]
