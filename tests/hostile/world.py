@@ -113,18 +113,18 @@ class HostileWorld:
         self.bus = bus
         self.attacker = attacker
         self.calm = CalmStreams(calm, calm.upload_controller(guest()).module)
-        self._others = self.lasting()
+        # So far only the calm tenant has a guest process.
+        self._others = self.processes()
         self._descriptors = self._open_files()
         self._memory_bytes = self._memory()
 
-    def lasting(self) -> set[int]:
-        """The processes that no attack may end: those of the bus, the zygote, and the calm tenant's
-        guest process."""
+    def processes(self) -> set[int]:
+        """The processes of the bus, the zygote, and the guest processes."""
         worker = self._worker
         zygotes = children(worker.pid)
         guests = [pid for zygote in zygotes for pid in children(zygote)]
         workers = [process.pid for process in (*self.bus.workers, *self.bus.others)]
-        return {self.bus.broker.pid, *workers, *zygotes, *guests[:1]}
+        return {self.bus.broker.pid, *workers, *zygotes, *guests}
 
     def run(self, attack: Attack, module: bytes | None = None) -> Outcome:
         """Makes all requests of an attack; returns the outcome of the first. ``module``: the module
@@ -148,7 +148,7 @@ class HostileWorld:
     def problems(self) -> list[str]:
         """The harm that an attack has done to others."""
         found = []
-        for pid in self._others - self.lasting():
+        for pid in self._others - self.processes():
             log = (self.bus.folder / "controller.log").read_text().splitlines()
             said = [line for line in log if f"process {pid} " in line]
             found.append(f"process {pid} has ended: {said}")
