@@ -12,7 +12,7 @@ from .messages import Buffer
 
 
 def buffer_bytes(message: Buffer, attachments: tuple[bytes, ...]) -> bytes | None:
-    """The bytes to store for a ``BUFFER``; None if it deletes the buffer of this name."""
+    """The bytes to store for a ``BUFFER``; None if the message deletes the buffer."""
     given = [message.tokens is not None, message.text is not None, bool(attachments)]
     if sum(given) > 1:
         raise RequestError(

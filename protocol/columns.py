@@ -71,7 +71,7 @@ second a map."""
 
 
 Kept = int | bytes
-"""The candidates of a token in a column: their number, or their ids as u32 each."""
+"""``Token.kept`` in the form of a column: the number of candidates, or their ids as u32 each."""
 Row = tuple[int, int, float, int, int, str | None, float | None, Kept | None]
 """A row of columns: stream id, token, logprob, pos, seq, text, processed, kept."""
 
@@ -140,12 +140,13 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
         )
     texts = _listed("texts", body.texts, rows)
     kept = _listed("kept", body.kept, rows)
-    # Creating a named tuple by its constructor takes as long as unpacking all three columns.
+    # The constructor of a named tuple would take as long as unpacking three columns.
     return _NEW(Rows, (streams, tokens, logprobs, positions, seqs, texts, processed, kept))
 
 
 def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
-    """The values of a column that is a list; raises RequestError unless there are ``rows``."""
+    """The values of a column that is a list, or None for each row if the list is empty. Raises
+    RequestError if any other number of values than ``rows`` is given."""
     if values and len(values) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,

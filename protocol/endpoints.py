@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 
 def separate(addresses: str) -> list[str]:
-    """The addresses of a list that is separated by commas; at least one, which may be empty."""
+    """The addresses in a text that separates them by commas. If the text has no address, the result
+    is one empty address."""
     return [part.strip() for part in addresses.split(",") if part.strip()] or [""]
 
 

@@ -36,7 +36,7 @@ class Code(StrEnum):
     DEADLOCK = "deadlock"
     # A tool that the controller called failed.
     TOOL_FAILED = "tool_failed"
-    # Each worker that ran the request died.
+    # Several workers died, one after another, while they ran the request.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
@@ -133,7 +133,7 @@ class RequestTimeoutError(TokenbusError):
 
 
 class SlowClientError(TokenbusError):
-    """The client did not read its tokens fast enough, so that its streams were ended."""
+    """The client did not read its tokens fast enough, and the broker ended its streams."""
 
 
 class ServiceError(TokenbusError):

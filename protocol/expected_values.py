@@ -1,4 +1,4 @@
-"""Errors about a value, in the words of the command line."""
+"""Translates msgspec's errors about a value into plain words."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _STEP = re.compile(r"\.(\w+)|\[(\d*)")
 _BOUND = re.compile(r" [<>]=? ")
 """Occurs in msgspec's error if a number, or the length of a value, is out of bounds."""
 MAX_SHOWN = 256
-"""Maximum characters of msgspec's error that are shown. The error repeats a wrong text of any
-length."""
+"""Maximum characters of msgspec's error that are shown. The error contains the wrong text, which
+may have any length."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -44,7 +44,7 @@ def expected(error: msgspec.ValidationError, given: object) -> str:
 def parted(error: msgspec.ValidationError) -> tuple[str, str]:
     """Divides msgspec's error into its message and the path of the value. An error at the root has
     the path ``$``."""
-    # A wrong text may itself have the form of a path, so only the last one is msgspec's.
+    # The wrong text in the message may contain " - at " too; the path follows the last one.
     message, _, path = str(error).rpartition(" - at ")
     if not message:
         message, path = path, "$"
@@ -64,8 +64,8 @@ def plain(message: str) -> str:
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The end of the error for a number that is out of bounds: ``, not -5``. Other errors have
-    none.
+    """The end of the error about a number that is out of bounds, such as ``, not -5``; empty for
+    any other error.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
     number at ``path``.
@@ -77,13 +77,13 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
         for step in _STEP.finditer(path):
             value = value[step[1] or int(step[2])]
     except (LookupError, TypeError, ValueError):
-        return ""  # msgspec does not name a key of a dict.
+        return ""  # The path does not contain the keys of a dict.
     return f", not {value}" if isinstance(value, (int, float)) else ""
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
-    """The error for a value at ``path`` of a ``kind``, with the valid values. ``message`` is
-    msgspec's error without its path. None if that error is not about a value."""
+    """The error about the value at ``path`` in a body of type ``kind``, with the valid values; None
+    if any value of the right type is valid. ``message``: msgspec's error without its path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:
@@ -108,7 +108,7 @@ def type_of(kind: Hashable) -> inspect.Type:
 
 
 def _valid(kind: inspect.Type, path: str) -> Iterator[str]:
-    """The valid values at a place where only certain values are valid."""
+    """The valid values at a path; nothing if any value of the right type is valid."""
     kinds = [kind]
     for step in _STEP.finditer(path):
         kinds = [inner for one in kinds for inner in _inner(one, step[1])]

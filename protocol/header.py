@@ -2,8 +2,8 @@
 
 The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
 ``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest. It
-lists the session of each body, the requests that end, and the requests of the frames after the
-bodies.
+lists the session of each body, the requests that end, and the request of each further frame
+(``Manifest.deltas``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Flag(IntFlag):
     """Bits of ``Header.flags``."""
 
     MSGPACK = 1
-    """The body is msgpack; without it, JSON."""
+    """The body is msgpack; without this flag, JSON."""
     FINAL = 2
     """The last message of the request; the broker removes the request."""
     COLUMNS = 4
@@ -41,7 +41,7 @@ class Flag(IntFlag):
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The first bit of the flags that contains the time for which the request waited at the broker, in
+"""The bits of the flags from this one on are the time that the request waited at the broker, in
 milliseconds."""
 MAX_WAITED_MS = (1 << 24) - 1
 

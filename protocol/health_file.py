@@ -1,4 +1,4 @@
-"""A file by which the probes of a container check a process without a connection to the process.
+"""A file that shows the probes of a container whether a process works and serves.
 
 Workers do not listen on an address. If a probe asked the broker, the workers would be restarted
 whenever the broker is down. The file's modification time shows that the process works; the file's

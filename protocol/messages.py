@@ -41,8 +41,8 @@ Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 """Seconds to wait before another try."""
 Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
-"""Seconds between two messages, or without a message. A value below 0.001 would keep a process
-busy."""
+"""An interval between messages, or a time without messages, in seconds. An interval below 0.001
+would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
 """The form of the names that tool workers register."""
@@ -117,9 +117,10 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     text: bool = False
     """Text mode: each TOKEN also has the text that it completes."""
     controller: str | None = None
-    """A module id, a tag, or the name of a built-in."""
+    """The id or the tag of a module, or the name of a built-in constraint or of another controller
+    of the controller workers."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
-    """The argument of the controller: text unchanged, any other value as JSON."""
+    """The argument of the controller. A text is passed unchanged, any other value as JSON."""
     heal_prompt: bool = False
     """Remove the last token of the prompt, and force the first sampled token to begin with the text
     of the removed token. The text of the stream begins after that text. Not available with a
@@ -207,7 +208,7 @@ MAX_INPUT_BYTES = 32_768
 MAX_WAITING_INPUTS = 64
 """Maximum number of inputs of a stream that its program has not received yet."""
 MAX_WAITING_INPUT_BYTES = 262_144
-"""Maximum number of bytes of these inputs together."""
+"""Maximum number of bytes of all inputs of a stream that its program has not received yet."""
 
 
 class Input(Struct, kw_only=True, omit_defaults=True):
@@ -225,22 +226,22 @@ class Input(Struct, kw_only=True, omit_defaults=True):
 
 
 class InputAnswer(Struct, kw_only=True, omit_defaults=True):
-    """The answer to an ``INPUT``: it is stored, or it is refused with a ``code``."""
+    """The answer to an ``INPUT``: the input was stored, or was refused with a ``code``."""
 
     number: int
     """The number of the input."""
     code: str | None = None
     message: str = ""
     retry_after_s: Pause | None = None
-    """Seconds to wait before the input is sent again; None: it will be refused again."""
+    """Seconds to wait before a refused input is sent again; None: it would be refused again."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
     """``BUFFER``: store a part of prompts in the session under a name, which requests give in
     ``buffers``.
 
-    It has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of these, the
-    buffer is deleted.
+    The message has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of
+    these, the buffer is deleted.
     """
 
     name: Name
@@ -397,8 +398,8 @@ class PauseModel(Struct, kw_only=True, omit_defaults=True):
     model: str = ""
     """The model; empty: the default model."""
     mode: PauseMode = "keep"
-    """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: they are
-    finished first. ``abort``: they end as ``cancelled``."""
+    """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: the
+    workers first complete the live streams. ``abort``: live streams end as ``cancelled``."""
 
 
 class ResumeModel(Struct, kw_only=True, omit_defaults=True):
@@ -463,8 +464,8 @@ class Bye(Struct, kw_only=True, omit_defaults=True):
 
     keep: bool = False
     """End only the connection, as if it had been lost. A session that began with ``HELLO`` can then
-    be taken over, and an anonymous session ends. Sent by programs that carry other clients'
-    connections."""
+    be taken over, and an anonymous session ends. Programs that carry other clients' connections set
+    this flag."""
 
 
 # --- broker to client ---------------------------------------------------------------------------
@@ -489,7 +490,7 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     server: str = ""
     capabilities: list[str] = []
     ping_s: Period = 2.0
-    """Send a PING this often, in seconds."""
+    """Interval at which the client sends PING, in seconds."""
     expiry_s: Period = 10.0
     """A session without a message for this long, in seconds, is ended with its streams."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -503,8 +504,8 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     hexadecimal. Equal versions are equal weights."""
     exact: str = ""
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
-    log-probabilities do not depend on the batch; empty if they may. Spans with equal fields have
-    equal bits."""
+    log-probabilities do not depend on the batch; empty if they may. If this field is not empty,
+    equal sequences get equal bits in spans with equal fields."""
     version: WeightsVersion = 0
     """The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded."""
     kept_cache: bool = False
@@ -528,12 +529,13 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE
     has them only if the SCORE asks for them."""
     processed: float | UnsetType = UNSET
-    """``processed_logprobs``: the natural log-probability under the distribution that the token was
-    drawn from: after bias, penalties, mask and temperature, among the candidates that ``top_k``,
-    ``top_p`` and ``min_p`` left. 0 for a greedy token."""
+    """With ``processed_logprobs``: the natural log-probability under the distribution that the
+    token was drawn from (after bias, penalties, mask and temperature, among the candidates that
+    ``top_k``, ``top_p`` and ``min_p`` left). 0 for a greedy token."""
     kept: int | list[int] | UnsetType = UNSET
-    """``kept``: the ids of the candidates that the token was drawn from, ascending. If all tokens
-    of the vocabulary or more than ``MAX_KEPT`` were left: the number of candidates."""
+    """With ``Sampling.kept``: the ids of the candidates that the token was drawn from, ascending.
+    If all tokens of the vocabulary or more than ``MAX_KEPT`` were left: the number of
+    candidates."""
     pos: int = 0
     """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -656,7 +658,8 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     forks: bool = True
     """Whether its sequences may fork."""
     why_no_fork: str = ""
-    """The part of its state that a fork cannot have; empty if its sequences may fork."""
+    """The part of the module's state that cannot be copied to a fork; empty if its sequences may
+    fork."""
     compiled_size: int = 0
     """Size of its compiled form in bytes."""
     compile_ms: float = 0.0
@@ -708,7 +711,7 @@ class Tool(Struct, kw_only=True, omit_defaults=True):
     parameters: dict[str, Any] = {}
     """The JSON schema of its arguments, an object."""
     timeout_s: Period = 30.0
-    """Maximum time from the arrival of a call to its answer."""
+    """Maximum time from the arrival of a call to its answer, in seconds."""
 
 
 class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
@@ -797,7 +800,7 @@ class System(Struct, kw_only=True, omit_defaults=True):
     worker: str = ""
     """``moved``: the worker that has the stream now."""
     pause_s: float | None = None
-    """``moved``: from the loss of the worker to the first new token, in seconds."""
+    """``moved``: the time from the loss of the worker to the first new token, in seconds."""
     moves: int = 0
     """``moved``: how often the stream has moved to another worker, for ``ATTACH``."""
 

@@ -14,8 +14,8 @@ class Aliases:
     """Names that stand for models.
 
     An entry is ``NAME``, for the default model, or ``NAME=MODEL``. A name may have ``*`` and
-    ``?``. An exact name applies first, then the first pattern that matches. The name of a model
-    that an entry names is not replaced.
+    ``?``. An exact name applies first, then the first pattern that matches. A name that is the
+    MODEL of an entry is not replaced.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -41,7 +41,8 @@ class Aliases:
 
     @property
     def names(self) -> dict[str, str]:
-        """The names and patterns, with their models; empty: the default model."""
+        """The names and patterns, with their models. An empty model stands for the default
+        model."""
         return dict(self._targets)
 
     def model(self, name: str) -> str:

@@ -24,8 +24,8 @@ from .frames import Frames
 PACKING_VERSION = 2
 """The version of this form. In version 1, which was not packed, the first byte was a letter."""
 MAX_PACKED_BYTES = 2**16
-"""A frame with more bytes and all frames after it are not packed. The first frame, which is the
-type, is always packed."""
+"""The first frame with more bytes, and all frames after it, are not packed. The type is always
+packed."""
 MAX_PACKED = 2**16 - 1
 """Maximum number of frames in the packed frame."""
 

@@ -40,8 +40,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     temperature: NonNegative = 0.0
     """0 is greedy; 1 samples from the model's own distribution."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
-    """Maximum number of tokens to generate. The context length of the model is a bound too
-    (``length``)."""
+    """Maximum number of tokens to generate. The context length of the model is a bound too. Both
+    bounds end the sequence with the finish reason ``length``."""
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of tokens to generate, at most ``max_tokens``. Until then, end-of-sequence
     tokens and token ids of ``stop`` are not sampled, and strings of ``stop`` do not end the
@@ -72,9 +72,10 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""
     processed_logprobs: bool = False
-    """Whether entries have ``processed``: the log-probability after all these steps."""
+    """Whether entries have ``processed``: the log-probability under the distribution that the token
+    was drawn from."""
     kept: bool = False
-    """Whether entries have ``kept``: the candidates that are left after all these steps."""
+    """Whether entries have ``kept``: the candidates that the token was drawn from."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence token."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1

@@ -77,7 +77,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     trust_remote_code: bool = False
     """Run Python code that a checkpoint contains, with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0
-    """Memory of the KV cache; 0: chosen by the memory of the device."""
+    """Memory of the KV cache; 0: the worker derives it from the memory of the device."""
     max_running: AtLeastOne = 256
     """Maximum number of sequences in one batch."""
     capacity: AtLeastOne = 512
@@ -114,9 +114,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     addition to the controller's own time limits. Starting a controller counts too: compiling a
     grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
-    """Wasm instructions that a controller may execute for each millisecond of these limits, so that
-    every machine ends the same calls. The limits of CPU time are then a second longer. 0: only CPU
-    time is limited."""
+    """Wasm instructions that a controller may execute for each millisecond of its CPU time limits,
+    so that every machine ends the same calls. The CPU time limits themselves are then a second
+    longer. 0: only CPU time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128

@@ -1,5 +1,5 @@
-"""The share of a bounded resource that one client may take, so that no client exhausts it for
-others."""
+"""The share of a bounded resource that one client may take, so that some of the resource stays free
+for other clients."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ and programs that show the answer use a reader for its parts. Because the code i
 parts agree with the constraint.
 
 An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its
-content, its ``end``, and then another phase. In a text, a special token is written as its name
-between two bytes ``SPECIAL``, which texts do not contain.
+content, its ``end``, and then another phase. In the bytes of an answer, a special token is its name
+between two bytes ``SPECIAL``, which UTF-8 does not use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part with its own beginning and end."""
 
     begin: str
-    """The text that begins the tag. After ``trigger``, the rest of this text must follow."""
+    """The text that begins the tag. After its first ``trigger`` characters, its rest must
+    follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
     end: str = ""
@@ -68,7 +69,7 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     controller: str = ""
     """The built-in constraint that replaces free text; its text is the rest of the answer."""
     arg: str | dict[str, Any] | list[Any] | None = None
-    """The argument of this constraint, as in ``controller_arg``."""
+    """The argument of the built-in constraint, as in ``controller_arg``."""
     tags: list[int] = []
     """Tags that may begin anywhere in the text."""
     first: list[int] = []
@@ -123,7 +124,10 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
                 f"characters; expected 1 to {MAX_TEXT} and 0 to {MAX_TEXT}"
             )
         if not 0 <= tag.trigger <= len(tag.begin):
-            raise StructureError(f"tags[{number}].trigger is {tag.trigger}; begin is shorter")
+            raise StructureError(
+                f"tags[{number}].trigger is {tag.trigger}; expected 0 to {len(tag.begin)}, the "
+                "length of begin"
+            )
         if tag.content == "text" and not tag.end:
             raise StructureError(f"tags[{number}] has text content without an end; set end")
         if tag.max_tokens is not None and (tag.max_tokens < 0 or tag.content != "text"):
@@ -164,9 +168,9 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 class State(NamedTuple):
     """The position in an answer.
 
-    In the modes ``text`` and ``value``, the position is in a phase. While a tag may still begin at
-    the phase's start, ``tags`` are the tags that are still possible, and ``at`` is the number of
-    bytes since the start. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read.
+    In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase
+    may be the beginning of a tag, ``tags`` are the tags that are still possible, and ``at`` is the
+    number of these bytes. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read.
     In ``content``, ``tags`` has one tag. In ``end``, ``at`` bytes of that tag's ``end`` were read.
     """
 
@@ -175,7 +179,7 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The last bytes that may be the beginning of a watched text."""
+    """The longest end of the bytes that may be the beginning of a watched text."""
     depth: int = 0
     """Open brackets of JSON."""
     quoted: int = 0
@@ -249,7 +253,8 @@ class Automaton:
 
     def shortest_end(self, tag: int) -> bytes:
         """The shortest literal text from the end of a tag's content to a possible end of the
-        answer. It stops at the first content that is not literal."""
+        answer. The text stops earlier, in the first phase in which no tag without content may
+        begin."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -319,7 +324,7 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether the tags that no longer match were followed up to a position inside the name of a
+        """Whether the bytes that matched the beginning of a tag until now end inside the name of a
         special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
@@ -449,8 +454,7 @@ class Reader:
             text = not self._automaton.holds_json(after)
             self._give(pieces, after, held - (len(after.near) if text else 0))
         else:
-            # While a tag may still begin at the start of the phase, all bytes since then are held
-            # back.
+            # While all bytes of the phase may be the beginning of a tag, all of them are held back.
             marked = after.at if after.tags else len(after.near)
             self._give(pieces, before, held - marked)
 

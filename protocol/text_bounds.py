@@ -1,10 +1,11 @@
 """The bound of a text's length for a model. It is checked before the text is tokenized, because
 tokenizing takes seconds for each megabyte.
 
-A token represents a bounded number of bytes, so a text of more than ``max_tokens`` times this
-number cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC does) or
-has one token for all unknown text. Then four times as much text is allowed. Text that would shrink
-even more, such as a long run of spaces that becomes one space, is refused although it might fit.
+A token represents a bounded number of bytes, so a text with more than ``max_tokens`` times this
+number of bytes cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC
+does) or has one token for all unknown text. For such a tokenizer, four times as much text is
+allowed. Text that would shrink even more, such as a long run of spaces that becomes one space, is
+refused although it might fit.
 
 Most tokens are much shorter than the longest one, so a text within this bound may still have far
 too many tokens. Therefore the tokens of a long text are first counted in segments, and counting
@@ -58,7 +59,7 @@ def size_of_tokenizer(tokenizer: Mapping[str, Any]) -> TokenSize:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a part of a tokenizer, which may be a sequence of others."""
+    """The types of a part of a tokenizer and of the parts inside this part."""
     if not isinstance(part, Mapping):
         return set()
     parts = part.get("pretokenizers") or []
@@ -83,7 +84,7 @@ class TextBound(NamedTuple):
         """Returns the number of bytes of ``texts``; raises RequestError if the model cannot take
         them."""
         texts = list(texts)
-        # Each character has at least one byte.
+        # Each character has at least one byte, so a text with too many characters is not encoded.
         self.check_bytes(sum(map(len, texts)), path)
         num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
         self.check_bytes(num_bytes, path)

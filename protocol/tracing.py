@@ -40,7 +40,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-
 
 
 class TraceContext(NamedTuple):
-    """A ``traceparent``: a trace, the calling span, and whether it is recorded."""
+    """A ``traceparent``: a trace, the calling span, and whether the trace is recorded."""
 
     trace_id: int
     span_id: int

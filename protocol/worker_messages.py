@@ -108,7 +108,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
-    """``REGISTERED``: the broker's answer."""
+    """``REGISTERED``: the broker's answer to REGISTER."""
 
     worker: Id
     heartbeat_s: Period
@@ -141,11 +141,11 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     ended: bool = False
     """Whether the sent entries include the end of the stream."""
     moves: int = 0
-    """How often the stream had moved when it came to this worker. A worker that was cut off may
-    still have a stream that continued at another worker. There, the entries of its sequences may
-    have been sent in another order."""
+    """How often the stream had moved when it came to this worker. The broker compares the number
+    with the other copy of the stream if a worker was cut off and the stream continued at another
+    worker. The entries of the two copies may be in different orders."""
     gone: bool = False
-    """The worker does not have the request any more; the message has no attachments."""
+    """Whether the worker no longer has the request. The message then has no attachments."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
@@ -197,7 +197,7 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for a request or a START. The header names the request.
 
     The worker may be full because other brokers have sent it requests that this broker does not
-    know yet. The attachments are the body and the attachments that were refused.
+    know yet. The attachments are the body and the attachments of the refused message.
     """
 
     type: str
@@ -254,7 +254,8 @@ class Pages(Struct, kw_only=True, omit_defaults=True):
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
-    """``REREGISTER``: the broker does not know this worker (restarted, or the lease expired)."""
+    """``REREGISTER``: the broker does not know this worker, because the broker was restarted or the
+    worker's lease has expired."""
 
     reason: str
 
@@ -271,8 +272,8 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
     """Whether another process takes the worker's place as soon as the worker has left. The worker
     then does not have to finish its streams first."""
     system_ends: bool = False
-    """Whether all workers of the system on this machine are about to drain. They cannot take the
-    worker's streams then. ``successor`` is false."""
+    """Whether all workers of the system on this machine are about to drain. These workers then
+    cannot take the streams of this worker. ``successor`` is false."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
@@ -439,8 +440,8 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """From a built-in constraint, in its first result and with ``stop``: how the text would end
-    there."""
+    """From a built-in constraint, in its first result and with ``stop``: how the text would end if
+    the sequence ended there."""
     round_us: int = 0
     """With ``Start.inspect``: the time of the round, in microseconds."""
     takes_drafts: bool = False

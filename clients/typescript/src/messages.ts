@@ -165,8 +165,8 @@ export interface Generate {
   /** 0 is greedy; 1 samples from the model's own distribution. At least 0. Default: 0. */
   readonly temperature?: number | undefined;
   /**
-   * Maximum number of tokens to generate. The context length of the model is a bound too
-   * (`length`). At least 1. Default: 64.
+   * Maximum number of tokens to generate. The context length of the model is a bound too. Both
+   * bounds end the sequence with the finish reason `length`. At least 1. Default: 64.
    */
   readonly max_tokens?: number | undefined;
   /**
@@ -222,13 +222,11 @@ export interface Generate {
    */
   readonly stop?: readonly (string | number)[] | undefined;
   /**
-   * Whether entries have `processed`: the log-probability after all these steps. Default: false.
+   * Whether entries have `processed`: the log-probability under the distribution that the token was
+   * drawn from. Default: false.
    */
   readonly processed_logprobs?: boolean | undefined;
-  /**
-   * Whether entries have `kept`: the candidates that are left after all these steps. Default:
-   * false.
-   */
+  /** Whether entries have `kept`: the candidates that the token was drawn from. Default: false. */
   readonly kept?: boolean | undefined;
   /** Do not end at the model's end-of-sequence token. Default: false. */
   readonly ignore_eos?: boolean | undefined;
@@ -255,9 +253,12 @@ export interface Generate {
   readonly save?: string | null | undefined;
   /** Text mode: each TOKEN also has the text that it completes. Default: false. */
   readonly text?: boolean | undefined;
-  /** A module id, a tag, or the name of a built-in. */
+  /**
+   * The id or the tag of a module, or the name of a built-in constraint or of another controller of
+   * the controller workers.
+   */
   readonly controller?: string | null | undefined;
-  /** The argument of the controller: text unchanged, any other value as JSON. */
+  /** The argument of the controller. A text is passed unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
    * Remove the last token of the prompt, and force the first sampled token to begin with the text
@@ -372,8 +373,8 @@ export interface Input {
 /**
  * `BUFFER`: store a part of prompts in the session under a name, which requests give in `buffers`.
  *
- * It has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these, the
- * buffer is deleted.
+ * The message has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these,
+ * the buffer is deleted.
  */
 export interface BufferMessage {
   /** At least 1, at most 256 in length. */
@@ -535,8 +536,8 @@ export interface PauseModel {
   /** The model; empty: the default model. */
   readonly model?: string | undefined;
   /**
-   * `keep`: live streams stop between two steps and continue after RESUME. `wait`: they are
-   * finished first. `abort`: they end as `cancelled`. Default: "keep".
+   * `keep`: live streams stop between two steps and continue after RESUME. `wait`: the workers
+   * first complete the live streams. `abort`: live streams end as `cancelled`. Default: "keep".
    */
   readonly mode?: "abort" | "keep" | "wait" | undefined;
 }
@@ -598,8 +599,8 @@ export interface Ping {
 export interface Bye {
   /**
    * End only the connection, as if it had been lost. A session that began with `HELLO` can then be
-   * taken over, and an anonymous session ends. Sent by programs that carry other clients'
-   * connections. Default: false.
+   * taken over, and an anonymous session ends. Programs that carry other clients' connections set
+   * this flag. Default: false.
    */
   readonly keep?: boolean | undefined;
 }
@@ -676,7 +677,7 @@ export interface Welcome {
   readonly recovering: boolean;
   readonly server: string;
   readonly capabilities: readonly string[];
-  /** Send a PING this often, in seconds. */
+  /** Interval at which the client sends PING, in seconds. */
   readonly ping_s: number;
   /** A session without a message for this long, in seconds, is ended with its streams. */
   readonly expiry_s: number;
@@ -721,8 +722,8 @@ export interface Span {
   readonly weights: string;
   /**
    * The arithmetic of the forwards, such as `AVX512`, if the bits of a sequence's logits and log-
-   * probabilities do not depend on the batch; empty if they may. Spans with equal fields have equal
-   * bits.
+   * probabilities do not depend on the batch; empty if they may. If this field is not empty, equal
+   * sequences get equal bits in spans with equal fields.
    */
   readonly exact: string;
   /** The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded. */
@@ -792,14 +793,14 @@ export interface Token {
    */
   readonly top_logprobs?: Readonly<Record<string, number>>;
   /**
-   * `processed_logprobs`: the natural log-probability under the distribution that the token was
-   * drawn from: after bias, penalties, mask and temperature, among the candidates that `top_k`,
-   * `top_p` and `min_p` left. 0 for a greedy token.
+   * With `processed_logprobs`: the natural log-probability under the distribution that the token
+   * was drawn from (after bias, penalties, mask and temperature, among the candidates that `top_k`,
+   * `top_p` and `min_p` left). 0 for a greedy token.
    */
   readonly processed?: number;
   /**
-   * `kept`: the ids of the candidates that the token was drawn from, ascending. If all tokens of
-   * the vocabulary or more than `MAX_KEPT` were left: the number of candidates.
+   * With `Sampling.kept`: the ids of the candidates that the token was drawn from, ascending. If
+   * all tokens of the vocabulary or more than `MAX_KEPT` were left: the number of candidates.
    */
   readonly kept?: number | readonly number[];
   /** Position in its sequence, counted from the first generated or scored token. */
@@ -1258,13 +1259,13 @@ export function readEmbedded(sent: Sent<Embedded, never>): Embedded {
   };
 }
 
-/** The answer to an `INPUT`: it is stored, or it is refused with a `code`. */
+/** The answer to an `INPUT`: the input was stored, or was refused with a `code`. */
 export interface InputAnswer {
   /** The number of the input. */
   readonly number: number;
   readonly code: string | null;
   readonly message: string;
-  /** Seconds to wait before the input is sent again; null: it will be refused again. */
+  /** Seconds to wait before a refused input is sent again; null: it would be refused again. */
   readonly retry_after_s: number | null;
 }
 
@@ -1334,7 +1335,7 @@ export interface System {
   readonly left: string;
   /** `moved`: the worker that has the stream now. */
   readonly worker: string;
-  /** `moved`: from the loss of the worker to the first new token, in seconds. */
+  /** `moved`: the time from the loss of the worker to the first new token, in seconds. */
   readonly pause_s: number | null;
   /** `moved`: how often the stream has moved to another worker, for `ATTACH`. */
   readonly moves: number;
@@ -1458,7 +1459,10 @@ export interface StoredModule {
   readonly abi: string;
   /** Whether its sequences may fork. */
   readonly forks: boolean;
-  /** The part of its state that a fork cannot have; empty if its sequences may fork. */
+  /**
+   * The part of the module's state that cannot be copied to a fork; empty if its sequences may
+   * fork.
+   */
   readonly why_no_fork: string;
   /** Size of its compiled form in bytes. */
   readonly compiled_size: number;
