@@ -34,8 +34,8 @@ def main() -> int:
         )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        # supervisord does not restart a process that exits with 2. An address in use may become
-        # free, so that error has another code.
+        # supervisord does not restart a process that exits with 2. If the address is in use, the
+        # exit code is 1, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     bound_pauses()
     server.reserve()

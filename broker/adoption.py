@@ -47,8 +47,8 @@ class Adoption:
 
     A worker that registers reports its live requests, the broker asks for their journals, and each
     journal becomes a request. The request's session waits for its client, which sends HELLO with
-    the session's token and then ATTACHes. If no client has attached to a request when this time is
-    over, the request ends.
+    the session's token and then ATTACHes. If no client has attached to a request when
+    ``recover_s`` is over, the request ends.
 
     At any time, a client may come from another broker: each GPU worker receives a CLAIM for the
     client's session and sends the journals of the session's streams. A stream to which the client
@@ -112,8 +112,8 @@ class Adoption:
         if worker.role == "gpu" and self.open():
             wanted = returned + [r for r in live if r not in known or _is_unclaimed(known[r])]
             for request in filter(None, map(known.get, wanted[len(returned) :])):
-                # Before the JOURNAL arrives, the request may move to another worker, or be sent to
-                # this one again.
+                # Before the JOURNAL arrives, the request may move to another worker or be sent to
+                # this one again. The fence then discards entries of the reported attempt.
                 worker.fences.add(request.id, request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
@@ -122,8 +122,7 @@ class Adoption:
         return self.open() or bool(self._claims.sessions)
 
     def on_journal(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's JOURNAL, after the worker has returned or after the broker has
-        restarted."""
+        """Handles a worker's JOURNAL: the request returns to the worker, or is adopted."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
         request = self._state.requests.get(header.request)
@@ -153,8 +152,8 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
-        # If the session is claimed, this broker may have started long ago, so its controller
-        # workers have registered.
+        # A session may be claimed long after the start of this broker, when all controller workers
+        # have registered.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
@@ -255,8 +254,8 @@ class Adoption:
     # --- clients --------------------------------------------------------------------------------
 
     def claim(self, token: str, key: str, now: float) -> Session | None:
-        """The session of a client whose token this broker did not issue; None if the time for
-        adoption is over.
+        """The session of a client whose token this broker did not issue. None if the token is not
+        valid, or if the time for adoption is over.
 
         If no worker has reported the session yet, a new session is made, which receives the streams
         that workers report later.
@@ -364,8 +363,8 @@ class Adoption:
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's RELEASED: requests continue under another broker, which has claimed
-        them. The other broker may have been paused, so their client may be connected to this
-        broker."""
+        them. If the other broker was paused before, their client may already be connected to this
+        broker (``Session.displaced``)."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)
@@ -411,7 +410,7 @@ class Adoption:
         cancelled = self._cancelled.get(session.id, set())
         fits = fits_share(len(cancelled), self._num_cancelled, MAX_CANCELLED)
         if stream_id in cancelled or len(cancelled) >= self._settings.max_streams or not fits:
-            # If a worker reports the stream later, it ends because no client attaches to it.
+            # If a worker reports the stream later, the stream ends because no client attaches.
             return
         self._cancelled.setdefault(session.id, cancelled).add(stream_id)
         self._num_cancelled += 1

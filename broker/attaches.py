@@ -44,7 +44,8 @@ class Attaches:
     # --- clients --------------------------------------------------------------------------------
 
     def on_attach(self, session: Session, message: Attach, hold: bool) -> None:
-        """Handles a client's ATTACH. ``hold``: a worker may still report streams of this session.
+        """Handles a client's ATTACH. ``hold``: whether a worker may still report streams of this
+        session.
 
         Raises RequestError if the stream does not exist.
         """

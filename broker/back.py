@@ -143,8 +143,8 @@ class Back:
                 self._on_failure(worker, worker.peer, frames, error)
 
     def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
-        """Handles a message whose frames cannot be separated, or that another version of the
-        protocol has encoded."""
+        """Handles a message whose frames cannot be separated, or that is in another version of the
+        protocol."""
         self._counters.bad_worker_messages += 1
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -155,7 +155,7 @@ class Back:
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
     ) -> None:
-        """Handles a message that caused an error. If it belongs to a stream, the stream ends."""
+        """Handles a message that caused an error. The request of the message, if any, ends."""
         name = worker.name if worker is not None else peer.hex()
         if isinstance(error, TokenbusError | IndexError):
             self._counters.bad_worker_messages += 1
@@ -190,7 +190,7 @@ class Back:
                 self._dispatcher.forget(request)
             return
         if request is not None and request.attaching and message_type == b"MSG":
-            # The worker sends the entries that follow this answer a second time.
+            # After this answer, the worker sends entries that it has sent before.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
             self._dispatcher.keep_bounds()
         if request is not None and header.flags & Flag.FINAL:

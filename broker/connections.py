@@ -5,8 +5,9 @@ gives the id of a closed connection to the next peer that chooses it. So the num
 a connection (``zap.py``) identifies the sender of a message, and a routing id belongs to one
 connection only.
 
-libzmq's monitor reports a closed connection by its descriptor. The first message of a connection
-names its descriptor, which connects the events to the routing id.
+libzmq's monitor reports a closed connection by its descriptor. The broker reads the descriptor of a
+connection from the connection's first message, and so finds the routing id of the closed
+connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from .zap import key_of, number_of
 log = logging.getLogger(__name__)
 
 QUIET_BYTES = 4096
-"""A handshake and some heartbeats have fewer bytes, unless the peer adds properties of its own."""
+"""The handshake and the first heartbeats of a connection have fewer bytes than this together,
+unless the peer adds properties of its own to the handshake."""
 KEPT_PART = 8
 """One part in ``KEPT_PART`` of the process's file descriptors is reserved for uses other than
 connections."""

@@ -121,9 +121,9 @@ class Controllers:
         )
 
     def _has_left(self, pattern: str) -> bool:
-        """Whether the last worker that served a pattern was lost recently and may return. Until
-        then, the controllers of this pattern do not count as unknown, and other patterns do not
-        apply to them."""
+        """Whether the last worker that served a pattern was lost recently and may return. If so,
+        the controllers of this pattern do not count as unknown, and other patterns do not apply to
+        them."""
         left_at = self._left.get(pattern, float("-inf"))
         return self._state.now - left_at < self._settings.move_wait_s
 
@@ -245,10 +245,8 @@ class Controllers:
                 self.start(request, waiting.body, waiting.since)
 
     def fill(self, worker: Worker) -> None:
-        """Starts waiting controllers on a worker that may have room.
-
-        Examines only the STARTs that it sends.
-        """
+        """Starts waiting controllers on a worker that may have room. STARTs that are not sent now
+        are not examined."""
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)
             if waiting is None:
@@ -355,8 +353,8 @@ class Controllers:
     def on_lost(self, worker: Worker) -> None:
         """Handles the loss of a worker, which was removed from all pools before.
 
-        GPU workers start the controllers that it ran again, at another controller worker.
-        Controllers that it had not begun are also started at another controller worker.
+        GPU workers send the STARTs of its running controllers again, for another controller worker.
+        Controllers that had not begun also start at another controller worker.
         """
         self._tools.on_lost(worker)
         if worker.role == "controller":

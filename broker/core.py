@@ -62,8 +62,8 @@ class Broker:
     """Routes between clients (front) and workers (back). Sans-IO: the time of each event is an
     argument.
 
-    ``boot`` is the number of this run, which makes its ids differ from those of earlier runs;
-    ``now`` is any clock that does not go back, in seconds.
+    ``boot`` is the number of this run, which makes its ids differ from those of earlier runs.
+    ``now`` is the present time of any clock that does not go back, in seconds.
     """
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:

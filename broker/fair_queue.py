@@ -14,8 +14,8 @@ Users = OrderedDict[str, OrderedDict[int, Request]]
 """The requests of a session, or of a group of sessions, by user and by request id; the next user
 comes first."""
 Sessions = OrderedDict[int | str, Users]
-"""The requests of a key by session or group (``Request.turn``); the next one comes first. Clients
-without keys share one key."""
+"""The requests of a key by session or group (``Request.turn``); the next session or group comes
+first. Clients without keys count as one key."""
 
 
 class FairQueue:
@@ -40,7 +40,7 @@ class FairQueue:
         self._places: dict[int, int] = {}
         """By request: the place that was last reported to the request's client."""
         self.bytes = 0
-        """The size of the requests in this queue."""
+        """Bytes of all requests in this queue."""
         self.pace = Pace()
         """Rate at which requests leave the queue for a worker."""
 
@@ -128,10 +128,11 @@ class FairQueue:
         return request
 
     def ahead(self, request: Request) -> int:
-        """An upper bound of the number of requests that precede a new one.
+        """An upper bound of the number of requests that precede ``request``, which is not in the
+        queue yet.
 
-        All requests of higher priorities precede it. In each turn up to its own, one request of
-        each key, session and user precedes it.
+        All requests of higher priorities precede the new request. In each turn up to that of the
+        new request, one request of each key, session and user precedes it.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())

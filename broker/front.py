@@ -223,9 +223,9 @@ class _Closing(Struct):
 
     stream_id: StreamId | None = None
     attached: int | None = None
-    """The stream, if the MSG answers an ATTACH."""
+    """``Msg.attached``; None if the message does not answer an ATTACH."""
     input: InputAnswer | None = None
-    """The answer, if the MSG answers an INPUT."""
+    """``Msg.input``; None if the message does not answer an INPUT."""
 
 
 def _stream_id(body: bytes) -> int | None:

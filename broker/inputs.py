@@ -1,8 +1,9 @@
 """INPUT: texts of a client for the program of one of its streams.
 
 The state worker stores the inputs of a request in order, each once, so that a replayed program
-receives them again. The broker keeps no input: it passes each one on, and the client sends an input
-again until it has the answer. When an input is stored, the broker notifies the controller worker.
+receives them again. The broker does not store inputs: it passes each one on, and the client sends
+an input again until it has the answer. When the state worker has stored an input, the broker
+notifies the controller worker.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Inputs:
         return known is not None and self._state.now < known.at + AGAIN_S
 
     def _is_crowded(self, request: Request, number: int) -> bool:
-        """Whether a new input of a request finds too many unanswered inputs."""
+        """Whether an input is new and its request has too many unanswered inputs."""
         passed = self._passed.get(request.id, {})
         return number not in passed and len(passed) >= MAX_WAITING_INPUTS
 

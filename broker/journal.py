@@ -28,7 +28,7 @@ PART_BYTES = 4096
 AGAIN_BYTES = 100
 """Bytes that are counted for each position from which entries of a request were sent again."""
 LARGE_BYTES = 512
-"""Larger bodies are not joined."""
+"""Bodies with more bytes than this on average are not joined."""
 _MSGPACK = b"\x80"
 """A body in msgpack starts with this byte or a larger one, a body in JSON with a smaller one."""
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
@@ -209,8 +209,8 @@ class Journal:
         """Drops the chunks that only the request at this place needed."""
         if not self._reached:
             if self._recent.journals.get(self.session) is self:
-                # A session may have been opened again while its earlier streams were still being
-                # ended.
+                # The session may have been opened again, with another journal, before all its
+                # earlier streams have ended.
                 del self._recent.journals[self.session]
             self._grow(-sum(chunk.size for chunk in self._chunks))
             self._chunks.clear()

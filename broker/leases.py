@@ -108,8 +108,8 @@ class Leases:
             self.refuse(peer, peer.hex(), error)
 
     def renew(self, now: float) -> None:
-        """Renews all leases, because messages that the workers have sent meanwhile were not read
-        yet."""
+        """Renews all leases after this process was stopped, because messages that the workers sent
+        during that time were not read yet."""
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self.by_peer.values():
             worker.last_seen = now

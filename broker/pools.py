@@ -22,8 +22,9 @@ pattern."""
 
 DEFAULT, STEERS = "default", "steers"
 ROLES = {DEFAULT: "gpu", STEERS: "controller"}
-"""Pools of only some workers of a role: those with the default model, and those with named
-controllers."""
+"""The kinds of pools that contain only some workers of a role, and this role. A pool of the kind
+``DEFAULT`` has the workers with the default model, a pool of the kind ``STEERS`` the workers that
+serve a certain controller."""
 
 Rank = tuple[bool, float]
 Key = tuple[str, str, tuple[str, ...]]
@@ -200,8 +201,8 @@ class Pools:
     # --- requests -------------------------------------------------------------------------------
 
     def serving(self, role: str, model: str) -> Pool:
-        """The workers that serve a model ("": the default one). Every controller worker serves
-        every module."""
+        """The GPU workers that serve a model ("": the default one). For the role ``controller``:
+        the workers that run uploaded modules."""
         if role != "gpu":
             return self._pool((role, ANY_MODULE, ()))
         pool = self._named.get(model)

@@ -40,7 +40,7 @@ MAX_CANDIDATES = 16
 MAX_EXPECTED = 4_096
 """Maximum number of pages that are expected at one worker. The oldest are dropped first."""
 MAX_KEYS = 4_000_000
-"""Maximum number of entries of the index. Above it, pages that workers report are not added."""
+"""Maximum number of entries of the index. Above it, no further pages are added."""
 
 
 class _PromptFields(msgspec.Struct):

@@ -35,8 +35,11 @@ class Quarantine:
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
     ) -> list[Request]:
-        """Handles the loss of a worker; returns the requests that are guilty. ``idle``: its streams
-        that had no new token there."""
+        """Handles the loss of a worker; returns the requests that are guilty.
+
+        ``idle``: the worker's streams that had no new token there. ``others``: its streams that had
+        a new token. ``died``: as in ``Loss``.
+        """
         for request in others:
             self._clear(request)
         tried = [request for request in idle if self._tried.pop(request.id, None) is not None]

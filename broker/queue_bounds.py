@@ -17,7 +17,7 @@ MAX_WAITING = 0.5
 
 MAX_QUEUES = 256
 """Maximum number of models for which requests wait. A client may name any model that a worker can
-load, and the end of each request looks at all queues."""
+load, and the broker looks at all queues whenever a request ends."""
 
 
 def room_for(priority: int, most: int) -> int:
@@ -71,8 +71,9 @@ class QueueBounds:
         self._check_wait(request, now)
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. As
-        in ``check``, keys, their sessions and the sessions' users share the queues."""
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. The
+        number of queues is divided by the rule in ``check``: among keys, then among the sessions of
+        a key, then among the users of a session."""
         if request.queue in self._queues:
             return
         most, total = MAX_QUEUES, len(self._queues)

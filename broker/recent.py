@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 SEGMENT_BYTES = 2 * 1024 * 1024
-"""The unit in which memory is reused."""
+"""Bytes of a segment, the unit in which memory is reused."""
 SEGMENTS = 32
 """Maximum number of segments. At any time about two segments' worth of memory is unused: the unused
 ends of all segments, and the next segment."""
@@ -66,7 +66,8 @@ class Segment:
         self.read = 0
         """Number of messages that are already distributed."""
         self.start = number * SEGMENT_BYTES
-        """Where the first message that is not distributed begins."""
+        """The offset of the first message that is not distributed, from the start of the whole
+        memory."""
         self.notes: deque[tuple[int, int, Note]] = deque()
         """For each note: the number of the next message, the bytes that the note refers to, and its
         action."""
@@ -128,9 +129,9 @@ class Recent:
         self._rolled = False
         """Whether a segment was filled since the last tick."""
         self._at = 0
-        """Where the next message begins."""
+        """The offset at which the next message will begin."""
         self._room = 0
-        """Where the space for messages ends."""
+        """The offset at which the space for messages ends."""
         self._others = 0
         """Bytes in this buffer, without those of the last segment's messages."""
         self._touched: list[Journal] = []

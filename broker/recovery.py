@@ -59,9 +59,9 @@ class Recovery:
         """Whether a request that is refused with ``error`` waits instead, because workers that
         served it may still register.
 
-        After an earlier run, it waits for ``recover_s``, and after the loss of a last worker for
-        ``expiry_s``. If nothing shows an earlier run, it waits for ``expiry_s``, and only while no
-        worker is registered.
+        After an earlier run, the request waits for ``recover_s``, and after the loss of a last
+        worker for ``expiry_s``. If nothing shows an earlier run, the request waits for
+        ``expiry_s``, and only while no worker of its role is registered.
         """
         if now < self._back_until.get(error.code, float("-inf")):
             return True

@@ -1,8 +1,9 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS: orders to all GPU workers of a model, and their answers.
 
-An update has two phases. All workers that have loaded the model read the new weights. If a worker
-cannot read them, no worker changes. Then the broker records the version and orders all workers to
-use it. A worker that is lost in between receives the current version when it registers again.
+An update has two phases. First, all workers that have loaded the model read the new weights. If a
+worker cannot read them, no worker uses them. Then the broker records the version and orders all
+workers to use it. A worker that is lost meanwhile receives the current version when it registers
+again.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class Rollouts:
         self._send(order, workers)
 
     def _give_up(self, one: _Running, error: TokenbusError) -> None:
-        """Ends an update in its first phase: no worker has changed."""
+        """Ends an update in its first phase, in which no worker has replaced its weights."""
         del self._running[one.order.number]
         drop = replace(one.order, action="drop")
         self._send(drop, [*one.awaited.values(), *one.prepared.values()])

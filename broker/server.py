@@ -54,8 +54,8 @@ MUST_FACTOR = 2
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
 QUIET_S, MAX_QUIET_S = 0.1, 1.0
-"""A leaving broker closes when no client has sent a message for the first time, at the latest after
-the second, in seconds."""
+"""A leaving broker closes when no client has sent a message for ``QUIET_S`` seconds, and after
+``MAX_QUIET_S`` seconds at the latest."""
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25

@@ -28,7 +28,7 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """The time until which streams that were listed for STATUS delay further lists
+    """The time until which streams that were listed for STATUS delay further lists, in seconds
     (``status.py``)."""
 
 

@@ -179,8 +179,8 @@ class Sessions:
         return bool(self._ending)
 
     def renew(self, now: float) -> None:
-        """Renews all sessions, because messages that their clients have sent meanwhile were not
-        read yet."""
+        """Renews all sessions after this process was stopped, because messages that their clients
+        sent during that time were not read yet."""
         for session in self._table:
             session.last_seen = now
             if session.detached_at is not None:

@@ -208,7 +208,8 @@ class Tools:
         )
 
     def _end(self, request: int, id_: CallId, passed: _Passed) -> None:
-        """Records the end of a call, and forgets the oldest call that has ended."""
+        """Records the end of a call. If more than ``MAX_ENDED`` calls of the request have ended,
+        the oldest of them is forgotten."""
         self._release(id_, passed)
         calls = self._calls[request]
         ended = [other for other, each in calls.items() if each.answered]

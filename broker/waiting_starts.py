@@ -17,7 +17,7 @@ HELD = ""
 
 @dataclass(slots=True)
 class WaitingStart:
-    """A START for which no controller worker has a free place."""
+    """A START that waits for a free place at a controller worker, or for another event."""
 
     request: Request
     body: bytes
