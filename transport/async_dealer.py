@@ -1,8 +1,8 @@
-"""A DEALER socket on an event loop, for programs that have many of them at once.
+"""A DEALER socket on an event loop, for programs that have many sockets at once.
 
-A message needs no thread, task or future: the loop watches the socket's descriptor, and a receiver
-takes several messages at once. The number of waiting messages is bounded in both directions, so
-each end notices if the other end stops reading.
+A socket does not need a thread or a task of its own: the loop watches the socket's descriptor, and
+a receiver takes several messages at once. The number of waiting messages is bounded in both
+directions, so each end notices if the other end stops reading.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AsyncDealer:
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
         self._waited = True
-        """Whether the last ``receive`` waited, so that other tasks had their turns."""
+        """Whether the last ``receive`` has waited. If so, other tasks have had their turns."""
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
@@ -67,7 +67,8 @@ class AsyncDealer:
                 self._sender = self._loop.create_future()
                 self._look()
                 await self._sender
-        # A send can clear the descriptor's signal that a message has arrived.
+        # A send can clear the descriptor's signal that a message has arrived, so the events are
+        # read here.
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:

@@ -69,8 +69,8 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
-"""Number of connections that a broker may close during the handshake, without a reason, before this
-counts as a refusal. A broker that is being stopped closes one or two."""
+"""If a broker closes this number of connections in a row during the handshake, without a reason, it
+refuses the key. A broker that is being stopped closes one or two."""
 
 
 class AddressError(ValueError):
@@ -78,7 +78,7 @@ class AddressError(ValueError):
 
 
 class HandshakeError(OSError):
-    """The broker does not accept the connection; ``refusal`` is the error for its user."""
+    """The broker does not accept the connection; ``refusal`` is the error that the peer gets."""
 
     def __init__(self, refusal: TokenbusError) -> None:
         super().__init__(refusal.message)
@@ -173,7 +173,7 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Events:
-    """The failed handshake of one socket, and the loss of its connection.
+    """Detects a failed handshake of one socket, and the loss of the socket's connection.
 
     The object must be created before the socket connects, because ZeroMQ reports an event only
     once.
@@ -203,15 +203,15 @@ class _Events:
                 raise HandshakeError(RequestError(Code.NOT_ALLOWED, refusal))
 
     def close(self) -> None:
-        """Stops watching the socket. The caller must have the right to use the socket."""
+        """Stops watching the socket. The caller must hold the lock ``Dealer._turn``."""
         self._socket.disable_monitor()
         self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
         """The message for a failed handshake; None if the failure may be temporary.
 
-        If only one side uses keys, the broker may close the connection before its greeting was
-        read.
+        If only one side uses keys, the broker may close the connection before this side has read
+        the broker's greeting.
         """
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
@@ -326,7 +326,7 @@ class Dealer:
         self._turn = threading.Lock()
         """Held by the thread that uses the socket."""
         self._socket: zmq.Socket[bytes] | None = None
-        """The socket while other threads may use it."""
+        """The socket if other threads may send on it, else None."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -392,8 +392,8 @@ class Dealer:
                 frames = queue[0]
                 send(socket, pack(frames) if self._packed else frames)
                 queue.popleft()
-            # A send can clear the signal of an arrived message, which would wake the connection's
-            # thread.
+            # A send can clear the signal that a message has arrived. The connection's thread must
+            # then be woken.
             return not readable(socket)
         except zmq.ZMQError:
             # The connection's thread gets the same error and handles it.
@@ -444,7 +444,8 @@ class Dealer:
                 refused = error.refusal if isinstance(error, HandshakeError) else None
                 level = logging.WARNING
                 if refused is not None or isinstance(error, GoneError):
-                    # The peer itself logs a refusal. A broker may be down for a long time.
+                    # The peer itself logs a refusal. While a broker is down, failures after the
+                    # first are logged at the level DEBUG, because they may continue for long.
                     level = logging.INFO if self._received or refused else logging.DEBUG
                 log.log(
                     level,
@@ -452,7 +453,7 @@ class Dealer:
                     self.address,
                     error,
                     pause_s,
-                    # The message of an error of the operating system is sufficient.
+                    # For an error of the operating system, the message suffices without traceback.
                     exc_info=not isinstance(error, OSError | zmq.ZMQError),
                 )
             self._next()
