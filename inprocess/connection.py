@@ -23,7 +23,8 @@ class Connection:
 
     def __init__(self, address: str) -> None:
         self._arrivals: SimpleQueue[None] = SimpleQueue()
-        """An item for each message of the link, and one for its end."""
+        """An item for each message of the link and for each refusal, and one for the end of the
+        link."""
         self._refusals: SimpleQueue[str] = SimpleQueue()
         self._link = Link(address, lambda: self._arrivals.put(None))
 
@@ -58,7 +59,8 @@ class Connection:
                 raise TimeoutError(f"no message arrived within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Closes the connection. A session that began with HELLO can be taken over for a while."""
+        """Closes the connection. For ``session_grace_s``, a session that began with HELLO can be
+        taken over."""
         self._link.close()
         self._arrivals.put(None)
 

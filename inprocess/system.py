@@ -43,7 +43,8 @@ class InProcess:
     ``controllers`` adds a controller worker and a state worker. By default, they are added if the
     extra ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir``
     of the settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
-    ``AsyncClient(system.address)`` work as with any other address. Needs the extra ``gpu``.
+    ``AsyncClient(system.address)`` work as with any other address. The class needs the extra
+    ``gpu``.
 
     Raises UnavailableError if the system is not ready within five minutes, and ServiceError if a
     worker cannot run.
