@@ -4,9 +4,9 @@ A worker has a link to each broker of its list. Each link has its own lease, and
 other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
-requests to other workers. So the link drops posted messages after it has sent the ``REGISTER`` of a
-new lease. It sends messages again when the worker has handled the answer ``REGISTERED`` and calls
-``registered``.
+requests to other workers. So when the link sends the ``REGISTER`` of a new lease, it drops the
+posted messages, and all messages that are posted until the worker has handled the answer
+``REGISTERED`` and calls ``registered``.
 """
 
 from __future__ import annotations

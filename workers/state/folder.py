@@ -45,8 +45,9 @@ class Folder:
             other = os.read(self._lock, 20).decode("ascii", "replace") or "unknown"
             os.close(self._lock)
             raise FolderInUseError(
-                f"the folder {path} is in use by another state worker, process {other}; stop it, "
-                "or give this one another run_dir, or --standby to take over when it ends"
+                f"the folder {path} is in use by another state worker, process {other}; stop that "
+                "worker, start this one with another run_dir, or start it with --standby, so that "
+                "it takes over when the other worker ends"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)

@@ -40,7 +40,7 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record and its request."""
+    """One record, and the request to which it belongs (0: none)."""
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
@@ -121,7 +121,10 @@ class Log:
 
     def sync(self) -> None:
         """Syncs the appended records to disk. Raises OSError, also if a sync has failed before.
-        Thread-safe: the kernel reports an error only to one of two simultaneous syncs."""
+
+        Several threads may call this method. Their syncs take turns, because the kernel reports an
+        error only to one of two simultaneous syncs.
+        """
         with self._syncing:
             if self.fault is not None:
                 raise OSError(self.fault.errno, self.fault.strerror)

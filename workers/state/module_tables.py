@@ -1,9 +1,9 @@
 """The tables of tenants, which list a tenant's modules and tags.
 
-In this module a table is bytes with a version, which is replaced by compare-and-set; the controller
-workers interpret it. Versions are ascending times in microseconds. If a table is lost with this
-worker's folder, another machine may restore its copy. The versions of the restored table then
-differ from all earlier versions.
+In this module a table is a string of bytes with a version, and is replaced by compare-and-set. Only
+controller workers interpret the bytes. Versions are ascending times in microseconds. If this
+worker's folder is lost, a controller worker sends its copy of the table. Because versions are
+times, the version of the restored table differs from all earlier versions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class ModuleTables:
         return len(self._tables)
 
     def read(self, op: ModuleTable) -> ModuleTableAnswer:
-        """The current table, for an operation that changes nothing, or is refused."""
+        """The answer to an operation: the current table, or only its version if the sender has this
+        table."""
         table = self._tables.get(op.tenant)
         if table is None:
             return ModuleTableAnswer(op.id)

@@ -152,8 +152,8 @@ class VariableStorage:
 
         Refusals for a name that is not valid, a value that is too long, an ended request, and a
         request without room for another answer are the same when repeated. If all requests together
-        exceed their limit, a repeated operation may succeed. ``ahead``: the ``cost`` of operations
-        that will be applied before it.
+        exceed their limit, a repeated operation may succeed. ``ahead``: the ``cost`` of the
+        operations that will be applied before ``op``.
         """
         limits = self.limits
         size = len(op.name.encode())

@@ -97,7 +97,8 @@ class StateWorker:
         while not self._stop_reason:
             for message in self._bus.take(self._variables.maintain()):
                 if message.type == b"DRAIN":
-                    # No operation is in progress, and the next state worker replays the log.
+                    # The worker can stop at once: the operations before the DRAIN are applied, and
+                    # the next state worker replays the log.
                     self.stop("the broker requested it")
                 elif message.type != LEASE_ENDED:
                     # After LEASE_ENDED, the variables are kept, because the requests may continue
