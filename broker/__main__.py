@@ -1,7 +1,7 @@
 """``python -m tokenbus.broker [NUMBER]``: one broker, with settings from the environment.
 
-``NUMBER`` is the index of this broker if there are several, from 0; the settings list the addresses
-of all of them.
+If there are several brokers, ``NUMBER`` is the index of this broker, from 0. The settings list the
+addresses of all brokers.
 """
 
 from __future__ import annotations

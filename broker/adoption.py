@@ -1,8 +1,8 @@
 """Adopts live requests that workers report. These requests were accepted by an earlier run of this
 broker, or by another broker.
 
-A session's id follows from its token, so the session of such a request is known before its client
-has connected again. Sans-IO, like the rest of the core.
+A session's id follows from its token. So the broker knows the session of a reported request before
+the client has connected again. Sans-IO, like the rest of the core.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Adoption:
 
     A worker that registers reports its live requests, the broker asks for their journals, and each
     journal becomes a request. The request's session waits for its client, which sends HELLO with
-    the session's token and then ATTACHes. If no client has attached to a request when
-    ``recover_s`` is over, the request ends.
+    the session's token and then an ATTACH for each stream. If no client has attached to a request
+    when ``recover_s`` is over, the request ends.
 
     At any time, a client may come from another broker: each GPU worker receives a CLAIM for the
     client's session and sends the journals of the session's streams. A stream to which the client
@@ -204,11 +204,11 @@ class Adoption:
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
         if held is not None and reached < (held.moves, held.received):
-            # The request has continued at another broker.
+            # The client has received more, so the request has continued at another broker.
             return None
         if session is not None:
-            # A session that began at this broker knows all of its streams. Any other stream that a
-            # cut-off worker reports has been moved or delivered.
+            # The broker knows all streams of a session that began here. Any other stream of the
+            # session that a cut-off worker reports has been moved or delivered.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.ends.by_stream
             return session if begun_before and not known else None

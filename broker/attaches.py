@@ -1,4 +1,4 @@
-"""ATTACH: a client receives a stream of its session again, and every ATTACH is answered.
+"""ATTACH: a client resumes a stream of its session. Every ATTACH is answered.
 
 The worker of the stream answers, because it stores the entries that it has sent. If a stream has no
 worker, or ended before its client attached, the broker answers from its journal.
@@ -29,7 +29,8 @@ MAX_ATTACHING = 64
 
 
 class Attaches:
-    """The held ATTACHes, and the streams that have ended and wait for an ATTACH."""
+    """Answers ATTACHes, or passes them to workers. Holds those whose streams are not reported
+    yet."""
 
     def __init__(self, state: BrokerState, ends: Ends, moves: Moves) -> None:
         self._state = state

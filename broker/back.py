@@ -83,8 +83,8 @@ class Back:
     def on_tokens(
         self, peer: bytes, frames: list[bytes], now: float, received: list[bytes]
     ) -> None:
-        """Routes the tokens of a step: one body for each client, which is not decoded. ``received``
-        has the same frames, packed.
+        """Routes the tokens of a step: one body for each session. The bodies are not decoded.
+        ``received``: ``frames`` in their packed form.
 
         This method runs more often than any other code of the broker, so it does as little as
         possible.

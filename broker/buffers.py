@@ -105,9 +105,9 @@ class Buffers:
         self._add(session, -session.buffer_bytes)
 
     def named(self, session: Session, names: Sequence[str]) -> list[bytes]:
-        """The buffers that a request names, in its order. A buffer that is named twice is returned
-        twice. Raises ``unknown_buffer``, or ``too_large`` if the buffers are too many or too
-        large."""
+        """The buffers that a request names, in the order of the request. A buffer that is named
+        twice is returned twice. Raises ``unknown_buffer``, or ``too_large`` if the buffers are too
+        many or too large."""
         if len(names) > MAX_NAMED:
             raise RequestError(
                 Code.TOO_LARGE,

@@ -106,8 +106,8 @@ class Claims:
             del self._waiting[claim.peer]
 
     def on_registered(self, worker: Worker, sessions: Collection[int]) -> None:
-        """Handles the registration of a GPU worker: the worker receives a CLAIM for each of these
-        sessions that is claimed, except sessions whose claim waits."""
+        """Handles the registration of a GPU worker: the worker receives a CLAIM for each of
+        ``sessions`` that is being claimed, unless the session's claim waits to begin."""
         for session, claim in self._by_session.items():
             if session in sessions and not self._waits(session, claim):
                 self._ask_worker(worker, session, claim)

@@ -275,8 +275,8 @@ class Broker:
         return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
-        """Whether each worker with requests has begun a step after this time, as its heartbeats
-        report. A worker that has received a signal sends DRAIN between two steps."""
+        """Whether each worker with requests has begun a step after the time ``then``, as its
+        heartbeats report. A worker that has received a signal sends DRAIN before its next step."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
@@ -319,8 +319,8 @@ class Broker:
         )
 
     def _guarded(self, part: Callable[..., None], *args: Any) -> None:
-        """Runs one part of an event. An unexpected exception is logged and does not stop the other
-        parts."""
+        """Runs one part of the handling of an event. An unexpected exception is logged, and does
+        not stop the other parts."""
         try:
             part(*args)
         except Exception as error:

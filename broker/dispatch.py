@@ -102,7 +102,8 @@ class Dispatcher:
         self._notify_queued(request, len(state.queues[request.queue]))
 
     def adopt(self, request: Request, worker: Worker, sent: bytes) -> None:
-        """Adopts a request that its worker began under an earlier run of the broker.
+        """Adopts a request that its worker began for an earlier run of this broker, or for another
+        broker.
 
         ``sent`` has the entries that were sent, as a body of TOKEN.
         """

@@ -1,8 +1,8 @@
 """Ends requests for their clients: each request exactly once.
 
-An end is the last entry of a stream, an ERROR or a MSG. A connection may fail before the broker
-notices. So the broker stores each end that it sends until the client acknowledges it or attaches to
-it, or until it expires.
+An end is the last entry of a stream, an ERROR or a MSG. The broker may notice late that a
+connection has failed. So it stores each end that it sends, until the client acknowledges the end or
+attaches to it, or until the end expires.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class Ends:
         session.journal.end(end.request)
 
     def tick(self, session: Session) -> None:
-        """Sends ends again whose messages were dropped, and removes ends to which no client has
-        attached in time."""
+        """Sends again the ends whose messages were dropped, and removes the ends to which no client
+        has attached in time."""
         if session.peer is None:
             return
         ends = session.ends

@@ -3,12 +3,12 @@
 An attempt is a request at a worker. The broker gives an attempt up if another worker has a later
 copy of the request, if the client comes from another broker, or if nobody needs the request any
 more. The worker may still send entries of the attempt, even after the broker has sent the request
-to it again. So a fence discards the worker's messages about the attempt. The broker usually
-forwards bodies of TOKEN without reading them. While a worker has a fence, its bodies for the
-session of the fence are decoded, and the entries of the stream are removed.
+to this worker again. So a fence discards the worker's messages about the attempt. The broker
+usually forwards bodies of TOKEN without reading them. While a worker has a fence, its bodies for
+the session of the fence are decoded, and the entries of the stream are removed.
 
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
-CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds:
+CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds of fences:
 
 - The worker is ordered to drop the attempt. All its messages about the request are ignored.
 - The worker is asked to report the attempt. The JOURNAL of the request also ends the fence.
@@ -60,7 +60,8 @@ class Fences:
         """The time of each unanswered CLAIM, in seconds, and the fences that its answer ends."""
         self._by_request: dict[int, Fence] = {}
         self.by_session: dict[int, dict[int, list[Fence]]] = {}
-        """By session and stream, because a client may reuse a ``stream_id``."""
+        """The fences by session and stream. A stream may have several fences, because a client may
+        reuse its ``stream_id``."""
 
     def __bool__(self) -> bool:
         return bool(self._by_request)
@@ -103,7 +104,8 @@ class Fences:
         _, fences = self._unanswered.popleft()
         self._answered += 1
         for fence in fences:
-            # The request's JOURNAL may have ended the fence, and another CLAIM may follow.
+            # The request's JOURNAL may have ended the fence already, or a later CLAIM may have to
+            # end it.
             if self._by_request.get(fence.request) is fence and fence.end == self._answered:
                 self._remove(fence)
 
@@ -119,8 +121,8 @@ class Fences:
         return fence is not None and fence.void > self._answered
 
     def renew(self, now: float) -> None:
-        """Restarts the time limit of answers, because answers may have arrived that were not read
-        yet."""
+        """Restarts the time limit of answers after this process was stopped, because answers that
+        arrived during that time were not read yet."""
         self._unanswered = deque((now, fences) for _, fences in self._unanswered)
 
     def waited_s(self, now: float) -> float:

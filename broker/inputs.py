@@ -150,7 +150,7 @@ class Inputs:
         self._answer(request.session, request.stream_id, answer)
 
     def _is_recent(self, request: Request, number: int) -> bool:
-        """Whether an unanswered input was passed on a moment ago."""
+        """Whether an input is unanswered and was passed on less than ``AGAIN_S`` ago."""
         known = self._passed.get(request.id, {}).get(number)
         return known is not None and self._state.now < known.at + AGAIN_S
 

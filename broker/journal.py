@@ -1,7 +1,7 @@
 """The journal of a session: the TOKEN bodies that were routed for it, stored without decoding them.
 
-Another worker can continue a stream from its request and these bodies. They are decoded only for
-this purpose.
+Another worker can continue a stream from its request and these bodies. They are decoded only if
+their entries are needed: for a move, for an ATTACH, or to judge a suspect (``quarantine.py``).
 """
 
 from __future__ import annotations

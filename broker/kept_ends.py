@@ -68,7 +68,8 @@ class KeptEnds:
         self._sent[end.position] = end
 
     def on_lost(self, end: End) -> None:
-        """Handles the loss of the message with an end: acknowledgements do not include it."""
+        """Handles the loss of the message with an end, to which acknowledgements then do not
+        apply."""
         self._sent.pop(end.position, None)
         end.position = 0
         self.lost[end.stream_id] = end

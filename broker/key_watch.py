@@ -1,4 +1,5 @@
-"""Follows the folder of keys while the broker runs, so that revoked keys take effect soon."""
+"""Follows the folder of keys while the broker runs, so that a change of the keys takes effect
+soon."""
 
 from __future__ import annotations
 

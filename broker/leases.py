@@ -290,7 +290,7 @@ class Leases:
         self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def _update(self, worker: Worker, message: Register) -> None:
-        """Handles a change of a worker's models, which were loaded or unloaded."""
+        """Handles a changed registration: other models, patterns or tools, or another capacity."""
         pools = self._state.pools
         pools.remove(worker)
         worker.models = {m.name: m for m in message.models}

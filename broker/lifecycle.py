@@ -63,7 +63,7 @@ class Event(StrEnum):
     RETURN = "return"
     """The process that had the request registers again."""
     REPORT = "report"
-    """The JOURNAL of that process has arrived."""
+    """The process that has registered again has sent its JOURNAL of the request."""
     CLOSE = "close"
     """The broker ends the request for its client, before the worker reports the end."""
     END = "end"

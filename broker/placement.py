@@ -89,8 +89,8 @@ class Placement:
         same key; None if the request must wait.
 
         Without this exception, the first request of a key would wait until a long stream of another
-        key ends. For such requests, each worker accepts an eighth more than its capacity. The
-        workers are searched first, because a key may have thousands of sessions.
+        key ends. For such requests, each worker accepts an eighth more than its capacity. A worker
+        is searched before the key's sessions are examined, because there may be thousands of them.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):

@@ -95,7 +95,8 @@ class Pool:
         return bool(self._model) and self._model not in worker.models, worker.fill
 
     def least_loaded(self) -> Worker | None:
-        """The next worker of the first rank that accepts a request now."""
+        """The next worker in turn among those of the first rank that accept a request now; None if
+        no worker accepts one."""
         while self._ranks:
             level = self._levels.get(self._ranks[0])
             if level is None:

@@ -10,8 +10,8 @@ The worker with the least cost is chosen. The cost is the number of prompt token
 to compute, plus ``REQUEST_TOKENS`` for each of its requests.
 
 The cost is that of NVIDIA Dynamo's KV router. The expected pages of routed requests, and bytes as
-the key of a text, follow llm-d's approximate prefix scorer. The index of reported pages follows its
-precise scorer.
+the key of a text, follow llm-d's approximate prefix scorer. The index of reported pages follows
+llm-d's precise scorer.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class Prefixes:
                 return
 
     def _cost(self, worker: Worker, keys: list[bytes], depth: int) -> int:
-        """The cost in tokens. The rest of the prompt after these pages costs the same
-        everywhere."""
+        """The cost in tokens, for the pages in ``keys``. The rest of the prompt costs the same at
+        each worker."""
         while depth and not self._has(worker.id, keys[depth - 1]):
             depth -= 1
         return (len(keys) - depth) * PAGE_TOKENS + REQUEST_TOKENS * len(worker.requests)

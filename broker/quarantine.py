@@ -1,4 +1,4 @@
-"""Finds by trials a request that kills its workers, so that the request does not end other
+"""Finds a request that kills its workers, by trials, so that the request does not end other
 streams."""
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from .session import KeyUse, Session
 from .settings import BrokerSettings
 
 MAX_WAITING = 0.5
-"""A request is refused if its expected wait is more than this part of its ``timeout_s``."""
+"""A request is refused if its expected wait is more than this part of the time that is left of its
+``timeout_s``."""
 
 MAX_QUEUES = 256
 """Maximum number of models for which requests wait. A client may name any model that a worker can
@@ -43,8 +44,8 @@ class QueueBounds:
         """Rate at which requests leave the queues for a worker."""
 
     def check(self, request: Request, number: int, now: float) -> None:
-        """Raises an error if one more request cannot wait: ``queue_full``, or ``client_limit`` if
-        the share of its key or its session would be exceeded. ``number``: number of waiting
+        """Raises an error if a new request cannot wait: ``queue_full``, or ``client_limit`` if the
+        request would exceed the share of its key or of its session. ``number``: number of waiting
         requests."""
         settings, session = self._settings, request.session
         size = sum(queue.bytes for queue in self._queues.values())

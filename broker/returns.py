@@ -30,9 +30,9 @@ class Returns:
         self._dispatcher = dispatcher
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
-        """Assigns waiting streams to their former worker, which registers again. Returns the
-        streams, whose journals the worker then sends. Called before any waiting request is started
-        at the worker."""
+        """Assigns waiting streams to their former worker, which registers again. Returns the ids of
+        these requests, whose journals the worker then sends. Called before any waiting request is
+        started at the worker."""
         if self._state.is_hung(worker):
             return []
         returned = []
@@ -59,8 +59,7 @@ class Returns:
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
         """Handles the JOURNAL of a request, which has all entries that the worker has sent. The
-        client receives the new entries. Has no effect on a request whose JOURNAL has arrived
-        before.
+        client receives the new entries. A second JOURNAL of a request has no effect.
 
         Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """

@@ -46,7 +46,8 @@ class _Running:
     read: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By dtype: the hash of the weights, and the first worker that reported it."""
     give_up_at: float = float("inf")
-    """When an update ends with ``timeout`` if weights have not been read."""
+    """The time at which an update ends with ``timeout`` if a worker has not read the weights, in
+    seconds."""
 
 
 class Rollouts:
@@ -58,7 +59,7 @@ class Rollouts:
         self._out = state.out
         self._placement = placement
         self._running: dict[int, _Running] = {}
-        """By the number of the order."""
+        """The messages that wait for workers, by the number of their order."""
 
     # --- messages of the operator ---------------------------------------------------------------
 

@@ -268,8 +268,8 @@ class BrokerServer:
     async def _until_quiet(self) -> None:
         """Waits until no client has sent a message for ``QUIET_S``, for up to ``MAX_QUIET_S``.
 
-        The broker has often waited for the end of a stream, after which a client sends its next
-        request. The next broker does not see the messages that this broker has not read.
+        If the broker has just waited for the end of a stream, the stream's client may send its next
+        request now. This broker has to read the request, because the next broker does not get it.
         """
         until = time.monotonic() + MAX_QUIET_S
         taken = -1
@@ -424,7 +424,8 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking for messages without an end")
         self._loop.call_later(LOOK_EVERY_S, self._guard)
-        # A check for waiting messages may consume the edge of the socket's descriptor.
+        # The check may have consumed the edge of the socket's descriptor, so the sockets are
+        # drained.
         self._drain_soon()
 
     def _watch_deadlines(self) -> None:

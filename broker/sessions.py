@@ -67,8 +67,8 @@ class Sessions:
         """Opens a session on the connection ``peer``. ``chosen``: the token that the client
         requests, which is used if no session has it.
 
-        Raises ``client_limit`` if its key has used its share of the sessions, and ``queue_full`` if
-        the table is full.
+        Raises ``client_limit`` if the sessions of ``key`` have reached the key's share, and
+        ``queue_full`` if the table is full.
         """
         self._check_room(key)
         token = chosen if chosen and self._is_free(chosen, key) else new_session_token()

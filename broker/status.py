@@ -24,7 +24,7 @@ LISTED_S = 50e-6
 """Seconds for which each listed stream counts towards ``MAX_LISTED_S``. Listing a stream takes the
 broker about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
-"""A client may not list streams while its earlier lists count for longer than this."""
+"""A client may not list streams while its earlier lists count for longer than this, in seconds."""
 
 
 class Statuses:
@@ -132,7 +132,7 @@ def live_streams(state: BrokerState, sessions: Iterable[Session] | None) -> list
     if sessions is None:
         requests = state.requests.values()
     else:
-        # A client that asks repeatedly causes work only in proportion to its own streams.
+        # Only these sessions are visited, so that a client with few streams causes little work.
         own = (request for session in sessions for request in session.streams.values())
         requests = sorted(own, key=lambda request: request.arrived)
     return [

@@ -13,14 +13,15 @@ RECEIVED_AT = 128
 SHORT_FRAME_BYTES = 255
 """A longer frame has a header of 9 bytes; others have one of 2 (ZMTP 3.1)."""
 CURVE_BYTES = 33
-"""CURVE adds the name of the command, a nonce, a tag and flags to each frame (RFC 26)."""
+"""Bytes that CURVE adds to each frame: the name of the command, a nonce, a tag and flags
+(RFC 26)."""
 _U64 = struct.Struct("=Q")
 _INT = struct.Struct("=i")
 _INFO_BYTES = RECEIVED_AT + _U64.size
 
 
 def bytes_received(fd: int) -> int | None:
-    """The bytes that a TCP connection has received; None for another descriptor."""
+    """The bytes that a TCP connection has received; None if ``fd`` is not a TCP connection."""
     try:
         connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=fd)
     except OSError:

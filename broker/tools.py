@@ -1,8 +1,8 @@
 """The calls of tools: which tool worker gets a call, who may make it, and what ends it.
 
-A program's controller worker sends CALL. The broker passes the call to a tool worker, and its
-answer to the controller worker that runs the program at that time. A call that was passed on is
-never passed to another tool worker.
+A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
+worker's answer to the controller worker that runs the program at that time. A call that was passed
+to a tool worker is never passed to another one.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Tools:
     # --- inside ---------------------------------------------------------------------------------
 
     def _passed(self, request: Request, call: _Call) -> _Passed:
-        """The call as it is, or was, passed to a tool worker. Raises TokenbusError if it is not
-        passed on."""
+        """Assigns a call to a tool worker, unless the call is assigned already. Raises
+        TokenbusError if the call is refused."""
         calls = self._calls.get(request.id, {})
         known = calls.get(call.id)
         if known is not None and known.worker.id in self._state.workers:

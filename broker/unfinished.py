@@ -45,8 +45,8 @@ MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all unfinished messages of a key. Connections that have not sent a complete
 message yet, and those without keys, count as one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""Maximum growth of the process during one message of a peer without a key. It also applies while
-the bytes of a connection outside its messages count as unfinished."""
+"""Maximum bytes by which the process may grow during one message of a peer without a key. The bound
+also applies while the bytes of a connection outside its messages count as unfinished."""
 QUIET_BYTES_PER_S = 16
 """A connection that has received at most this rate, plus ``QUIET_BYTES``, since its last message
 counts as idle: the bytes are ZeroMQ's heartbeats."""

@@ -1,8 +1,10 @@
-"""ZAP, ZeroMQ's authentication protocol (RFC 27): numbers connections, and asks the keyring.
+"""ZAP, ZeroMQ's authentication protocol (RFC 27): numbers connections, and accepts only the keys of
+the keyring.
 
-ZeroMQ asks once for each handshake, through a socket within the process, and encrypts by itself
-(CURVE, RFC 26). The answer becomes the metadata ``User-Id`` of each message of the connection: a
-number that no other connection has, and the peer's public key if the broker has keys.
+For each handshake, ZeroMQ sends one ZAP request over a socket within the process. The answer
+becomes the metadata ``User-Id`` of each message of the connection: a number that no other
+connection has, and the peer's public key if the broker has keys. ZeroMQ itself encrypts the
+messages (CURVE, RFC 26).
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Zap:
         return [VERSION, number, b"400", b"this key is not allowed", b"", b""]
 
     def _user(self, key: str) -> bytes:
-        """The ``User-Id`` of the next connection."""
+        """A new ``User-Id``, for a connection of a peer with this key."""
         return f"{next(self._numbers)} {key}".encode()
 
 
