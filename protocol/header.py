@@ -50,7 +50,8 @@ class Header(NamedTuple):
     """The routing information of a message between the broker and a worker.
 
     ``request`` is the id that the broker assigned to the request (0: none). ``address`` is the
-    client session of the request, or the worker that receives the message.
+    client session of the request. In a message between two workers, ``address`` is the receiver
+    before the broker forwards the message, and the sender afterwards.
     """
 
     request: int = 0

@@ -84,8 +84,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     The token is then a secret of 32 hexadecimal digits that the client has chosen."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
-    The broker then asks the workers for its live streams, and the client sends its buffers
-    again."""
+    The broker then asks the workers for the session's live streams, and the client sends its
+    buffers again."""
     client: str = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
@@ -115,7 +115,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     save: Name | None = None
     """Store the prompt and the output as a buffer of this name when the stream ends."""
     text: bool = False
-    """Text mode: each TOKEN also has the text that it completes."""
+    """Text mode: each entry with a token also has the text that the token completes."""
     controller: str | None = None
     """The id or the tag of a module, or the name of a built-in constraint or of another controller
     of the controller workers."""
@@ -175,7 +175,7 @@ class Score(Queued, kw_only=True, omit_defaults=True):
     prompt: list[TokenId] | str | None = None
     buffers: list[Name] = []
     text: bool = False
-    """Each TOKEN also has the text of its token."""
+    """Whether each entry also has the text of its token."""
     top_logprobs: TopLogprobs = 0
     """How many of the most likely tokens to report at each position, in addition to the scored
     token."""
@@ -388,7 +388,7 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
 
 
 class PauseModel(Struct, kw_only=True, omit_defaults=True):
-    """``PAUSE``: the workers of a model stop. Requests that arrive later wait for RESUME.
+    """``PAUSE``: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
 
     Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a ``MSG`` with a
     ``Rollout`` as its result. It is sent when all workers of the model have followed the order.
@@ -736,7 +736,7 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     step_age_s: float | None = None
     load: dict[str, float] = {}
     paths: dict[str, ForwardPath] = {}
-    """The attention and graphs of a GPU worker, by model."""
+    """How a GPU worker computes the steps of each model, by model."""
     metrics: list[Series] = []
     """With ``metrics``: the metrics of the worker as of its last heartbeat."""
 
@@ -784,8 +784,8 @@ SystemEvent = Literal[
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
-    """``SYSTEM``: the reason for which a stream waits, or the report that the stream has moved; for
-    display."""
+    """``SYSTEM``: an event of a stream that is not in its entries, for display: for example, that
+    the stream waits or has moved."""
 
     event: SystemEvent
     message: str

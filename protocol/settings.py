@@ -44,10 +44,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Number of broker processes. Each has its own addresses, which follow from the addresses of
     the first."""
     front: str = "tcp://127.0.0.1:5555"
-    """Where clients connect, or the addresses of several brokers, separated by commas."""
+    """The address at which clients connect, or the addresses of several brokers, separated by
+    commas."""
     back: str = ""
-    """Where workers connect, or several addresses as in ``front``; empty: ``ipc://<run
-    dir>/back.sock``."""
+    """The address at which workers connect, or several addresses as in ``front``; empty:
+    ``ipc://<run dir>/back.sock``."""
     keys: str = ""
     """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder the broker
     has no keys, and programs may only listen on addresses of this machine."""
@@ -166,9 +167,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """Workers are added after more workers were needed for this time."""
+    """Workers are added when more workers have been needed for this time."""
     scale_down_s: Positive = 120.0
-    """A worker is removed after fewer workers were enough for this time."""
+    """A worker is removed when fewer workers have been sufficient for this time."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
     gateways: AtLeastOne = 1
@@ -239,12 +240,14 @@ class Settings(Struct, kw_only=True, frozen=True):
 
     @property
     def back_endpoint(self) -> str:
-        """Where workers connect; the addresses of several brokers separated by commas."""
+        """The address at which workers connect; addresses of several brokers are separated by
+        commas."""
         return _of_all(self.back or f"ipc://{self.run_folder}/back.sock", self.brokers)
 
     @property
     def front_endpoint(self) -> str:
-        """Where clients connect; the addresses of several brokers separated by commas."""
+        """The address at which clients connect; addresses of several brokers are separated by
+        commas."""
         return _of_all(self.front, self.brokers)
 
     def of_broker(self, number: int) -> Settings:
@@ -311,8 +314,8 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _of_all(addresses: str, brokers: int) -> str:
-    """The addresses of all brokers, separated by commas: as given, or counted from the first
-    one."""
+    """The addresses of all brokers, separated by commas: as given, or derived from the first one
+    (``numbered``)."""
     if brokers == 1 or not addresses:
         return addresses
     given = separate(addresses)

@@ -179,7 +179,7 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The longest end of the bytes that may be the beginning of a watched text."""
+    """The longest suffix of the bytes so far that is a proper prefix of a watched text."""
     depth: int = 0
     """Open brackets of JSON."""
     quoted: int = 0

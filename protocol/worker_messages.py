@@ -327,7 +327,8 @@ class Replay(Struct, array_like=True):
     controller dropped later are included. Tokens that it appended are not included, because the
     replay appends them again."""
     forks: list[int] = []
-    """The sequences that its forks created, in order. Any later fork is a new fork."""
+    """The sequences that the forks of this sequence created, in order. If the replay forks more
+    often, the further forks are new."""
     ended: bool = False
     """Whether the sequence has ended. An ended sequence is replayed only for its forks, and its
     results are not sent."""
@@ -337,7 +338,8 @@ class Replay(Struct, array_like=True):
     distributions: dict[Id, Distribution] = {}
     """The distributions that its controller received, by the place of their token in ``tokens``."""
     wakes: dict[Id, int] = {}
-    """How often it was woken before a token was sampled, by the token's place in ``tokens``."""
+    """How often the sequence was woken before a token was sampled, by the token's place in
+    ``tokens``."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
@@ -371,8 +373,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """The sequences of a request that was started before, parents before their forks. Other
     sequences do not exist yet; a fork of one of these may create them."""
     attempt: Annotated[int, Meta(ge=0)] = 0
-    """Each START that starts a controller again has the next number of the GPU worker's count. 0
-    for the first START of a request."""
+    """A number that the GPU worker gives to each START that starts a controller again, so that it
+    can ignore decisions for earlier attempts; 0 for the first START of a request."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -567,8 +569,8 @@ class VariableAnswer(Struct, array_like=True):
     """``VARIABLE_ANSWER``: the variable after the operation. ``version`` 0: the variable does not
     exist.
 
-    An applied write has ``written`` and no value. A write whose version did not match has the
-    version and value of a ``get``.
+    The answer to an applied write has ``written`` and no value. The answer to a write whose version
+    did not match has the version and value of a ``get``.
     """
 
     request: Id

@@ -140,8 +140,8 @@ export interface Hello {
   readonly begin?: boolean | undefined;
   /**
    * Whether the session may have used another broker since its last connection to this broker. The
-   * broker then asks the workers for its live streams, and the client sends its buffers again.
-   * Default: false.
+   * broker then asks the workers for the session's live streams, and the client sends its buffers
+   * again. Default: false.
    */
   readonly elsewhere?: boolean | undefined;
   /** Name and version of the program, for the operator. */
@@ -170,10 +170,10 @@ export interface Generate {
    */
   readonly max_tokens?: number | undefined;
   /**
-   * Minimum number of tokens to generate, at most `max_tokens`. Until then, end-of-sequence tokens
-   * and token ids of `stop` are not sampled, and strings of `stop` do not end the sequence. A
-   * controller can end the sequence earlier: if its mask allows only such tokens, one of them is
-   * sampled. At least 0. Default: 0.
+   * Minimum number of tokens to generate, at most `max_tokens`. Before this number is reached, end-
+   * of-sequence tokens and token ids of `stop` are not sampled, and strings of `stop` do not end
+   * the sequence. A controller can end the sequence earlier: if its mask allows only such tokens,
+   * one of them is sampled. At least 0. Default: 0.
    */
   readonly min_tokens?: number | undefined;
   /**
@@ -251,7 +251,9 @@ export interface Generate {
    * most 256 in length.
    */
   readonly save?: string | null | undefined;
-  /** Text mode: each TOKEN also has the text that it completes. Default: false. */
+  /**
+   * Text mode: each entry with a token also has the text that the token completes. Default: false.
+   */
   readonly text?: boolean | undefined;
   /**
    * The id or the tag of a module, or the name of a built-in constraint or of another controller of
@@ -320,7 +322,7 @@ export interface Score {
   readonly scored: readonly number[] | string;
   readonly prompt?: readonly number[] | string | null | undefined;
   readonly buffers?: readonly string[] | undefined;
-  /** Each TOKEN also has the text of its token. Default: false. */
+  /** Whether each entry also has the text of its token. Default: false. */
   readonly text?: boolean | undefined;
   /**
    * How many of the most likely tokens to report at each position, in addition to the scored token.
@@ -525,7 +527,7 @@ export interface DrainWorker {
 }
 
 /**
- * `PAUSE`: the workers of a model stop. Requests that arrive later wait for RESUME.
+ * `PAUSE`: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
  *
  * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a `MSG` with a
  * `Rollout` as its result. It is sent when all workers of the model have followed the order.
@@ -1090,7 +1092,7 @@ export interface WorkerStatus {
   readonly heartbeat_age_s: number;
   readonly step_age_s: number | null;
   readonly load: Readonly<Record<string, number>>;
-  /** The attention and graphs of a GPU worker, by model. */
+  /** How a GPU worker computes the steps of each model, by model. */
   readonly paths: Readonly<Record<string, ForwardPath>>;
   /** With `metrics`: the metrics of the worker as of its last heartbeat. */
   readonly metrics: readonly Series[];
@@ -1319,8 +1321,8 @@ export function readMsg(sent: Sent<Msg, "moves">): Msg {
 }
 
 /**
- * `SYSTEM`: the reason for which a stream waits, or the report that the stream has moved; for
- * display.
+ * `SYSTEM`: an event of a stream that is not in its entries, for display: for example, that the
+ * stream waits or has moved.
  */
 export interface System {
   readonly event: "draining" | "loaded" | "loading" | "moved" | "not_movable" | "queued" | "retrying" | "throttled";
