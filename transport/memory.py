@@ -73,7 +73,7 @@ class Link:
         # The id has the form of ZeroMQ's own routing ids, which clients cannot choose.
         self.peer = b"\0" + next(_numbers).to_bytes(8, "big")
         self.broken = False
-        """Whether the broker has closed the link."""
+        """Whether the link is closed, by the broker or by its owner."""
 
     def send(self, frames: Frames) -> None:
         """Sends a message to the broker. The message is lost if the link is broken."""
