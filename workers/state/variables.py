@@ -150,10 +150,10 @@ class VariableStorage:
         """The error for a new operation that is refused without a stored answer; None if the
         operation is not refused.
 
-        Refusals for a name that is not valid, a value that is too long, an ended request, and a
-        request without room for another answer are the same when repeated. If all requests together
-        exceed their limit, a repeated operation may succeed. ``ahead``: the ``cost`` of the
-        operations that will be applied before ``op``.
+        An operation that is refused because all requests together exceed their limit may succeed if
+        it is repeated. All other refusals (of a name that is not valid, a value that is too long,
+        an ended request, or a request without room for another answer) are final. ``ahead``: the
+        ``cost`` of the operations that will be applied before ``op``.
         """
         limits = self.limits
         size = len(op.name.encode())
