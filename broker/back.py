@@ -104,7 +104,8 @@ class Back:
             if len(frames) != 2 + len(sessions) + len(deltas):
                 raise RequestError(
                     Code.BAD_MESSAGE,
-                    f"a manifest of {len(sessions)} bodies came with {len(frames)} frames",
+                    f"a TOKEN has {len(frames)} frames; expected {2 + len(sessions) + len(deltas)}"
+                    ", as its manifest says",
                 )
             if worker.fences:
                 frames = worker.fences.without_fenced(frames, sessions)

@@ -170,7 +170,7 @@ class Connections:
         owner = self.by_peer.get(peer)
         if owner is not None or connection.refused:
             if not connection.refused:
-                log.warning("a connection chose the routing id of another one, %s", peer.hex())
+                log.warning("a connection chose the id of another connection, %s", peer.hex())
             if owner is not None:
                 self._end(owner)
             connection.refused = True

@@ -66,6 +66,6 @@ def taken(holder: Worker) -> RequestError:
     return RequestError(
         Code.NOT_ALLOWED,
         f"the name {holder.name!r} belongs to process {holder.pid} on {holder.host}, which is "
-        "alive; stop that process, or run this worker under another name (the default is its host "
-        "name and pid). This worker registers when that process has ended",
+        "alive; stop that process, or run this worker under another name (by default, the worker's "
+        "host name and pid). This worker registers when that process has ended",
     )

@@ -65,7 +65,7 @@ class Drains:
                 retry_after_s=RETRY_AFTER_S,
             )
         asked[session.id, message.stream_id] = session, requests
-        self._out.to_worker(worker, b"DRAIN", Drain(reason="a client drains it"))
+        self._out.to_worker(worker, b"DRAIN", Drain(reason="at a client's request"))
 
     def on_drain(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's DRAIN: the worker receives no new requests."""

@@ -119,7 +119,7 @@ def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
     if ahead_s > MAX_LISTED_S:
         raise UnavailableError(
             Code.CLIENT_LIMIT,
-            "this client has listed its streams too often; ask again later, or for fewer streams",
+            "this client has listed its streams too often; list them later, or list fewer streams",
             retry_after_s=round(ahead_s - MAX_LISTED_S, 3),
         )
     num_streams = sum(len(each.streams) for each in shown)
