@@ -219,20 +219,20 @@ class _Events:
                 return None
             return (
                 f"{broker} accepts only connections with a key; if its run directory is on this "
-                "machine, set TOKENBUS_RUN_DIR to the directory, otherwise make a key file there "
-                "with 'tokenbus keys new NAME' and set TOKENBUS_KEY to the file"
+                "machine, set TOKENBUS_RUN_DIR to the directory, otherwise make a key file on the "
+                "broker's machine with 'tokenbus keys new NAME' and set TOKENBUS_KEY to the file"
             )
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
                 f"{broker} refuses {shown}: the key was never allowed or is revoked, or it has "
-                "another role than the address; 'tokenbus keys list' there prints the allowed "
-                "keys"
+                "another role than the address; 'tokenbus keys list' on the broker's machine "
+                "prints the allowed keys"
             )
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return (
                 f"{broker} has no keys, but {shown} requires an encrypted connection; connect "
-                "without a key, or make keys there with 'tokenbus keys new'"
+                "without a key, or make keys on the broker's machine with 'tokenbus keys new'"
             )
         self._closed[self._address] += 1
         if self._closed[self._address] < CLOSED_OFTEN:
