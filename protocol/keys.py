@@ -198,7 +198,7 @@ class KeyFolder:
                 if entry.public == allowed.public and (other_role, other) != (role, name):
                     raise KeyFault(
                         f"this key is already allowed as the {other_role} {other!r}; "
-                        f"revoke that first, or make another key for {name!r}"
+                        f"revoke {other!r} first, or make another key for {name!r}"
                     )
         self._write(role, name, allowed)
 

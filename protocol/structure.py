@@ -133,7 +133,7 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
         if tag.max_tokens is not None and (tag.max_tokens < 0 or tag.content != "text"):
             raise StructureError(
                 f"tags[{number}].max_tokens is {tag.max_tokens}; expected at least 0, "
-                "and text content"
+                "in a tag with text content"
             )
 
 
