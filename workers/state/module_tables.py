@@ -82,14 +82,14 @@ class ModuleTables:
         if size > self._max_bytes:
             return (
                 f"the table of this tenant's modules and tags would have {size} bytes; at most "
-                f"{self._max_bytes} are allowed; delete some first"
+                f"{self._max_bytes} are allowed; delete some modules or tags first"
             )
         before = self._tables.get(table.tenant)
         total = self.bytes + size - (len(before.content) if before is not None else 0)
         if total > self._max_total_bytes:
             return (
                 f"the tables of all tenants' modules and tags would have {total} bytes; at most "
-                f"{self._max_total_bytes} are allowed; delete some first"
+                f"{self._max_total_bytes} are allowed; delete some modules or tags first"
             )
         return None
 
