@@ -4,9 +4,9 @@ A block stores the keys and values of ``block_size`` consecutive tokens. Each bl
 sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
 registered under its content, so that a later request with the same prefix reuses it. A registered
 block whose count is 0 stays registered until it is reused; the least recently used block is reused
-first. The idea of paging is vLLM's (Kwon et al. 2023); the keys of the prefix cache are not hashes
-but the block's tokens and the id of the content before them, so that two contents are never
-confused.
+first. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it
+consists of the block's tokens and the id of the content before them, so that different contents
+have different keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ....protocol.pages import PAGE_TOKENS
 from .pages import PageLog
 
 PADDING_BLOCK = 0
-"""A block that is never allocated. Padded entries of block tables name this block, which contains
-zeros."""
+"""A block that is never allocated. Padded block tables contain its number in their unused entries.
+The block contains zeros."""
 
 _ROOT = 0
 
@@ -32,13 +32,13 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """The ids of the registered blocks, which are the first blocks of the sequence. An id stands
-    for all content up to the end of its block."""
+    """One id for each of the sequence's first blocks that are full and computed. The id stands for
+    all content up to the end of the block."""
     pages: list[bytes] = field(default_factory=list)
-    """The keys of the sequence's first pages that have been computed."""
+    """The keys of the sequence's first pages, as far as these keys have been computed."""
     mixed: bool = False
     """Whether the blocks were computed with several versions of the weights. Such blocks are never
-    registered. ``outdate`` sets this flag. It is cleared when all blocks are freed."""
+    registered. ``outdate`` sets this flag. The flag is cleared when all blocks are freed."""
 
 
 class BlockManager:
@@ -55,8 +55,8 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Registered blocks with a reference count of 0, the least recently used first."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """(id of the content before the block, the block's tokens) to (block, id of the content up
-        to the end of the block)."""
+        """Maps (id of the content before a block, the block's tokens) to (the block, id of the
+        content up to the end of the block)."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._next_key = _ROOT
 
@@ -85,7 +85,8 @@ class BlockManager:
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
         """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens:
-        the blocks that the table still lacks for these tokens and one more, but at least one."""
+        the blocks that the table still lacks for ``num_tokens + 1`` tokens, but at least one
+        block."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -139,7 +140,8 @@ class BlockManager:
         return copies
 
     def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
-        """Registers the full blocks among the first ``num_computed_tokens`` tokens for reuse."""
+        """Registers the blocks that are full with the first ``num_computed_tokens`` tokens, so that
+        later sequences can reuse them."""
         if table.mixed:
             return
         size = self.block_size
@@ -193,8 +195,8 @@ class BlockManager:
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Frees all blocks of a table with unusable content. Returns the blocks that no other
-        sequence shares, which must be cleared."""
+        """Frees all blocks of a table, because their content is unusable. Returns the blocks that
+        no other sequence shares, which the caller must clear."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)

@@ -1,8 +1,8 @@
 """A batch of decodes as arrays, which are rebuilt only when a sequence joins, leaves or forks.
 
-Most steps compute one more token of each sequence of the previous step. Such a step does not
-schedule or pack single sequences: each position increases by one, and each sequence whose last
-block is full gets another block.
+Most steps compute one more token of each sequence of the previous step. In such a step, sequences
+are not scheduled and packed one by one: each position increases by one, and each sequence whose
+last block is full gets another block.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Decodes:
         return packed
 
     def _next(self, group: PackedGroup, mirrors: Mirrors | None) -> PackedGroup:
-        """The inputs of a group after one more token."""
+        """The inputs of a group for the next token of each of its sequences."""
         length = group.length + 1
         width = -(-length // self._blocks.block_size)
         found = PackedGroup(

@@ -69,7 +69,7 @@ class EncoderEngine(Engine):
 
     @property
     def path(self) -> ForwardPath:
-        """The model's own attention."""
+        """Reports that transformers' own attention is used."""
         return ForwardPath(attention="transformers' own", why_not_exact="texts are padded")
 
     def stats(self) -> dict[str, float]:

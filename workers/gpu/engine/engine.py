@@ -61,7 +61,7 @@ DRAFT_PART = 8
 
 @dataclass(slots=True, frozen=True)
 class EngineConfig:
-    """Sizes of an engine."""
+    """The configuration of an engine."""
 
     max_num_seqs: int = 256
     """Maximum number of sequences in one batch."""
@@ -70,10 +70,11 @@ class EngineConfig:
     max_forks: int = 128
     """Maximum number of sequences of one request, including ended ones."""
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache, in bytes; None: the memory that is free (see ``memory_part``)."""
+    """Size of the KV cache, in bytes; None: the size depends on the free memory (on a GPU, see
+    ``memory_part``)."""
     memory_part: float = 1.0
-    """The fraction of a GPU's memory for weights, steps and KV cache; unused if ``kv_cache_bytes``
-    is set."""
+    """The fraction of a GPU's memory for the weights, the steps and the KV cache of the model;
+    unused if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
@@ -94,8 +95,9 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
     A sequence is identified by (request, seq): the caller's number of the request, and 0 or the
-    number of a fork. A call for a sequence that is not alive raises RequestError. A failure of one
-    sequence ends only that sequence; its last output contains the error.
+    number of a fork. A call for a sequence that is not alive raises RequestError, unless the
+    method's docstring says otherwise. A failure of one sequence ends only that sequence, whose last
+    output contains the error.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class Engine:
         draft_model: LoadedModel | None = None,
         on_progress: OnProgress = lambda part, stage: None,
     ) -> None:
-        """``draft_model``: with ``config.speculation``, a small model that drafts tokens if the
-        text has no earlier match. Raises ModelLoadError if ``draft_model`` cannot draft for this
-        model, or if the model cannot have the fast attention or the exactness that ``config``
-        requires."""
+        """``draft_model``: with ``config.speculation``, a small model that drafts tokens if prompt
+        lookup (``ngrams.py``) does not find a draft. Raises ModelLoadError if ``draft_model``
+        cannot draft for this model, or if the model cannot have the fast attention or the exactness
+        that ``config`` requires."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:
@@ -119,8 +121,8 @@ class Engine:
         layout = choose_layout(loaded)
         if config.require_fast_attention and not layout.in_place:
             raise ModelLoadError(
-                f"{loaded.name} is not served: require_fast_attention is set, but its blocks "
-                f"cannot be read in place: {layout.why}"
+                f"{loaded.name} is not served: require_fast_attention is set, but the blocks of "
+                f"its KV cache cannot be read in place: {layout.why}"
             )
         size = config.kv_cache_bytes or _cache_bytes(loaded, layout, config, draft_model)
         draft_size = 0
@@ -136,7 +138,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        # The other ranks receive the token ids of each forward from this process.
+        # Steps of several ranks do not overlap: this process sends the token ids of each forward to
+        # the other ranks, so it must have received them from the device.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         options = ForwardOptions(config.compiled, config.fixed_threads, config.exact != "off")
@@ -198,15 +201,15 @@ class Engine:
     ) -> PromptUsage:
         """Begins a generation with ``sampling.n`` sequences, numbered from 0.
 
-        ``client``: number of the client. Sequences of clients with few running sequences are
-        admitted first, and drafts come only from the client's own texts. ``text``: outputs contain
-        text. ``inspect``: outputs report the effect of the masks. ``speculate``: the sequences may
-        have drafts, if the engine makes any; pass False if a controller decides on each token.
-        ``continued``: the live sequences of a request that began at another worker. ``healed``: the
-        token that was removed from the end of the prompt; the generated text begins with the text
-        of this token, which outputs leave out. Returns the prompt's usage, which is complete when
-        the first output arrives. Raises RequestError, and changes nothing, if the request cannot be
-        run.
+        ``client``: the id of the client's session. Sequences of clients with few running sequences
+        are admitted first, and drafts come only from the client's own texts. ``text``: outputs
+        contain text. ``inspect``: outputs report the effect of the masks. ``speculate``: the
+        sequences may have drafts, if the engine makes any; pass False if a controller decides on
+        each token. ``continued``: the live sequences of a request that began at another worker.
+        ``healed``: the token that was removed from the end of the prompt; the generated text begins
+        with the text of this token. Outputs leave this text out. Returns the prompt's usage, which
+        is complete when the first output arrives. Raises RequestError, and changes nothing, if the
+        request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -334,16 +337,16 @@ class Engine:
         }
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of other work with the model, such as pooling states. The work runs after the
-        forwards that have been launched, and before all later forwards."""
+        """Runs other work with the model, such as pooling hidden states, and returns its result.
+        The work runs after the forwards that have been launched, and before all later forwards."""
         return self._runner.queue.submit(work).result()
 
     def replace_weights(self, new: NewWeights, keep: bool) -> set[int]:
         """Replaces the weights between two steps; the live sequences continue with the new weights.
 
         ``keep``: sequences keep their KV cache. Otherwise it is computed again. Returns the
-        requests with sequences that keep blocks. If this method raises an exception, the weights
-        are a mixture, and the engine must not be used any more.
+        requests with sequences that keep blocks. If this method raises an exception, some weights
+        are old and some are new, and the engine must not be used any more.
         """
         self._stepper.cancel_ahead()
 
@@ -408,8 +411,8 @@ class Engine:
         self._live.splice(sequence, drop, tokens)
 
     def report(self, request: int, seq: int) -> None:
-        """Adds an output without a token, with which the caller sends a controller's notes. Does
-        nothing if the sequence has ended."""
+        """Adds an output without a token, to which the caller then adds a controller's notes (logs,
+        writes and messages). Does nothing if the sequence has ended."""
         sequence = self._live.find(request, seq)
         if sequence is not None:
             self._live.outputs.append(TokenOutput.of(sequence))
@@ -479,8 +482,9 @@ class Engine:
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """The draft of each sequence with a controller for the next step, by (request, seq). Empty
-        if the next step has been launched already."""
+        """By (request, seq): the draft that the next step verifies, for each of the sequences
+        ``keys`` that has one. These sequences have controllers. Empty if the next step has been
+        launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
@@ -488,9 +492,9 @@ class Engine:
         return {(s.request, s.seq): s.draft for s in found if s.draft}
 
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
-        """Sets the masks and biases after each token of a sequence's draft; call it after
-        ``set_mask``. The step verifies one draft token for each element of ``unders``. A mask of
-        the wrong size is ignored, with all masks and biases after it."""
+        """Sets the masks and biases that apply after each token of a sequence's draft. Must be
+        called after ``set_mask``. The step verifies one draft token for each element of ``unders``.
+        A mask of the wrong size is ignored, with all masks and biases after it."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]
@@ -551,7 +555,8 @@ def _cache_bytes(
     """The size of the KV cache, in bytes, if the configuration does not set it."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
-    # With several ranks, the other ranks cannot run a step before their caches are allocated.
+    # With several ranks, the largest step is not measured, because the other ranks cannot run a
+    # step before their caches are allocated.
     step = 0
     if loaded.ranks is None:
         step = largest_step_bytes(

@@ -20,8 +20,8 @@ SEED_BITS = 62
 
 
 def derived_seed(request: int) -> int:
-    """The seed of a request that has no seed, derived from the broker's number of the request with
-    splitmix64's finalizer. The request draws the same random numbers on every worker."""
+    """The seed of a request that has no seed, derived from the request id with splitmix64's
+    finalizer. The request therefore draws the same random numbers on every worker."""
     z = (request + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -30,8 +30,8 @@ class OneByOne:
 
     def undo(self, ahead: PendingStep | None) -> None:
         """Reverts the bookkeeping of a step that was launched after the failed step. The forward of
-        the launched step depended on the failed step's tokens and was not computed. The block
-        copies of the launched step were made."""
+        the launched step depended on the failed step's tokens and was not computed. Its block
+        copies were made, so block tables stay as they are."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:

@@ -18,12 +18,13 @@ from .scheduler import Batch, Chunk
 DECODE_WASTE = 64
 """Number of blocks of padding above which decodes of different lengths are split into two calls."""
 MIRROR_BYTES = 512 * 2**20
-"""Number of bytes of keys and values above which a group of decodes does not have a mirror. Each
-step then gathers the keys and values."""
+"""Number of bytes of keys and values above which a group of decodes does not have a mirror, which
+is a contiguous copy of them (``Mirrors``). Each step then gathers the keys and values."""
 
 
 class PackedGroup(Struct, array_like=True):
-    """Chunks of similar size: the packed tokens ``[start, end)`` as ``batch`` rows of ``width``."""
+    """Chunks of similar size: the packed tokens ``[start, end)``, padded to a rectangle of
+    ``batch`` rows of ``width`` tokens."""
 
     start: int
     end: int
@@ -36,7 +37,8 @@ class PackedGroup(Struct, array_like=True):
     positions: np.ndarray
     """``[batch * width]``: the position of each token in its sequence."""
     rows: np.ndarray | None
-    """``[batch * width]``: the packed token at each place of the rectangle; None at width 1."""
+    """``[batch * width]``: the index of the packed token at each place of the rectangle; None at
+    width 1."""
     places: np.ndarray | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool
@@ -70,14 +72,15 @@ class Packed(Struct, array_like=True):
     slot_mapping: np.ndarray
     """The slot of the KV cache to which each token's key and value are written."""
     rows: np.ndarray
-    """The packed tokens whose logits are needed."""
+    """The indices of the packed tokens whose logits are needed."""
     groups: list[PackedGroup]
     copies: list[tuple[int, int]]
     """Blocks to copy before the forward, as (from, to)."""
     spans: PackedSpans | None = None
     """The metadata for kernels that read blocks in place, instead of ``groups``."""
     fed: np.ndarray | None = None
-    """The packed tokens whose ids are still on the device, drawn in the previous step."""
+    """The indices of the packed tokens that the previous step has drawn, and whose ids are still on
+    the device."""
     drawn: np.ndarray | None = None
     """For each entry of ``fed``: its row among the previous step's drawn tokens; None: row i for
     entry i."""
@@ -88,7 +91,8 @@ def pack(
 ) -> tuple[list[Chunk], Packed]:
     """The chunks in the order of their rows, and the forward that computes them.
 
-    ``spans``: pack for a kernel that reads blocks in place. ``mirrors``: for decodes on a CPU.
+    ``spans``: pack for a kernel that reads blocks in place. ``mirrors``: assigns mirrors to decodes
+    on a CPU.
     """
     if spans:
         chunks = list(batch.chunks)
@@ -163,7 +167,8 @@ class Mirrors:
         self._numbers = count(1)
 
     def forget(self) -> None:
-        """Makes all mirrors invalid, because a forward that adds to them was not computed."""
+        """Makes all mirrors invalid, for example because a forward that adds to them was not
+        computed."""
         self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:

@@ -1,4 +1,5 @@
-"""The pages that a KV cache contains, and the changes since the last report to the broker."""
+"""The pages (units of ``PAGE_TOKENS`` tokens) that a KV cache contains, and the changes since the
+last report to the broker."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from ....protocol.pages import PAGE_TOKENS, first_key, next_key
 
 
 class PageLog:
-    """The pages in one model's KV cache. A page is in the cache while its last block is
-    registered."""
+    """The pages in one model's KV cache. A page is in the cache while its last block is registered
+    for prefix reuse (``block_manager.py``)."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)

@@ -2,10 +2,10 @@
 
 A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each and go first,
 so that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences
-are admitted. If blocks run out, the last sequence in order is preempted: its blocks are freed, and
-it waits and is computed again later. If the first waiting sequence finds no slot or too few blocks,
-and its client has no running sequence, sequences of the clients with the most running sequences are
-preempted (``preemption.py``).
+are admitted. If blocks run out, the last sequence in order (lowest priority, then latest arrival)
+is preempted: its blocks are freed, and it waits and is computed again later. If the first waiting
+sequence finds no slot or too few blocks, and its client has no running sequence, sequences of the
+clients with the most running sequences are preempted (``preemption.py``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ sequences are not admitted. A deferred sequence has no slot but keeps its row of
 4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
 to be admitted and deferred, and the device would run out of memory."""
 RECOMPUTED = 8
-"""Bound on the repeated work for other clients. A sequence that is preempted for another client
-must be computed again; at most 1 / ``RECOMPUTED`` of all computed tokens may be such repeated
-tokens. Otherwise consecutive short requests could make the engine compute a long text again for
-each request."""
+"""Bound on recomputation. A sequence that is preempted for another client must be computed again.
+On average, such tokens may take at most 1 / ``RECOMPUTED`` of ``max_num_batched_tokens`` in each
+scheduled step. Otherwise consecutive short requests could make the engine compute a long text again
+for each request."""
 MAX_DISPLACED = 8
-"""Maximum number of waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED``
-of the number of slots, at least one. Each session is a client. Without this bound, many sessions of
-one user could preempt all but one of another user's sequences."""
+"""Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
+the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. Each
+session is a client. Without this bound, many sessions of one user could preempt all but one of
+another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -125,9 +126,9 @@ class Scheduler:
         """The first waiting sequence, if the last step could not admit it: no slot was free, or too
         few blocks."""
         self._recomputed = 0
-        """Number of tokens of preempted sequences that were computed again, less the number that
-        the steps since then allow (``RECOMPUTED``). While it is above 0, no sequence is preempted
-        for another client."""
+        """Number of tokens that were computed again after preemptions for other clients, less the
+        number that the steps since then allow (``RECOMPUTED``). While it is above 0, no sequence is
+        preempted for another client."""
         self.owes_room = False
         """Whether one of the next steps will preempt sequences for ``_refused``. Until then, each
         step must be scheduled anew."""
@@ -146,7 +147,8 @@ class Scheduler:
         return bool(self.running) or (bool(self.waiting) and not self._stalled)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a new sequence, which waits to be admitted. It must be the latest arrival."""
+        """Adds a new sequence, which must be the latest arrival. The sequence waits to be
+        admitted."""
         self.waiting.append(sequence)
         self.changed()
 
@@ -160,8 +162,8 @@ class Scheduler:
         self.changed()
 
     def defer(self, sequence: Sequence) -> None:
-        """Defers a ready sequence until ``reschedule``. It gives up its slot, and keeps its blocks
-        until others need them."""
+        """Defers a ready sequence until ``reschedule``. The sequence gives up its slot, and keeps
+        its blocks until other sequences need them."""
         self.deferrals += 1
         self.deferred[sequence] = sequence in self.running
         if sequence in self.running:
@@ -183,13 +185,13 @@ class Scheduler:
         self.changed()
 
     def suspend(self, sequence: Sequence) -> None:
-        """Suspends a sequence until ``resume``. It gives up its slot, and keeps its blocks until
-        others need them."""
+        """Suspends a sequence until ``resume``. The sequence gives up its slot, and keeps its
+        blocks until other sequences need them."""
         self._take_out(sequence)
         self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Moves a suspended sequence to the waiting queue. Its place in the queue depends on its
+        """Moves a suspended sequence to the waiting queue, where its place depends on its
         arrival."""
         self._take_out(sequence)
         self.waiting.put_back(sequence)
@@ -206,8 +208,8 @@ class Scheduler:
         self._blocks.outdate(())
 
     def keep_blocks(self) -> list[Sequence]:
-        """Discards all logits, and keeps the blocks of the sequences, whose last token is computed
-        again. Returns the sequences that have blocks."""
+        """Discards all logits and keeps all blocks. If a sequence had logits, its last token is
+        computed again. Returns the sequences that have blocks."""
         kept = list(self._with_blocks())
         for sequence in kept:
             last = len(sequence.tokens) - 1
@@ -246,10 +248,10 @@ class Scheduler:
         active: Iterable[Sequence] = self.running
         if len(self.running) > self._max_num_seqs:
             active = nlargest(self._max_num_seqs, self.running, key=rank)
-        # Rescheduled sequences have their logits already and need no forward.
         ending = [s for s in active if s.ends_with_next]
         if ending:
             active = [s for s in active if not s.ends_with_next]
+        # Rescheduled sequences have their logits already, so they are in neither list.
         decodes = [s for s in active if s.target - s.num_computed_tokens == 1]
         prefills = [s for s in active if s.target - s.num_computed_tokens > 1]
         scheduled: set[int] = set()
@@ -269,8 +271,8 @@ class Scheduler:
     # --- the parts of a step --------------------------------------------------------------------
 
     def _admit_waiting(self, batch: Batch, room: int, num_ending: int) -> None:
-        """Admits waiting sequences, up to ``room`` tokens. ``num_ending``: the running sequences
-        that end with their next token."""
+        """Admits waiting sequences, up to ``room`` tokens. ``num_ending``: number of running
+        sequences that end with their next token."""
         while room > 0 and self.waiting:
             slots = len(self.running) - num_ending + sum(s.pending_forks for s in self.running)
             sequence = self.waiting.first()
@@ -299,7 +301,7 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences of the largest clients for the refused sequence, unless
+        """Preempts sequences for the refused sequence (``_victims_of_others``), unless
         ``_recomputed`` is above 0."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
@@ -369,7 +371,8 @@ class Scheduler:
         )
 
     def _spare(self, drafted: int, room: int) -> bool:
-        """Whether a draft leaves enough tokens of the step and enough blocks to other sequences."""
+        """Whether a draft of ``drafted`` tokens leaves enough of the step's tokens and enough
+        blocks to the other sequences."""
         blocks = self._blocks.blocks_for(drafted) + 1
         running = len(self.running)
         return room >= running + drafted and self._blocks.num_available >= running + blocks
@@ -386,7 +389,8 @@ class Scheduler:
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
         copies = None
-        # One block for each admitted sequence stays free, so that growth rarely preempts.
+        # One block for each admitted sequence stays free, so that a growing sequence rarely
+        # preempts another.
         if spare >= 0 and (not self.running or spare >= len(self.running) + len(self.deferred)):
             copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
         if copies is None:
@@ -422,9 +426,10 @@ class Scheduler:
         self.waiting.count_running(sequence.client, 1)
 
     def _evict_for(self, sequence: Sequence) -> bool:
-        """Frees blocks for a waiting sequence while no sequence runs. Sequences that are not
-        admitted are preempted first, then deferred sequences with a lower rank than the waiting
-        sequence."""
+        """Preempts one sequence to free blocks for a waiting sequence while no sequence runs.
+        Returns False if no sequence can be preempted. Other suspended or waiting sequences are
+        preempted first, then deferred sequences with a lower rank than the waiting sequence. If no
+        sequence is deferred, the waiting sequence's own blocks are freed last."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:
@@ -439,7 +444,8 @@ class Scheduler:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
         sequences run. Returns whether blocks were freed. Each victim belongs to the client with the
         most blocks left, if this client has more blocks than the client of the waiting sequence.
-        Does nothing if these blocks are too few, or if enough blocks are available already."""
+        Does nothing if the victims have too few blocks, or if enough blocks are available
+        already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available

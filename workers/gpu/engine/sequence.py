@@ -38,8 +38,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """The number of the request. Clients do not receive it."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
-    processed, because a stop string was found, or because the sequence ended between appended
-    tokens. Clients do not receive it."""
+    processed. The reason is a stop string, or that the sequence ended between appended tokens.
+    Clients do not receive this field."""
 
     @classmethod
     def of(
@@ -61,8 +61,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
         )
 
     def report(self, candidate: Candidate | None) -> None:
-        """Adds the distribution that the token was drawn from; None: the request does not ask for
-        it."""
+        """Adds the distribution that the token was drawn from. ``candidate``: None if the request
+        does not ask for the distribution."""
         if candidate is None:
             return
         if candidate.processed is not None:
@@ -125,7 +125,7 @@ class Sequence:
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     least: Least | None = None
-    """The minimum length; None: the sequence may end at once."""
+    """The minimum length (``min_tokens``); None: the sequence may end at once."""
     text: TextStream | None = None
     healed: int = 0
     """With token healing: number of characters at the beginning of the text that belong to the

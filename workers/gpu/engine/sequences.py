@@ -25,7 +25,7 @@ class LiveSequences:
     """The table of requests and their sequences, and the operations that change a sequence.
 
     A sequence is in this table, and in exactly one table of the scheduler, from its arrival to its
-    end. Its blocks are freed when it is removed.
+    end. When a sequence is removed, its blocks are freed.
     """
 
     def __init__(

@@ -4,11 +4,12 @@ begin    schedule ─▶ forward: one token of each decode, chunks of prompts �
          (decisions of controllers arrive: masks, splices, forks, deferred sequences)
 finish   sample the rows ─▶ append to each sequence, or end it
 
-The device is a queue. If steps overlap, ``finish`` launches the sampling of this step and then the
-forward of the next step, before it waits for the tokens. So the device has work while the host
-processes and sends tokens. The next forward reads each sampled token on the device; the host only
-needs the token's position. If a sequence ends at a stop, the host detects the end after the next
-forward has been launched, and discards the row of the ended sequence.
+The device runs its work in the order in which it was queued. If steps overlap, ``finish`` launches
+the sampling of this step and then the forward of the next step, before it waits for the tokens. So
+the device has work while the host processes and sends tokens. The next forward reads each sampled
+token on the device; the host only needs the token's position. If a sequence ends at a stop, the
+host detects the end after the next forward has been launched, and discards the row of the ended
+sequence.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Stepper:
     def _launch(self, before: Sampling | None) -> PendingStep | None:
         """Launches the next forward; None if the step would be empty.
 
-        ``before``: the sampling that is queued before it, if its tokens are still on the device.
+        ``before``: the sampling that is queued before the forward, if the sampled tokens are still
+        on the device.
         """
         # A draft depends on the last token, so no drafts are made while this token is on the
         # device.
@@ -270,7 +272,8 @@ class Stepper:
 
 @contextmanager
 def _on_device(sampling: Sampling | None) -> Iterator[None]:
-    """Sets ``Sequence.drawn`` while a step is scheduled whose input tokens are on the device."""
+    """Sets ``Sequence.drawn`` of the sampled sequences while the next step is scheduled, because
+    their tokens are still on the device."""
     sequences = sampling.batch.sequences if sampling is not None else ()
     for row, sequence in enumerate(sequences):
         sequence.drawn = row

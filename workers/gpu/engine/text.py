@@ -20,10 +20,10 @@ class Detokenizer(Protocol):
     """Turns a sequence's tokens into text, one at a time."""
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token."""
+        """Takes the next token. Returns the new text that later tokens cannot change."""
 
     def finish(self) -> str:
-        """The text that was held back, at the end of the sequence."""
+        """Called at the end of the sequence. Returns the text that was held back."""
 
     def fork(self) -> Detokenizer:
         """A copy with the same state."""
@@ -73,7 +73,7 @@ class TextStream:
         return self._take(self._detokenizer.push(token))
 
     def finish(self) -> Text:
-        """The text that was held back, at the end of the sequence."""
+        """Called at the end of the sequence. Returns the text that was held back."""
         text = self._take(self._detokenizer.finish())
         rest, self._held = self._held, ""
         return text if text.stopped else Text(text.certain + rest)
@@ -185,8 +185,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for all other tokenizers. The new text is the difference between decoding a
-    short window of tokens with and without the new tokens."""
+    """A detokenizer for tokenizers that are not byte-level. The new text is the difference between
+    decoding a short window of tokens with and without the new tokens."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -245,7 +245,7 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
             try:
                 table[index] = bytes(map(byte_of.__getitem__, text))
             except KeyError:
-                # A token with characters outside this alphabet is plain text.
+                # A token with characters outside GPT-2's alphabet is plain text.
                 table[index] = text.encode()
     return table
 

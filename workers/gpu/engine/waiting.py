@@ -67,8 +67,8 @@ class WaitingQueue:
         self._put(self._ordinary, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Adds a sequence that was admitted before. Its place in the queue depends on its
-        arrival."""
+        """Adds a sequence that was admitted before. The place of the sequence in the queue depends
+        on its arrival."""
         self._returned[sequence] = None
         overdue = sequence.overtaken >= MAX_OVERTAKEN
         self._put(self._overdue if overdue else self._ordinary, sequence)
