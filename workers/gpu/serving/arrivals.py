@@ -59,7 +59,7 @@ class Waiting:
     """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
     for the earlier attempt may still arrive. 0: no worker has run the request before."""
     job: Job[Tokens] | None = None
-    """The tokenization of the request's texts; None while the model is being loaded."""
+    """The tokenization of the request's texts; None while the request waits for its model."""
 
     @property
     def resumption(self) -> Resumption | None:
@@ -96,7 +96,7 @@ class Arrivals:
         self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
-        """The numbers of attempts, for controllers that are restarted."""
+        """Counts ``Start.attempt`` of restarted controllers."""
         self.held: set[str] = set()
         """The models whose new streams wait. ``Rollouts`` adds models, and removes them before it
         calls ``release``."""

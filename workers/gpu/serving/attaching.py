@@ -2,8 +2,8 @@
 
 An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes.
 So each pass of the worker's loop sends a bounded number of entries, and sessions take turns.
-Entries that are rows are sent in columns: in one message for all streams of a session that the pass
-answers, and without an object for each token.
+Entries that are rows (``streams.ROW``) are sent in columns: in one message for all streams of a
+session that the pass answers, and without an object for each token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes the vectors of EMBEDs. Inputs of several requests are one batch."""
+"""Computes the vectors of EMBEDs. A batch may contain inputs of several requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Job:
     inputs: list[list[int]]
     pooling: Pooling
     vectors: list[torch.Tensor] = field(default_factory=list)
-    """The vectors of the first inputs."""
+    """The vectors that have been computed, in the order of ``inputs``."""
 
 
 class Embeddings:
@@ -70,7 +70,8 @@ class Embeddings:
         self._jobs[stream.request] = _Job(stream, engine, message.inputs, pooling)
 
     def pop(self, request: int) -> Stream | None:
-        """Removes an EMBED without an answer; None if the request is not an EMBED."""
+        """Removes an EMBED without answering it. Returns its stream; None if the request is not an
+        EMBED."""
         job = self._jobs.pop(request, None)
         return job.stream if job is not None else None
 
@@ -112,8 +113,8 @@ class Embeddings:
                 self._answer(job)
 
     def _batch(self) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, with their places in their jobs. If the batch is full, its
-        last job moves to the end of the order of turns."""
+        """The next inputs of one model, each as its job and its index in the job. If the batch is
+        full, its last job moves to the end of the order of turns."""
         batch: list[tuple[_Job, int]] = []
         width = 0
         for job in self._jobs.values():

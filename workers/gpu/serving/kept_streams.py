@@ -11,11 +11,11 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""Seconds for which an ended stream is stored. A broker that is down for up to 30 s has restarted
-by then."""
+"""Seconds for which an ended stream is stored: enough for a broker that is down for up to 30 s to
+restart and to request the stream."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
-"""Bound on the stored tokens of all streams. A longer stream is not stored."""
+"""Bound on the stored tokens of all streams. A stream with more tokens is not stored."""
 
 
 class _Kept(NamedTuple):

@@ -150,7 +150,8 @@ class LiveStreams:
         return rest
 
     def _known(self, sequences: list[Sequence]) -> Recipients | None:
-        """The recipients of rows of these sequences, if the last step had the same rows."""
+        """The recipients of rows of these sequences, if the last step had rows of the same
+        sequences."""
         for known in self._recipients.values():
             if known.sequences == sequences:
                 return known

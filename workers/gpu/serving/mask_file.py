@@ -1,8 +1,8 @@
 """Shared memory for masks and biases: a controller worker on the same machine writes rows of a
 memory file, and the GPU worker reads them.
 
-The file has no name in a folder. The other process opens it under ``/proc`` while this process is
-alive, so a killed process leaves nothing behind.
+The file has no name in a folder. The controller worker opens it under ``/proc`` while this process
+is alive, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from ..sampling.biases import bias_words
 log = logging.getLogger(__name__)
 
 ROWS = 1024
+"""Number of masks, and of biases, in a mask file."""
 
 
 class MaskFile:
-    """Rows of ``words`` u32 each, written by one controller worker and read in place.
-
-    The masks of all rows are followed by a bias for each row. The system allocates memory only for
-    biases that have been written.
+    """``ROWS`` masks of ``words`` u32 each, and then ``ROWS`` biases, written by one controller
+    worker and read in place. The system allocates memory only for biases that have been written.
     """
 
     def __init__(self, words: int) -> None:
@@ -49,7 +48,7 @@ class MaskFile:
         """u32 ``[ROWS, bias_bytes / 4]``; the format is in ``biases.py``."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
-        """The path at which the other process opens the file, and the file's inode. The inode
+        """The path at which the controller worker opens the file, and the file's inode. The inode
         identifies the file: after a restart, or in another container, the path may lead to another
         file."""
 
@@ -59,7 +58,8 @@ class MaskFile:
 
 
 class MaskFiles:
-    """The memory files of controller workers with requests at this worker, one for each mask size.
+    """The memory files for controller workers that steer requests of this worker: one file for each
+    controller worker and mask size.
 
     A file is open while a request that uses it is live. A controller worker that registers again
     has a new id, and its earlier requests end, so the old file is closed.

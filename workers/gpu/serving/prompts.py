@@ -109,7 +109,7 @@ def request_texts(
         )
     bound = TextBound(loaded.name, max_tokens, loaded.token_size or TokenSize(1))
     if loaded.tokenizer is not None:
-        # This check comes before the ids are decoded.
+        # Texts that are too long are refused before the ids are decoded.
         bound.check_bytes(sum(len(k) - 1 for k in kept if k[:1] == b"s"))
     parts: list[Part] = [buffer_part(one) for one in kept]
     if message.prompt is not None:

@@ -24,7 +24,7 @@ MAX_STEPS = 16
 
 
 class _Part(NamedTuple):
-    """The consecutive rows of one session: ``first`` to ``end``."""
+    """The consecutive rows ``[first, end)`` of one session."""
 
     link: int
     session: int
@@ -121,8 +121,9 @@ class Recipients:
         deque(map(list.append, self._sent_candidates, own), maxlen=0)
 
     def settle(self) -> None:
-        """Stores the rows of the last steps, and their time, for the streams. Must be called before
-        the rows of the streams are read, and before other entries of the streams are stored."""
+        """Adds the rows of the last steps to the streams, with the time of the last step. Must be
+        called before the rows of the streams are read, and before other entries of the streams are
+        stored."""
         steps, self._steps = self._steps, 0
         if steps:
             rows = np.ascontiguousarray(self._block[:, :steps]).view((np.void, steps * ROW.size))

@@ -60,8 +60,8 @@ class _Reading:
 class Rollouts:
     """The current weights and the pauses of a worker's models.
 
-    ``post`` sends frames over a link. ``changed`` is called when the registration has changed.
-    ``wake`` is called on another thread when ``act`` has work. ``cancel`` ends a stream.
+    ``allow``: the patterns of the setting ``allow``; a folder with new weights must match one of
+    them. ``calls``: functions of the worker.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class Steered:
     same_machine: bool = False
     """Whether the controller worker is on this machine, so that the request uses its mask file."""
     file: MaskFile | None = None
-    """The mask file; None if the system could not make one."""
+    """The mask file; None if the controller worker is on another machine, or if the system could
+    not make a file."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
     """By sequence: the last output, which is sent after the controller's last round."""
     stopped: set[int] = field(default_factory=set)

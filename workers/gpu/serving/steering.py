@@ -46,7 +46,7 @@ EMPTY_MASK = (
 PATIENCE = 0.25
 """How long a batch waits for missing decisions, as a fraction of the forward's duration."""
 PATIENCE_S = (0.0003, 0.005)
-"""The shortest and the longest wait, in seconds."""
+"""The shortest and the longest time for which a batch waits for missing decisions, in seconds."""
 POLL_S = 0.0005
 """While decisions are missing: interval of checking whether the forward has finished, in
 seconds."""
@@ -71,7 +71,8 @@ def decision_timeout(settings: Settings) -> float:
 
 
 class Steering:
-    """Requests with controllers. ``post`` sends frames over a link.
+    """The requests with controllers, and their awaited decisions. ``post`` sends frames over a
+    link.
 
     ``timeout_s``: time limit of a decision by ``clock``, in seconds; a sequence whose decision is
     overdue ends with an error. ``again_s``: additional time after a controller was restarted,
@@ -296,9 +297,9 @@ class Steering:
         return ends
 
     def _samples_under_row(self, worker: int, one: StepResult) -> bool:
-        """Fast path for the most frequent decision: sample a waiting sequence under a row of the
-        mask file. Returns False, and changes nothing, if the decision or the request needs more
-        work."""
+        """Fast path for the most frequent decision: sample a sequence, which waits for the
+        decision, under a row of the mask file. Returns False, and changes nothing, if the decision
+        or the request needs more work."""
         row, steered = one.row, self._requests.get(one.request)
         if steered is None or steered.worker != worker or row is None or not just_samples(one):
             return False
@@ -414,7 +415,7 @@ class Steering:
     def _void(self, steered: Steered, key: Key, action: str) -> None:
         """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
         already has its decision."""
-        log.debug("ignored the decision %s for %s, which does not wait for one", action, key)
+        log.debug("ignored the decision %s for %s, which does not wait for a decision", action, key)
         self._awaited.pop(key, None)
         if action == "sample" and not steered.engine.alive(*key):
             # The sequence ended while the controller decided. The controller now waits for a token,
@@ -430,7 +431,8 @@ class Steering:
         if one.backtrack or one.ff_tokens:
             engine.splice(*key, one.backtrack, one.ff_tokens)
         if steered.has_messages(one.seq):
-            # The program may wait for the client's answer, so a message does not wait for a token.
+            # The program may wait for the client's answer, so its message is sent now, not with the
+            # next token.
             engine.report(*key)
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.

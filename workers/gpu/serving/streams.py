@@ -1,7 +1,7 @@
 """The streams that a GPU worker runs, and the messages that carry their tokens.
 
-The tokens of a step are one multipart message with one body for each client. The broker forwards
-the bodies unchanged.
+The tokens of a step are one multipart message for each broker, with a body for each session. The
+broker forwards the bodies unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
 """The form of a client's TOKEN messages: entries in one of two encodings, or columns in msgpack."""
 ROW = Struct("<IdII")
-"""A plain token that was sent: token, log-probability, position and sequence number."""
+"""A *row*: a plain token (``engine.sequence.TokenColumns``) that was sent, as token,
+log-probability, position and sequence number."""
 ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
 """The fields of ``ROW`` as a NumPy type."""
 
@@ -79,6 +80,7 @@ class Stream:
     frames: list[bytes] = field(default_factory=list)
     """The request's body and attachments, which a restarted broker needs."""
     save: str | None = None
+    """The name of the buffer that will contain prompt and tokens; None: no buffer is stored."""
     prompt: list[int] = field(default_factory=list)
     healed: int | None = None
     """The token that was removed from the end of the prompt."""
@@ -89,7 +91,7 @@ class Stream:
     rows: bytearray = field(default_factory=bytearray)
     """The plain tokens that were sent, as ``ROW``: 20 bytes each, and no Python objects."""
     row_texts: list[str | None] = field(default_factory=list)
-    """In text mode: the text of each row."""
+    """The text of each row; empty if the request does not ask for text."""
     row_candidates: list[Candidate] = field(default_factory=list)
     """The distribution of each row, if the request asks for distributions."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
@@ -134,7 +136,7 @@ class Stream:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the client accepts the rows of this stream in columns, after it has attached."""
+        """Whether the answer to the client's ATTACH may have the rows of this stream in columns."""
         return self.columns and (self.texts or not self.row_texts)
 
     @property
@@ -145,7 +147,8 @@ class Stream:
 
     @property
     def exact(self) -> bool:
-        """Whether all steps were exact, with the same arithmetic."""
+        """Whether all steps of the stream, also those at earlier workers, were exact and used one
+        arithmetic."""
         return len(self.arithmetics) == 1 and "" not in self.arithmetics
 
     def compute_by(self, path: ForwardPath, kept_cache: bool = False) -> None:
@@ -224,7 +227,8 @@ class Stream:
         return missed, min(missed, num_rows - last_entry)
 
     def _without(self, received: int) -> tuple[int, int]:
-        """The numbers of other entries and of rows among the first ``received`` entries."""
+        """Number of entries that are not rows, and number of rows, among the first ``received``
+        entries."""
         entries = self.entries
         others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
         return others, received - others

@@ -1,9 +1,10 @@
 """Tokenizes longer texts on separate threads, so that a long prompt does not delay the steps of
 other requests.
 
-Clients take turns: after a text of one client, a lane processes a text of the next client. There
-are two lanes, so that a text of some kilobytes does not wait for a text of some megabytes. A lane
-runs a thread while it has work. The tokenizers library releases the interpreter's lock.
+Each text waits in one of two lanes, depending on its size, so that a text of some kilobytes does
+not wait for a text of some megabytes. In a lane, clients take turns: a text of one client is
+followed by a text of the next client. A lane runs a thread while it has work. The thread does not
+stop the steps, because the tokenizers library releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Job(Generic[T]):
         self.client = client
         self.num_bytes = num_bytes
         self.wanted = True
-        """Cleared when the request ends before its texts are tokenized."""
+        """Whether the result is still needed. Cleared if the request ends before its texts are
+        tokenized."""
         self._work = work
         self._result: T | None = None
         self._error: Exception | None = None

@@ -48,8 +48,8 @@ class TokenizerAnswers:
 def tokenizer_files(loaded: LoadedModel) -> TokenizerFiles:
     """A model's tokenizer, chat template and special tokens.
 
-    Raises RequestError if the model has no tokenizer, or one that the tokenizers library cannot
-    represent.
+    Raises RequestError if the model has no tokenizer, or if the tokenizers library cannot represent
+    the tokenizer.
     """
     tokenizer, json = loaded.tokenizer, loaded.tokenizer_json
     if json is None:
@@ -64,7 +64,8 @@ def tokenizer_files(loaded: LoadedModel) -> TokenizerFiles:
         raise RequestError(Code.UNSUPPORTED, f"the model {loaded.name} {fault}", path="$.model")
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):
-        # Among several named templates, "default" is the one without tools or documents.
+        # If the templates have names, "default" is the template for chats without tools or
+        # documents.
         template = template.get("default", "")
     special = getattr(tokenizer, "special_tokens_map", {})
     return TokenizerFiles(
