@@ -7,15 +7,15 @@ change of the logits by 1e-6 changes the winner only if the two earliest arrival
 Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
 boundaries of all later tokens.
 
-If the whole vocabulary may be drawn from, parts of a few hundred tokens race first, by the sums of
-their weights, and then the tokens of the winning part. The probabilities are the same, and a
-vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the remaining tokens
-race.
+If any token of the vocabulary may be drawn, parts of a few hundred tokens race first, each with the
+sum of its tokens' weights. Then the tokens of the winning part race. The probabilities are the
+same, and a vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the
+remaining tokens race.
 
 The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and of
 the candidate, in 64-bit integers, so that all devices compute equal numbers. The key is derived
-from (seed, sequence, position). A uniform number has 53 bits and its logarithm is -E, so that even
-a token of probability 1e-9 is drawn with its probability.
+from (seed, sequence, position). The logarithm of a uniform number is -E. A uniform number has 53
+bits, so that even a token of probability 1e-9 is drawn with this probability.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Draws:
     top_p: np.ndarray
     min_p: np.ndarray
     any_temperature: bool = field(init=False)
-    """Whether any temperature differs from 1. The flags below: whether any row has that
-    parameter."""
+    """Whether any temperature differs from 1. The next three flags: whether any row has ``top_k``,
+    ``top_p`` or ``min_p``."""
     any_top_k: bool = field(init=False)
     any_top_p: bool = field(init=False)
     any_min_p: bool = field(init=False)
@@ -84,8 +84,8 @@ class Draws:
         return np.where(self.top_p < 1, self.top_p.astype(np.float64), math.inf)
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
-        """The array of this name on a device, ``[n, 1]``. It is copied to CUDA once, because a
-        batch has the same parameters in each step."""
+        """The array of this name on a device, ``[n, 1]``. The array is copied to CUDA once, because
+        a batch has the same parameters in each step."""
         found = self._columns.get(name)
         if found is None:
             found = on_device(getattr(self, name), device).unsqueeze(-1)
@@ -137,7 +137,8 @@ def costs_launches(tensor: torch.Tensor) -> bool:
 
 
 def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """The random stream of each sequence, int64 ``[num_seqs]``."""
+    """A number for each sequence that selects its stream of random numbers, int64
+    ``[num_seqs]``."""
     return _mixed(seeds.astype(np.int64) + seqs.astype(np.int64) * _GOLDEN)
 
 
@@ -278,7 +279,8 @@ def _probabilities(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         # The largest logit becomes 0, so that a low temperature does not multiply rounding errors.
         by = draws.column("temperature", logits.device)
         if costs_launches(logits):
-            # Logits from a GPU are already rounded more coarsely, and this saves two launches.
+            # On a GPU, the largest logit is not subtracted, which saves two launches. Logits from a
+            # GPU have greater rounding errors anyway.
             return torch.softmax(logits / by, -1)
         logits = (logits - logits.amax(-1, keepdim=True)).div_(by)
     return torch.softmax(logits, -1)
@@ -295,7 +297,8 @@ def _as_floats(
 def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Sets a weight to 0 if the sum of the weights before it, in descending order, is at least
     ``top_p`` of the total. Equal weights are ordered by token."""
-    # The limit is infinite if all tokens are kept: rounding must not remove one.
+    # If ``top_p`` keeps all tokens, the limit is infinite, so that rounding does not remove a
+    # token.
     share = draws.column("limit", weights.device)
     limit = share * row_sums(weights, torch.float64)
     least = _least_kept(weights, limit)
@@ -323,9 +326,9 @@ def _without_equals(
 
 
 def row_sums(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sum of each row of ``values`` ``[rows, n]``; returns ``[rows, 1]``. On a CPU, a row's sum
-    does not depend on the other rows: torch divides a single long row among threads, and NumPy does
-    not."""
+    """The sum of each row of ``values`` ``[rows, n]``; returns ``[rows, 1]``. On a CPU, NumPy
+    computes the sums, so that a row's sum does not depend on the other rows: torch would divide a
+    single long row among threads."""
     if costs_launches(values) or dtype not in _NUMPY_TYPES or values.device.type != "cpu":
         return values.sum(-1, keepdim=True, dtype=dtype)
     summed = values.numpy().sum(-1, keepdims=True, dtype=_NUMPY_TYPES[dtype])
@@ -338,7 +341,7 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
         if costs_launches(weights):
             ordered = weights.sort(-1, descending=True).values
         else:
-            # NumPy sorts values without indices several times as fast.
+            # NumPy, which sorts only the values, is several times as fast as torch.
             ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         if costs_launches(weights):
@@ -403,8 +406,8 @@ def _likeliest_weights(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor
 
 
 def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``most`` largest logits of each row, in descending order, and their tokens. Equal logits
-    are ordered by token."""
+    """The top ``most`` logits of each row, in descending order, and their tokens. Equal logits are
+    ordered by token."""
     size = logits.shape[-1]
     if 2 * most > size:
         ordered = logits.sort(dim=-1, descending=True, stable=True)
@@ -429,7 +432,8 @@ def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 def _ranks(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Integers in the order of float32 ``values``; among equal values, the lower ``ids`` rank
-    higher. Without this, the equal values that ``topk`` returns would depend on its ``k``."""
+    higher. Without this order, ``k`` would decide which of several equal values ``topk``
+    returns."""
     bits = (values + 0.0).view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.long() << 32) - ids

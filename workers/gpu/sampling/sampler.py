@@ -302,8 +302,8 @@ class Scores:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
-    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the
-    ``most`` likely tokens of each row. Does not wait for a CUDA device."""
+    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the top
+    ``most`` tokens of each row. Does not wait for a CUDA device."""
     wanted = _ints(tokens, logits).unsqueeze(-1)
     reduced = reduce_rows(logits)
     if reduced is not None:
@@ -588,7 +588,7 @@ def _most_likely(rows: Rows) -> int:
 
 
 def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The ``most`` likely tokens of each row and their log-probabilities, copied to the host.
+    """The top ``most`` tokens of each row and their log-probabilities, copied to the host.
     ``every``: the log-probabilities of all tokens."""
     if not most:
         return None
@@ -599,9 +599,9 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 def _likely_of(
     logits: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``most`` likely tokens of each row on a CPU and their log-probabilities, computed in the
-    way of ``_change``. ``of_best`` ``[rows]``: the log-probability of each row's ``best`` token,
-    float64."""
+    """The top ``most`` tokens of each row on a CPU and their log-probabilities, computed from the
+    differences to the logit of the ``best`` token as in ``_change``. ``of_best`` ``[rows]``: the
+    log-probability of each row's ``best`` token, float64."""
     values, ids = likeliest(logits, min(most, logits.shape[-1]))
     less = values - logits.gather(-1, best.unsqueeze(-1))
     return ids, of_best.unsqueeze(-1) + less
