@@ -32,10 +32,11 @@ from ..sampling.sampler import guess
 log = logging.getLogger(__name__)
 
 CATCH_UP = 1024
-"""Maximum number of tokens of texts that one step computes. A longer prompt takes several steps."""
+"""Maximum number of tokens of the sequences' texts that the draft model computes in one step. A
+longer prompt takes several steps."""
 OVERHEAD = 0.05
-"""The cost of a draft model's forward in addition to its weights, relative to a forward of the
-large model."""
+"""The part of the cost of a draft model's forward that does not depend on its number of weights,
+relative to a forward of the large model."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
@@ -101,14 +102,16 @@ class DraftModel:
         self._same_vocabulary = large.vocab_size == draft.vocab_size
         self._max_length = min(draft.context_length, self._blocks.capacity)
         self.forward_cost = OVERHEAD + _multiplied(draft) / max(1, _multiplied(large))
-        """The assumed cost of a forward, relative to a forward of the large model."""
+        """The assumed cost of the draft model's forward, relative to a forward of the large
+        model."""
         self._texts: dict[Sequence, Sequence] = {}
         """By sequence: the draft model's own sequence, with equal tokens and other blocks. Ordered
         by last use, the least recently used first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
-        """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the
-        sequence is not computed up to its end yet, is too long, or finds no free blocks."""
+        """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the draft
+        model has not computed the sequence up to its end yet, if the sequence is too long, or if no
+        blocks are free."""
         try:
             return self._draft(sequences, count)
         except Exception:

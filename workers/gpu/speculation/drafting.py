@@ -32,8 +32,8 @@ class Drafting:
     idle: int = 0
     """Number of steps without a draft from the draft model."""
     guess: Guess | None = None
-    """The prediction of a match from which no draft was made. Checking the prediction costs nothing
-    and gives as much information as a draft."""
+    """The prediction of a match from which no draft was made. Checking the prediction costs
+    nothing, and counts towards ``acceptance`` like a draft of one token."""
 
     def look(self, tokens: list[int]) -> Match | None:
         """Looks up the match of a sequence with these tokens, and checks the last guess."""

@@ -22,6 +22,7 @@ RETRY_STEPS = 32
 because its new text may be easier to predict. The trial is in a step without other drafts from the
 model."""
 RETRY_TOKENS = 3
+"""Number of tokens of a trial draft."""
 
 
 class Speculation:

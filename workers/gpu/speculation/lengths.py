@@ -1,7 +1,7 @@
 """Draft lengths: a draft grows while it saves more than it costs.
 
-While a forward is bound by the memory bandwidth of the weights, another row costs little. With more
-rows, the forward is bound by arithmetic, and each row costs as much as the previous row
+While reading the weights from memory bounds the time of a forward, another row costs little. With
+more rows, arithmetic bounds the time, and each row costs as much as the previous row
 (``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
 sequence. If the tokens of a draft are accepted with conditional probabilities p, q, r, ..., the
 draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the number of tokens of a step
@@ -59,7 +59,7 @@ CUDA = Costs(256, 0.004, 0.004, 0.1, 64)
 
 
 def kind_of(match_length: int) -> int:
-    """The kind of a draft, by the length of its match."""
+    """The kind of a draft, which is its index in ``FIRST_GUESSES``, by the length of its match."""
     return 0 if match_length <= 2 else min((match_length - 1).bit_length(), 5) - 1
 
 

@@ -1,15 +1,17 @@
 """Prompt lookup: drafts from earlier occurrences of the text that a sequence ends with.
 
 For each run of ``SIZE`` tokens, the index has the last places where it occurs in the texts of one
-request: prompt, generated tokens, and forks. The index grows by one entry per token, so the time of
-a lookup does not depend on the length of the text. Places are compared backwards, and the longest
-match wins. If it has fewer than ``LONGEST`` tokens, the texts of the session's earlier requests are
-searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding, 2023).
+request: prompt, generated tokens, and forks. A lookup adds only new tokens to the index, so its
+time does not depend on the length of the text. Among the places of the sequence's last run, the
+match is the one with the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal,
+the texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
+(prompt lookup decoding, 2023).
 
-A text that differs from its source at one place (a replaced name, a value of a record) often agrees
-with its source again soon after this place. So near the last match, one or two equal tokens are
-enough for a new match. The acceptance probability of a draft token is estimated from the tokens
-that follow the other places of the run before it.
+A sequence that copies an earlier text (its *source*) except at one place (a replaced name, a value
+of a record) often agrees with the source again soon after this place. So near the last match, one
+or two equal tokens are enough for a new match. The acceptance probability of a draft token is
+estimated from the run before it: from how often consecutive places of this run are followed by the
+same token.
 """
 
 from __future__ import annotations

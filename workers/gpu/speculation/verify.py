@@ -1,10 +1,11 @@
 """Verifies drafts: samples each row as it would be sampled without a draft.
 
-The forward computes the sequence's last token and its draft, with a row of logits for each. The
-first row gives the next token. If this token equals the first draft token, the second row is the
-row that the next step would have computed. The second row then gives the token after the draft
-token, and so on. Sampling depends on the seed, the sequence, the position and the tokens before the
-position. All these inputs are the same as without a draft, so the sampled tokens are the same too.
+The forward computes the sequence's last token and its draft, with a row of logits for each of these
+tokens. The first row gives the next token. If this token equals the first draft token, the second
+row is the row that the next step would have computed. The second row then gives the token after the
+draft token, and so on. Sampling depends on the seed, the sequence, the position and the tokens
+before the position. All these inputs are the same as without a draft, so the sampled tokens are the
+same too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Verification:
 
     sequences: list[Sequence]
     work: Work[Drawn]
-    """For each sequence, one row more than its draft has tokens."""
+    """For each sequence: one drawn token for each token of its draft, and one more."""
 
 
 class Verifier:
@@ -50,9 +51,10 @@ class Verifier:
 
     def sample(self, step: PendingStep) -> Verification | None:
         """Queues the sampling of a step's sequences with drafts, and removes them from the step;
-        returns None if no sequence has a draft. A sequence that was steered since the forward stays
-        in the step, without its draft. If a sequence has a controller, only the draft tokens that
-        the controller has decided on are verified."""
+        returns None if no sequence has a draft. A sequence whose draft cannot be verified
+        (``_is_verifiable``) stays in the step, and is sampled without its draft. If a controller
+        computes masks for a draft, only the draft tokens with an element in ``Sequence.along`` are
+        verified."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
@@ -120,8 +122,8 @@ class Verifier:
         ``unusable``: the keys and values of the rejected tokens may contain NaN."""
         blocks, table = self._blocks, sequence.block_table
         if unusable:
-            # The value at a masked position is multiplied by 0, and 0 * NaN is NaN. So all tokens
-            # are computed again.
+            # Attention multiplies the values at masked positions by 0, and 0 * NaN is NaN. So the
+            # blocks are cleared, and all tokens are computed again.
             self._runner.clear_blocks(blocks.discard(table))
             sequence.num_computed_tokens = 0
             sequence.drafting = None
