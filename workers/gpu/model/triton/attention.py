@@ -1,7 +1,7 @@
 """Attention over paged keys by the Triton kernels: the tiles of a step, and the launches.
 
 A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: its keys are split among
-several programs. The kernel of a chunk depends only on the chunk.
+several programs. The choice of the kernel for a chunk depends only on the chunk.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _WORKSPACES: WeakKeyDictionary[KVCache, Workspace] = WeakKeyDictionary()
 
 
 def workspace_of(cache: KVCache) -> Workspace:
-    """The workspace of a KV cache, made at the first call, which must not be within a capture."""
+    """The workspace of a KV cache, made at the first call, which must not be within the capture of
+    a CUDA graph."""
     found = _WORKSPACES.get(cache)
     if found is None:
         keys, _ = next(iter(cache.layers.values()))
@@ -111,7 +112,8 @@ def tiles_of(
         parts.append(part)
         places.append(int(is_split.sum()))
     long = _split(queries, ~short, tile_rows(group, long=True) // group)
-    # The last tiles of a chunk have the most keys, so they begin first.
+    # The last tiles of a chunk have the most keys. They begin first, so that they do not prolong
+    # the launch.
     *moved, last = together_on_device([*parts, long[::-1].copy()], device)
     launches = [Launch(tiles, n, part_rows) for tiles, n in zip(moved, places, strict=True)]
     return Tiles(launches, last)
@@ -132,10 +134,10 @@ def paged_attention(
     """Attention of ``query`` ``[num_tokens, heads, dim]`` over a layer's paged keys and values,
     including the keys and values of the new tokens. Returns ``[num_tokens, heads, dim]``.
 
-    ``chunks``: the starts ``[N + 1]`` of the chunks in ``query``, the numbers of keys ``[N]`` they
-    attend to, their block table ``[N, blocks]``, all int32. ``max_programs``: maximum number of
-    programs that share the keys of a tile. By default, the programs fill a GPU. The result does not
-    depend on this number.
+    ``chunks``: the start of each chunk in ``query`` and the end of the last ``[N + 1]``, the number
+    of keys that each chunk attends to ``[N]``, and the block table ``[N, blocks]``; all int32.
+    ``max_programs``: maximum number of programs that share the keys of a tile. By default, the
+    programs fill a GPU. The result does not depend on this number.
     """
     num_tokens, heads, dim = query.shape
     kv_heads = cache[0].shape[2]
@@ -198,7 +200,8 @@ def why_not(loaded: LoadedModel) -> str:
 
 
 def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Workspace) -> Tiles:
-    """The tiles of a step for a layer with ``keys`` and this number of query heads per key head."""
+    """The tiles of a step for a layer whose keys are ``keys``, with ``group`` query heads per key
+    head."""
     _, _, kv_heads, dim = keys.shape
     found: Tiles | None = context.tiles.get((group, kv_heads))
     if found is None:

@@ -138,7 +138,8 @@ def _combined(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The sum of the weights and the weighted values over all splits of a tile, in their order.
+    """Sums the weights, and the weighted values, over all splits of a tile, in the order of the
+    splits.
 
     ``parts``: the places of the rows in the first split. ``kept``: whether a row has a place.
     """
@@ -207,14 +208,14 @@ def split_kernel(
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Short chunks. The grid is ``[tiles, KV_HEADS, max_programs]``.
+    """Attention of short chunks. The grid is ``[tiles, KV_HEADS, max_programs]``.
 
     ``tiles`` ``[tiles, 3]``: the chunk, its first token in the tile, the tile's place among the
     partial results. The keys of a tile are divided into at most MAX_SPLITS splits; a program
-    computes every ``max_programs``-th of them. The last program of a tile to finish combines them
-    in order. ``partials`` ``[places, KV_HEADS, MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[...,
-    part_rows, 2]`` have room for the partial results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0
-    before the kernel and after it.
+    computes every ``max_programs``-th of them. When the last program of a tile has computed its
+    splits, it combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
+    MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[..., part_rows, 2]`` have room for the partial
+    results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0 before the kernel and after it.
     """
     tile, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunk, tokens, positions, real, lowest, limit = _tile_of(
@@ -317,8 +318,8 @@ def prefill_kernel(
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Long chunks: a program computes a tile over all of its keys. The grid is ``[tiles,
-    KV_HEADS]``. ``tiles``: as in ``split_kernel``, without places."""
+    """Attention of long chunks: a program computes a tile over all keys of the tile. The grid is
+    ``[tiles, KV_HEADS]``. ``tiles``: as in ``split_kernel``, without places."""
     head = tl.program_id(1)
     chunk, tokens, positions, real, lowest, limit = _tile_of(
         tiles, starts, lengths, window, GROUP, BLOCK_M, BLOCK_N, HAS_WINDOW

@@ -40,8 +40,9 @@ class TritonBackend(ForwardBackend):
 def triton_backend(
     tensors: StepTensors, decoder: FusedDecoder, layout: Layout, dtype: torch.dtype
 ) -> TritonBackend | FusedBackend:
-    """The decoder in few kernels. If a layer has no kernel or the logits would differ, the layers
-    run without these kernels, and ``why_no_kernels`` has the reason."""
+    """The decoder in few kernels. If a layer has no kernel, or the kernels change the logits by
+    more than rounding, the layers run without these kernels, and ``why_no_kernels`` has the
+    reason."""
     probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
     device = tensors.device
     if device.type == "cuda" and (missing := ops.why_missing(device)):

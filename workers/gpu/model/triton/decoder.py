@@ -17,7 +17,7 @@ from ..fused.decoder import Attend, Function, FusedDecoder, HeadNorms, Layer, Rm
 from .ops import GATED, NORM, ROTARY_STORE
 
 MAX_WIDTH = 16384
-"""The longest row that a program of the norm kernel can keep in registers."""
+"""Number of values of the longest row that a program of the norm kernel can keep in registers."""
 
 
 class NotFusible(Exception):

@@ -1,7 +1,7 @@
 """The Triton kernels as operations of torch, so that they support fake tensors and CUDA graphs.
 
 Triton is imported when an operation runs on real tensors. With ``TRITON_INTERPRET=1`` set before
-that import, the operations run on a CPU. Fake tensors need no Triton.
+that import, the operations run on a CPU. Operations on fake tensors do not need Triton.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def split_attention(
 
     ``out`` and ``query`` are ``[num_tokens, heads, dim]``. ``cache`` has the keys and values of a
     layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table. ``partials`` is the
-    memory for results of splits. ``window`` 0: no window; ``cap`` 0: no cap.
+    memory for results of splits, and the counters ``done`` of the kernel. ``window`` 0: no window;
+    ``cap`` 0: no cap.
     """
     from .attention_kernels import split_kernel
 
@@ -159,8 +160,8 @@ def norm(
 
 
 def gated(out: torch.Tensor, gate_up: torch.Tensor, gelu: bool) -> None:
-    """``silu(gate) * up`` of ``gate_up`` ``[num_tokens, 2 * width]``. With ``gelu``, the tanh form
-    of GELU replaces ``silu``."""
+    """Writes ``silu(gate) * up`` to ``out`` ``[num_tokens, width]``. ``gate_up`` is ``[num_tokens,
+    2 * width]``. With ``gelu``, the tanh form of GELU replaces ``silu``."""
     from .layer_kernels import gated_kernel
 
     if out.numel() == 0:
@@ -243,7 +244,8 @@ def _attention(
         "BLOCK_SIZE": block_size,
         "HAS_WINDOW": window > 0,
         "HAS_CAP": cap > 0,
-        # Without TF32: float32 models are compared with plain attention.
+        # TF32 is not used, because the results for float32 models are compared with plain
+        # attention.
         "PRECISION": "ieee",
     }
     return _Arguments(values, constants)
