@@ -1,1 +1,1 @@
-"""The forward of few tokens on a CPU in native code."""
+"""The forward on a CPU in native code."""

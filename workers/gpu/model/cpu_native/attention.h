@@ -1,8 +1,8 @@
 /* Attention of the tokens of a step over keys and values in blocks, which are read in place.
  *
- * The scores of a query and its weighted values are added up in the order of the positions. The
- * bits of a token's result do not depend on the other tokens of the step, on the size of the blocks
- * or on the number of threads. */
+ * The order in which a query's weights, and its weighted values, are added depends only on the
+ * positions. The bits of a token's result do not depend on the other tokens of the step, on the
+ * size of the blocks or on the number of threads. */
 
 #ifndef TOKENBUS_ATTENTION_H
 #define TOKENBUS_ATTENTION_H

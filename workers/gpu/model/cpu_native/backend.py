@@ -1,4 +1,4 @@
-"""The forward on a CPU: few tokens in native code, more by torch."""
+"""The forward on a CPU: in native code, by torch, or in native code only for few tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class CpuBackend(ForwardBackend):
-    """Runs another backend on a CPU, and the steps of few tokens in native code.
+    """Runs the steps of few tokens, or all steps, in native code, and other steps by another
+    backend.
 
     ``native``: the same model in native code; None if torch computes all steps. ``threads``
     chooses the number of threads of each forward; None if all steps use all threads.

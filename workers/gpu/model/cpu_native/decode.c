@@ -104,7 +104,7 @@ static void write_keys(const Layer *layer, const Step *step, float *qkv) {
 
 /* --- the forward --------------------------------------------------------------------------------- */
 
-/* The buffers of a forward, which the next forward reuses. */
+/* The buffers of a forward, which all layers use. */
 typedef struct {
     int64_t *runs, num_runs;
     float *hidden, *x, *y, *wide, *narrow, *scores;

@@ -1,4 +1,4 @@
-"""The forward of few tokens on a CPU in one call of native code (``decode.c``).
+"""The forward of a decoder on a CPU in one call of native code (``decode.c``).
 
 The native code computes the same as a ``FusedDecoder``, with the same weights and the same KV
 cache, and reads keys and values from their blocks in place. The libraries are compiled when the
@@ -25,11 +25,11 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Maximum number of tokens of a native forward. Larger forwards are bound by arithmetic, for which
-oneDNN is as fast as native code."""
+"""Maximum number of tokens of a native forward, unless native code computes all forwards. Larger
+forwards are bound by arithmetic, for which oneDNN is as fast as native code."""
 MAX_SEQUENCES = 16
-"""Maximum number of sequences of a native forward. With more sequences of long texts, torch's
-attention over contiguous copies is faster."""
+"""Maximum number of sequences of a native forward, unless native code computes all forwards. With
+more sequences of long texts, torch's attention over contiguous copies is faster."""
 NO_EMBEDDING = -2
 """The result of ``decoder_forward`` if an id has no embedding."""
 EMBEDDINGS_COMPARED = 64
@@ -47,7 +47,7 @@ class Unsupported(Exception):
 
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
-    """Whether the native code, if available, computes a forward of this size."""
+    """Whether native code computes a forward of this size, if torch computes larger forwards."""
     return num_tokens <= MAX_TOKENS and num_sequences <= MAX_SEQUENCES
 
 
@@ -135,7 +135,7 @@ def _floats(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
         raise Unsupported(f"its weights are {tensor.dtype} on {tensor.device}")
     if not tensor.is_contiguous():
-        raise Unsupported("its weights are stored by input")
+        raise Unsupported("its weights are not contiguous")
     return tensor.data_ptr()
 
 
@@ -227,7 +227,7 @@ class _Rotations:
 
 
 class NativeDecoder:
-    """Computes a decoder's forwards of at most ``MAX_TOKENS`` tokens. Raises Unsupported."""
+    """Computes the forwards of a decoder. Raises Unsupported."""
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache, block_size: int) -> None:
         check_supported(decoder)

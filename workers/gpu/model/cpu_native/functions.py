@@ -46,7 +46,7 @@ def exact_functions(model: Any) -> Iterator[None]:
 
 
 def _declared() -> CDLL:
-    """The native library, after the types of its functions were declared."""
+    """Declares the types of the native functions, and returns the library."""
     native = library()
     if native is None:
         raise Unsupported("no native code was compiled for this machine")

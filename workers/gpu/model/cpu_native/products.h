@@ -1,8 +1,8 @@
 /* Products of rows with a matrix of weights, in float32.
  *
- * For any number of rows, an output is summed up in the same order: first a vector of sums along
- * its weights, then the lanes of this vector, two neighbours at a time. The bits of a row's result
- * do not depend on the other rows. */
+ * For any number of rows, the terms of an output are added in the same order: first along its
+ * weights, in the lanes of a vector, then the lanes of this vector, two neighbours at a time. The
+ * bits of a row's result do not depend on the other rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
@@ -17,10 +17,10 @@ typedef struct {
 } Product;
 
 enum {
-    BLOCK_OUTS = 16, /* Number of outputs that are computed for all rows before the next. */
+    BLOCK_OUTS = 16, /* Number of outputs that are computed for all rows before other outputs. */
     TILE_OUTS = 2,   /* Number of outputs of a tile. */
     TILE_ROWS = LANES == 8 ? 4 : 8, /* Number of rows of a tile. Its sums fit in the registers. */
-    MAX_SUMS = 16,                 /* Maximum number of sums: of a tile, or LANES. */
+    MAX_SUMS = 16,                  /* Maximum number of sums of a tile; at least LANES. */
     FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
     LINE = 16,                      /* Number of floats of a line of the processor's cache. */
     PART_FLOATS = 1 << 13,  /* Approximate number of weights of a part of a product. */
@@ -38,7 +38,7 @@ typedef struct {
 } Ahead;
 
 /* Multiplies `outs` rows of weights with `rows` rows of x. `found` gets a vector of partial sums
- * for each pair of rows, ordered by rows of x. */
+ * for each pair of a row of x and a row of weights, ordered by rows of x. */
 INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
                  Ahead ahead) {
     /* The compiler would store `found` in each round, but keeps a local array in registers. */

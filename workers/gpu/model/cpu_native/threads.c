@@ -56,7 +56,7 @@ static void wait_a_moment(int *rounds) {
         sched_yield();
 }
 
-/* Computes parts of the current loop as number `thread`. Returns whether it computed any. */
+/* Computes parts of the current loop, as thread number `thread`. Returns whether there were any. */
 static int take(int64_t thread) {
     int any = 0;
     uint64_t word = atomic_load_explicit(&now.word, memory_order_acquire);

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-/* Computes the items first to end - 1 of a loop, as number `thread`. */
+/* Computes the items first to end - 1 of a loop, as thread number `thread`. */
 typedef void (*Loop)(const void *context, int64_t thread, int64_t first, int64_t end);
 
 /* The number of threads that are used if `count` are requested. */

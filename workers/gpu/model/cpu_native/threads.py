@@ -27,6 +27,8 @@ BETTER = 0.93
 """The number of threads of a trial is adopted if a step takes at most this fraction of the usual
 time."""
 SLOWER = 1.5
+"""If steps take more than this multiple of the usual time, a trial begins, or the current trial
+ends."""
 
 
 @dataclass(slots=True)

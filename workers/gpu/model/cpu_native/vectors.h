@@ -40,8 +40,8 @@ INLINE Vector all(float value) {
     return value - (Vector){0};
 }
 
-/* a * b + c, rounded once. The compiler does not contract other products and sums (-ffp-contract=off),
- * so that each rounding is in the source, and equal functions give equal bits at each call. */
+/* a * b + c, rounded once. The compiler does not fuse other products and sums (-ffp-contract=off),
+ * so that the source determines each rounding, and a function gives equal bits at each call. */
 #define FUSED(a, b, c) __builtin_elementwise_fma(a, b, c)
 
 INLINE float sum(Vector values) {
