@@ -141,8 +141,8 @@ class DecodeGraphs:
         """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse the
         memory of the largest.
 
-        If captures fail, ``why`` has the reason. The weights and the cache must not move
-        afterwards.
+        If captures fail, ``why`` has the reason. The weights and the cache must keep their
+        addresses afterwards.
         """
         began, self.why = clock(), ""
         session = _Session(self._device)
@@ -157,7 +157,8 @@ class DecodeGraphs:
                     self._graphs[size] = self._capture(size, forward, session)
                     break
                 except Exception as error:
-                    log.warning("capture %d of the graph of %d rows: %s", attempt, size, error)
+                    what = "attempt %d to capture the graph of %d rows failed: %s"
+                    log.warning(what, attempt, size, error)
                     self.why = f"capturing the graph of {size} rows failed: {error}"
                     # After a failed capture, the state of the stream and of the pool is undefined.
                     session = _Session(self._device)
@@ -249,8 +250,8 @@ class _Session:
 
     @contextmanager
     def stream_current(self) -> Iterator[None]:
-        """Makes the stream current, after the work that is queued on the previous stream; then
-        restores the previous stream."""
+        """Makes the stream of the session current. Its work runs after the work that is queued on
+        the previous stream, which is current again at the end."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

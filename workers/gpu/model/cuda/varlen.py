@@ -39,7 +39,7 @@ class VarlenBatch:
     slot_mapping: torch.Tensor
     """``[T]``: the slots to which the new keys and values are written."""
     starts: torch.Tensor
-    """``[N + 1]``, int32: the index of each chunk's first token."""
+    """``[N + 1]``, int32: the index of each chunk's first token, and the end of the last chunk."""
     key_starts: torch.Tensor
     """``[N + 1]``, int32: the cumulative sums of ``lengths``. FlashAttention 2 requires these sums
     although it reads ``lengths``."""
@@ -48,7 +48,9 @@ class VarlenBatch:
     block_table: torch.Tensor
     """``[N, max_blocks]``, int32."""
     max_chunk: int
+    """The greatest number of tokens of a chunk."""
     longest: int
+    """The greatest of ``lengths``, or an upper bound."""
     spans: PackedSpans | None = None
     """The chunks on the host; None in a graph, whose chunks have one token each."""
     tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
