@@ -51,8 +51,9 @@ def fused_model(
 ) -> FusedDecoder:
     """The model as a FusedDecoder.
 
-    ``shapes`` and ``options``: the arguments of its layers' attentions. ``by_input``: store weights
-    by input if that is faster (``stored_by_input``). Raises NotFusible.
+    ``shapes`` and ``options``: by layer, the shapes of keys and values, and the options of the
+    attention. ``by_input``: store weights as ``[in, out]`` if that is faster (``stored_by_input``).
+    Raises NotFusible.
     """
     if not type(model).__module__.startswith("transformers."):
         raise NotFusible("its code is not transformers' own")
@@ -61,7 +62,8 @@ def fused_model(
     _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     assert base is not None
     config = model.config.get_text_config()
-    # Embeddings are looked up by rows, so tied weights are not stored by input.
+    # Embeddings are looked up by rows, so weights that are tied to them are not stored as ``[in,
+    # out]``.
     tied = model.lm_head.weight is base.embed_tokens.weight
     rotary = _Rotary(base.rotary_emb, config)
     layers = [
@@ -192,7 +194,7 @@ def fused_norm(module: Any) -> Function:
 
 def _joined(layers: list[Any], by_input: bool) -> Projection:
     """Linear layers with the same input as one product. Their weights are copied into one matrix,
-    and become views of it. ``by_input``: store the matrix by input if that is faster."""
+    and become views of it. ``by_input``: store the matrix as ``[in, out]`` if that is faster."""
     for layer in layers:
         if type(layer) is not torch.nn.Linear or type(layer.weight.data) is not torch.Tensor:
             raise NotFusible(f"its {type(layer).__name__} is not a plain linear layer")

@@ -1,11 +1,12 @@
 """Matrix products with a model's weights: the kernel that is fastest for the number of rows.
 
 On a CPU, torch's product of few rows and a matrix is far slower than the memory bandwidth allows.
-One row is multiplied on a single thread, and the weights are reordered for each product of several
+PyTorch multiplies one row on a single thread, and reorders the weights for each product of several
 rows. A ``Projection``
 
-- splits the product of one row among the threads (``bmm`` over parts of the outputs), with the
-  weights of wide matrices stored by input, which vectorizes over the outputs;
+- splits the product of one row among the threads (``bmm`` over parts of the outputs). A weight with
+  at least twice as many outputs as inputs is stored as ``[in, out]`` (*by input*), so that the
+  product vectorizes over the outputs;
 - for more rows, has a second copy of float32 weights in oneDNN's order, if memory allows.
 
 Times in microseconds, with 2 threads and weights outside the caches:
