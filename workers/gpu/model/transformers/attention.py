@@ -1,9 +1,10 @@
 """Attention over the paged KV cache, for models that use transformers' attention interface.
 
-A step's tokens, of all sequences, are packed into one row. Transformers calls ``paged_attention``
-in each layer, registered under the name ``tokenbus``; the ``PackedBatch`` reaches it as an extra
-keyword argument of the model's call. The function writes the new keys and values to the slots of
-``slot_mapping``; each group of sequences then attends over its blocks (SDPA over gathered blocks).
+The tokens of a step, from all sequences, are packed into one row. ``paged_attention`` is registered
+with transformers under the name ``tokenbus``, and each layer calls it. The model's call passes the
+``PackedBatch`` to it as an extra keyword argument. The function writes the new keys and values to
+the slots of ``slot_mapping``. Each group of sequences then attends over its blocks (SDPA over
+gathered blocks).
 """
 
 from __future__ import annotations
@@ -328,5 +329,5 @@ def register(name: str, function: Callable[..., Any]) -> None:
 
 
 register(NAME, paged_attention)
-# torch.compile skips this function, because its metadata differs in every step.
+# torch.compile skips this function, because the ``PackedBatch`` differs in every step.
 register(NAME_COMPILED, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]

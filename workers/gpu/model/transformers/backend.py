@@ -21,9 +21,9 @@ from .attention import NAME, NAME_COMPILED
 log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
-"""Maximum number of compiled forms of one function; torch's default is 8. The number of
-rows (none, one or several), the number of tokens (one or several) and the classes that share a
-decorator need separate forms."""
+"""Maximum number of compiled forms of one function; torch's default is 8. A separate form is
+compiled for each number of rows (none, one or several), for each number of tokens (one or several),
+and for each class whose method has the same decorator."""
 
 
 class TransformersBackend(ForwardBackend):
@@ -73,10 +73,10 @@ class CompiledBackend(TransformersBackend):
 def compiled_model(model: Any) -> Any:
     """A model or function through torch.compile.
 
-    torch stores the C++ code that it generates, and later processes use the stored code. Its key
-    does not contain the width of the vectors, so code for vectors of 8 floats was compiled for
-    vectors of 16 floats, and wrote past the end of its output. The option ``cpp.simdlen`` adds the
-    width to the key.
+    torch stores the C++ code that it generates, and later processes use the stored code. The key of
+    stored code does not contain the width of the vectors. So code that was generated for vectors of
+    8 floats was compiled with vectors of 16 floats, and wrote past the end of its output. The
+    option ``cpp.simdlen`` adds the width to the key.
     """
     # This import takes more than a second.
     from torch._inductor.cpu_vec_isa import pick_vec_isa
