@@ -1,4 +1,5 @@
-"""The models that a worker loads at a client's request, as names and paths (setting ``allow``)."""
+"""Compares models that clients request, and folders with new weights, with the names and paths of
+the setting ``allow``."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ GLOB = "*?["
 
 
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a model that a client names matches one of the patterns.
+    """Whether a model or a folder that a client names matches one of the patterns.
 
-    A name that is a path on this machine is resolved first, without ``..`` and symbolic links, so
-    that it cannot lead out of an allowed folder. The fixed folder of a pattern is resolved too.
-    Other names, such as ids of a hub, are compared unchanged.
+    If the name is a path on this machine, its ``..`` and its symbolic links are resolved first, so
+    that it cannot lead out of an allowed folder. The folders of a pattern before its first variable
+    part are resolved too. Other names, such as ids of a hub, are compared unchanged.
     """
     if "\0" in name:
         return False
@@ -29,7 +30,8 @@ def is_allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _resolved(pattern: str) -> str:
-    """A pattern with its fixed part, up to the last folder before a variable part, resolved."""
+    """Resolves the fixed part of a pattern: the folders before its first variable part, or the
+    whole pattern if it has no variable part."""
     first = min((at for at in map(pattern.find, GLOB) if at >= 0), default=-1)
     if first < 0:
         return os.path.realpath(pattern)

@@ -42,7 +42,7 @@ class ForwardBackend(ABC):
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of ``packed.rows``, as float32 ``[num_rows, vocab]``.
 
-        ``drawn``: the tokens of the sampling before this step, for the ids that ``packed`` lacks.
+        ``drawn``: the tokens that the previous step has drawn, for the ids that ``packed`` lacks.
         """
         return self.compute(*self.tensors.inputs(packed, drawn)).float()
 

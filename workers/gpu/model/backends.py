@@ -32,8 +32,8 @@ class ForwardOptions(NamedTuple):
     """The settings of a model's forwards."""
 
     compiled: bool = False
-    """Whether forwards run through torch.compile, if the logits are the model's own and the model
-    has one rank. The first steps of each kind are then slow."""
+    """Whether forwards run through torch.compile, if the logits then equal the model's own and the
+    model has one rank. The first steps of each kind are then slow."""
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
     exact: bool = True

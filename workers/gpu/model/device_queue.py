@@ -158,7 +158,7 @@ def together_on_device(arrays: Sequence[np.ndarray], device: torch.device) -> li
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
-    # Views of an empty tensor cannot have another dtype.
+    # The buffer is never empty, because views of an empty tensor cannot have another dtype.
     buffer = np.zeros(max(ends[-1], ALIGNMENT), dtype=np.uint8)
     starts = [0, *ends[:-1]]
     for start, array in zip(starts, arrays, strict=True):

@@ -21,7 +21,7 @@ FLASH3_BLOCK_SIZE = 64
 size. With small blocks, sequences share more of a prefix."""
 TRITON_BLOCK_SIZE = 64
 """Number of tokens of a block that the Triton kernels read in place. Each iteration over keys reads
-one block."""
+one block or a part of a block."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
@@ -60,7 +60,8 @@ class Layout(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer's keys and values for one token: ``[kv_heads, head_dim]``."""
+    """The shapes of a layer's keys ``[kv_heads, key_dim]`` and values ``[kv_heads, value_dim]`` for
+    one token."""
 
     kv_heads: int
     key_dim: int
@@ -83,7 +84,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
-        # Zeros, because the value at a masked position is multiplied by 0, and 0 * NaN is NaN.
+        # Unwritten memory must not contain NaN: attention multiplies the values at masked positions
+        # by 0, and 0 * NaN is NaN.
         self.layers = {
             index: (
                 torch.zeros(
@@ -120,7 +122,7 @@ class KVCache:
                 tensor[target] = tensor[source]
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Sets blocks that contain NaN to zeros."""
+        """Sets blocks, which may contain NaN, to zeros."""
         device = next(iter(self.layers.values()))[0].device
         at = on_device(np.array(blocks, dtype=np.int64), device)
         for pair in self.layers.values():

@@ -40,7 +40,7 @@ OnProgress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and the current stage."""
 
 LOADED = 0.95
-"""The fraction of loading at which the model is in memory."""
+"""The fraction that is reported (``OnProgress``) when the model is in memory."""
 
 PROBE = "tokenbus_probe"
 PROBE_TOKENS = 4
@@ -53,7 +53,8 @@ OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
 usable."""
 
 FUSED_TOLERANCE = 1e-3
-"""The tolerance for the fused decoder in float32, which runs with the same attention."""
+"""As ``PROBE_TOLERANCE``, for the fused decoder in float32. This limit is lower, because both
+forwards run with the same attention."""
 
 
 class ModelLoadError(Exception):
@@ -146,10 +147,8 @@ def load_model(
 def wrap_model(
     name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
 ) -> LoadedModel:
-    """Prepares a model that is in memory for the engine.
-
-    ``parallel``: the model is one rank's part, and runs unchanged. Raises ModelLoadError if the
-    engine cannot run it.
+    """Prepares a loaded model of transformers for the engine. ``parallel``: the model is one rank's
+    part, and is not fused. Raises ModelLoadError if the engine cannot run it.
     """
     config = model.config.get_text_config()
     embeddings = model.get_output_embeddings()
@@ -196,7 +195,7 @@ def _class_of(name: str, config: PretrainedConfig, parallel: bool) -> Any:
 
 
 def wrap_encoder(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
-    """Prepares an encoder that is in memory."""
+    """Prepares a loaded encoder of transformers for the engine."""
     parameter = next(model.parameters())
     tokenizer_json = _tokenizer_json(tokenizer)
     longest = getattr(model.config, "max_position_embeddings", None) or 512
@@ -326,8 +325,8 @@ def _fused(
 def _read(
     model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
 ) -> FusedDecoder:
-    """Makes the FusedDecoder of a model. If native code supports the model, the weights are in the
-    order in which it reads them."""
+    """Makes the FusedDecoder of a model. If native code supports the model, all weights are stored
+    as ``[out, in]``, as native code reads them."""
     if library() is not None:
         decoder = fused_model(model, layers, options, by_input=False)
         try:
@@ -451,8 +450,8 @@ def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | Non
     if tokenizer is None:
         return None
     with suppress(Exception):
-        # The first call configures how special tokens are read. Later calls, on several threads, do
-        # not change this configuration.
+        # The first call sets the tokenizer's option for special tokens. Later calls, which may be
+        # on several threads, then do not change the option.
         tokenizer.encode("a")
     if tokenizer_json is None:
         return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)

@@ -40,9 +40,10 @@ def cache_bytes(
 ) -> int:
     """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the fraction of the device's memory for the model. It includes the weights of the
-    model and of ``others`` (its draft model), ``step_bytes`` and the cache. The cache is smaller if
-    other processes and models leave less memory. Raises ModelLoadError if no cache fits.
+    ``part``: the fraction of the device's memory for the model. This memory is for the weights of
+    the model and of ``others`` (its draft model), for ``step_bytes`` and for the cache. The cache
+    is smaller if other processes and models leave less memory. Raises ModelLoadError if no cache
+    fits.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)

@@ -105,8 +105,8 @@ class Models:
         return self._engines.get(name)
 
     def want(self, name: str) -> None:
-        """Begins to load a model, unless it is being loaded. Raises an error if the model is not
-        allowed."""
+        """Begins to load a model, unless it is being loaded. Raises RequestError if the model is
+        not allowed."""
         if name in self._loading:
             return
         if name != self.default and not is_allowed(name, self._settings.allow):
@@ -200,7 +200,7 @@ class Models:
             self._report(Failed(name, ModelLoadError(reason)))
 
     def _config_of(self, loaded: LoadedModel) -> EngineConfig:
-        """The sizes of the engine of a model."""
+        """The configuration of a model's engine."""
         settings = self._settings
         return EngineConfig(
             max_num_seqs=settings.max_running,

@@ -33,7 +33,7 @@ class Probes:
         return self._packed(PROBE_TOKENS, 1)
 
     def logits(self, backend: ForwardBackend, packed: Packed) -> torch.Tensor:
-        """The logits of a forward, computed by torch: float32 ``[1, vocab]``."""
+        """The logits of a forward, computed by ``backend.compute``: float32 ``[1, vocab]``."""
         tensors = self._tensors
         ids, rows, positions = map(tensors.tensor, (packed.ids, packed.rows, packed.positions))
         return backend.compute(ids, positions, rows, tensors.context(packed)).float()

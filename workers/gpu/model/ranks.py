@@ -32,7 +32,7 @@ COLLECTIVE_S = 120.0
 """Maximum time that a rank waits for the others within a forward, in seconds."""
 
 ORDER_SIZE = struct.Struct("<I")
-"""The header of each command in a rank's pipe: its size in bytes."""
+"""The header of each command in a rank's pipe: the size of the command in bytes."""
 
 _encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 
@@ -86,8 +86,8 @@ class Ranks:
         self._together = threading.Lock()
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The ranks connect over a file without a name. A port that is free now may be taken
-        # before the ranks use it.
+        # The ranks connect over a file without a name, not over a port, because a port that is free
+        # now may be taken before the ranks use it.
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(

@@ -58,7 +58,7 @@ class Runner:
         self._ranks = loaded.ranks
         self._name = loaded.name
         self._layout = layout
-        # The cache has one block that is never allocated: graphs and probes write to it.
+        # The cache has one more block, which is never allocated: graphs and probes write to it.
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
@@ -155,12 +155,12 @@ class Runner:
         return Forward(len(packed.rows), work)
 
     def forget_mirrors(self) -> None:
-        """Makes all mirrors invalid, because a launched forward was not computed."""
+        """Makes all mirrors invalid, for example because a launched forward was not computed."""
         if self._mirrors is not None:
             self._mirrors.forget()
 
     def clear_blocks(self, blocks: Sequences[int]) -> None:
-        """Sets blocks to zeros, since they contain NaN."""
+        """Sets blocks to zeros, because they may contain NaN."""
         self.queue.submit(lambda: self._cache.clear_blocks(blocks))
         if self._ranks is not None:
             self._ranks.clear(self._name, blocks)

@@ -35,7 +35,8 @@ class StepTensors:
             return self.tensor(packed.ids)
         if len(packed.fed) == len(packed.ids):
             return _drawn(packed, drawn, self.tensor)
-        # The ids are copied, because on a CPU the tensor shares the memory of the array.
+        # The ids are copied, because drawn tokens are written to the tensor, which shares the
+        # memory of the array on a CPU.
         return self._fed(packed, drawn, *self._together([packed.ids.copy(), packed.fed]))
 
     def inputs(
