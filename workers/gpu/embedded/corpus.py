@@ -33,8 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and other people's code."""
 
 HELD_OUT_PART = 32
-"""One of this number of documents is held out, chosen by the hash of its text. A module is held out
-with all its functions."""
+"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. A
+module is held out with all its functions."""
 
 _FIRST = [
     "Ada",
@@ -191,8 +191,8 @@ def library_documents() -> Iterator[list[str]]:
 
 
 def _functions(tree: ast.Module, text: str) -> Iterator[str]:
-    """The functions with a docstring, each as a separate text without the indentation of its
-    class."""
+    """The functions of at most 40 lines that have a docstring, each as a separate text without the
+    indentation of its class."""
     lines = text.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
