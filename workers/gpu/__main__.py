@@ -21,7 +21,7 @@ def main() -> int:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
     # Importing torch takes seconds, so invalid settings are reported before the import.
-    importlib.import_module("torch")  # torch sets up logs of its own.
+    importlib.import_module("torch")  # torch installs its own log handlers.
     logs.take_over("torch")
     from .worker import GpuWorker
 

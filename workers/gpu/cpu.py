@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 SPIN_COUNT = "10000"
-"""Number of rounds that an OpenMP thread waits for the others before it sleeps: about 0.1 ms.
+"""Number of iterations for which an OpenMP thread spins while it waits for the others, before it
+sleeps: about 0.1 ms.
 
-The default is 300,000 rounds or more. If two threads of a parallel region share a core with another
-process, the waiting thread occupies the core until its time slice ends. Each matrix product then
-takes a time slice of 8 ms instead of 0.02 ms. With this setting, each product takes 0.1 to 0.2 ms.
-Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.
+The default is 300,000 iterations or more. If two threads of a parallel region share a core with
+another process, the waiting thread occupies the core until its time slice ends. Each matrix product
+then takes a time slice of 8 ms instead of 0.02 ms. With this setting, each product takes 0.1 to 0.2
+ms. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.
 """
 
 
@@ -18,8 +19,9 @@ def prepare_environment(threads: int) -> None:
     """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, 0 for
     one per core. Existing environment variables take precedence.
 
-    Weights in huge pages are read faster if the reads are few and long. For example, the product of
-    one row and a float32 matrix of 256 x 32,000 takes 1.3 ms instead of 1.9 ms.
+    With ``THP_MEM_ALLOC_ENABLE``, torch allocates huge pages of memory, from which weights are read
+    faster. For example, the product of one row and a float32 matrix of 256 x 32,000 takes 1.3 ms
+    instead of 1.9 ms.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)

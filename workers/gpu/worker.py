@@ -63,13 +63,14 @@ REQUESTS: dict[bytes, type[Request]] = {
     b"MODEL_INFO": ModelInfoRequest,
     b"TOKENIZER": ModelTokenizerRequest,
 }
-"""The client requests that a GPU worker serves: message type to body."""
+"""The types of the client requests that a GPU worker serves, each with the struct of its body."""
 IDLE_S = 0.25
-"""The longest wait of an idle worker for a message, in seconds; it then checks its own state."""
+"""Maximum time that an idle worker waits for a message before it checks its own state, in
+seconds."""
 
 
 class GpuWorker:
-    """One process of the GPU group. ``run`` serves until ``stop``, and returns the exit code."""
+    """A GPU worker process. ``run`` serves until ``stop`` is called, and returns the exit code."""
 
     def __init__(self, settings: Settings, name: str = "") -> None:
         self._settings = settings
@@ -119,14 +120,14 @@ class GpuWorker:
         self._all_pages = False
         """Whether the next report contains all pages instead of only the changes."""
         self._handed_over: set[int] = set()
-        """The links of the brokers whose HANDOVER has arrived: other workers continue their
-        requests."""
+        """The links of the brokers that have sent HANDOVER: other workers continue the requests of
+        these brokers."""
         self._stop_reason = ""
         self._restarts = False
         """Whether supervisord may start a successor. If so, the worker asks supervisord, at the
         beginning of its drain, whether a successor will come. ``stop`` sets the flag."""
         self._failed: str | None = None
-        """The reason why the worker must exit."""
+        """The reason why the worker must exit; None while it can work."""
         self._rate = 0.0
         self._rate_at = time.monotonic()
         self._counted = 0
@@ -192,7 +193,8 @@ class GpuWorker:
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
-                # Heartbeats report how long this takes, because tokenizing a prompt may hang.
+                # Heartbeats report how long the message takes, because tokenizing a prompt may
+                # hang.
                 with self._bus.stepping():
                     self._on_message(message)
             except Exception as error:
@@ -201,8 +203,8 @@ class GpuWorker:
         self._bus.flush()
 
     def _answer_attaching(self) -> None:
-        """Answers as many ATTACHes as a pass of the loop allows. Skips streams that have ended,
-        because the broker has answered their ATTACHes."""
+        """Answers ATTACHes until the budget of this pass of the loop is used up. Skips streams that
+        have ended, because the broker has answered their ATTACHes."""
         self._attaching.renew()
         answered: dict[Stream, Attaching] = {}
         with self._bus.stepping():
@@ -289,8 +291,8 @@ class GpuWorker:
         """Runs one step of an engine and returns the outputs for clients.
 
         If steps overlap, this step's forward was launched by ``finish`` of the previous step and
-        ran while the previous tokens were sent. When this method returns, the next forward is
-        running.
+        ran while the previous tokens were sent. The next forward is then running when this method
+        returns.
         """
         with self._bus.stepping():
             step = engine.begin()
@@ -325,7 +327,7 @@ class GpuWorker:
         if not device_works(engine.loaded.device):
             self._failed = f"the device {engine.loaded.device} has failed: {error}"
         elif self._streams.inconsistent or engine.has_requests:
-            self._failed = f"a step of {model} failed and left requests behind: {error}"
+            self._failed = f"a step of {model} failed, and its requests cannot be removed: {error}"
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class GpuWorker:
                 released.setdefault(stream.link, []).append(stream.request)
                 stream.link = link
                 # The previous broker may move a copy of the stream once more before it is notified.
-                # The client keeps the copy with more moves, so this copy counts two moves.
+                # The client keeps the copy with more moves, so two moves are added here.
                 stream.moves += 2
             self._go_on(stream, "its client has come to another broker")
         for left, requests in released.items():
@@ -417,9 +419,9 @@ class GpuWorker:
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
-        """Drops the streams that the broker gave to other workers while the lease was lost. Sends
-        the journals of requests that continue here to a broker that was restarted or
-        disconnected."""
+        """Drops the streams that the broker gave to other workers while the lease was lost. If the
+        broker requests journals, because it was restarted or disconnected, sends them and continues
+        their requests."""
         kept = self._bus.kept(answer, link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
             if stream.link != link:
@@ -432,7 +434,7 @@ class GpuWorker:
             self._rollouts.on_lease(link)
         self._rollouts.on_states(answer.states)
         self._bus.registered(answer, link)
-        # Earlier reports were dropped, or were sent to another broker.
+        # Earlier reports of pages were dropped, or were sent to another broker.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
@@ -487,11 +489,9 @@ class GpuWorker:
         json = found.tokenizer_json if found is not None else None
         error = None
         if found is None:
-            error = (
-                f"the fingerprint {wanted.fingerprint} is not that of a loaded model's tokenizer"
-            )
+            error = f"no loaded model has a tokenizer with the fingerprint {wanted.fingerprint}"
         elif json is None:
-            error = "the model has no tokenizer in the form of the tokenizers library"
+            error = "the model has no tokenizer that the tokenizers library can represent"
         answer = TokenizerAnswer(fingerprint=wanted.fingerprint, error=error)
         head = encode_header(0, message.header.address)
         attachments = [json] if json is not None else []
