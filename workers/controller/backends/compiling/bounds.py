@@ -9,10 +9,10 @@ TURN_S = 30.0
 the request again."""
 WALL_S = 120.0
 """Maximum wall-clock time of a task, in seconds; after that, the client has to send the request
-again. Only CPU time decides whether a grammar is refused: this bound is exceeded only if a busy
-machine gives the process hardly any CPU time."""
+again. The bound does not refuse a grammar: it is exceeded only if a busy machine gives the process
+hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Maximum bytes of the stack. It is smaller than the stack of the worker's threads
+"""Stack of the thread that compiles, in bytes. The worker's threads have a larger stack
 (``sandbox.HOST_STACK_BYTES``), so that a grammar that compiles in the process also compiles in the
 worker."""
 BLAME_SHARE = 0.25
@@ -27,7 +27,7 @@ class Bounds:
     cpu_s: float = 1.5
     """Maximum CPU time, in seconds; the setting ``grammar_compile_s``."""
     memory_bytes: int = 1024**3
-    """Maximum memory; the setting ``grammar_compile_bytes``."""
+    """Maximum memory, in bytes; the setting ``grammar_compile_bytes``."""
 
     @property
     def too_slow(self) -> str:

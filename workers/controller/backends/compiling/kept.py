@@ -1,4 +1,4 @@
-"""Stores a worker's compiled grammars and tables in memory, with bounds that tenants share."""
+"""Stores a worker's compiled grammars and tables in memory, with bounds over all tenants."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Entry(NamedTuple, Generic[T]):
 class Kept(Generic[K, T]):
     """Values by key. Thread-safe.
 
-    If the values exceed the bound of their sizes, the least recently used value of the tenant with
-    the largest sum is removed. If the values exceed the bound of their number, the least recently
-    used value of the tenant with the most values is removed. A tenant with many grammars does not
-    evict the values of other tenants.
+    If the sum of all sizes exceeds its bound, the least recently used value of the tenant with the
+    largest sum is removed. If there are too many values, the least recently used value of the
+    tenant with the most values is removed. So a tenant with many grammars does not evict the values
+    of other tenants.
     """
 
     def __init__(self, max_values: int, max_size: int) -> None:
-        """``max_size``: the bound of the sum, in the unit of the sizes of ``add``."""
+        """``max_size``: the bound of the sum of all sizes, in the unit of ``size`` in ``add``."""
         self._max_values = max_values
         self._max_size = max_size
         self._lock = threading.Lock()

@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures one compilation, including the wait for a process. Until the compilation ends,
-        its request does not have a mask."""
+        """Measures one compilation, including the wait for a process: the request has no mask until
+        both are over."""
         began = time.perf_counter()
         outcome = "failed"
         try:

@@ -1,8 +1,8 @@
 """A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
 
-The process reads tasks from stdin and writes their outcomes to stdout. The kernel bounds each task
-and ends a process that exceeds a bound. A timer bounds its CPU time, a resource limit its memory,
-and the thread's size its stack.
+The process reads tasks from stdin and writes their outcomes to stdout. A timer bounds the CPU time
+of each task, and a resource limit bounds the memory of the process. The thread that runs the tasks
+has a stack of bounded size. The process ends if a task exceeds one of these bounds.
 """
 
 from __future__ import annotations

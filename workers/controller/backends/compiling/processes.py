@@ -40,11 +40,11 @@ class Processes:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def check(self, grammar: str) -> None:
-        """Compiles an llguidance grammar for a vocabulary of bytes in a process, and takes one
-        step.
+        """Compiles an llguidance grammar in a process, for a vocabulary of bytes, and appends the
+        first tokens that it allows.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
-        the faulty part of the grammar. Raises UnavailableError if no process becomes free in time,
+        the faulty part of the grammar. Raises UnavailableError if no process becomes free in time
         or the machine is too busy.
         """
         self._done("llguidance", grammar.encode())

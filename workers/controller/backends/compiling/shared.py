@@ -31,9 +31,9 @@ class _Flight(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """Runs one compilation for each key and tenant at a time; further requests receive the same
-    result. Tenants do not share a compilation: another tenant's compilation may be queued until
-    that tenant's turn in the pool.
+    """Runs one compilation for each key and tenant at a time; the tenant's other requests with this
+    key receive its result. Tenants do not share a compilation, because a compilation may wait in
+    the pool for the turn of its tenant.
 
     Thread-safe. Results are not cached. Refusals are cached for ``REFUSED_S``: the same grammar is
     refused again without compiling.

@@ -21,7 +21,7 @@ class Task(msgspec.Struct):
     limit."""
     grammar: bytes
     failed: str = ""
-    """For ``blame``: the reason why this grammar was refused."""
+    """For ``blame``: the reason why the grammar was refused."""
 
 
 class Done(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The turns of tenants to have a grammar compiled."""
+"""Decides which tenant's grammar is compiled next."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections import Counter, OrderedDict, deque
 class Turns:
     """Grants up to ``slots`` turns at a time. Thread-safe.
 
-    Tenants take turns, and a tenant has at most all slots except one. Otherwise a tenant's hundred
-    grammars, each with the maximum CPU time, would precede the grammar of another tenant. Requests
-    without a tenant ("") have no such bound.
+    Tenants take turns, and no tenant has all slots at once, unless there is only one. Otherwise a
+    tenant's hundred grammars, each with the maximum CPU time, would precede the grammar of another
+    tenant. Requests without a tenant ("") may have all slots.
     """
 
     def __init__(self, slots: int) -> None:
