@@ -1,4 +1,4 @@
-"""Compiles the argument of a regular constraint to its tables, within a time limit.
+"""Compiles the argument of ``regex``, ``choice`` or ``combination`` to tables, within a time limit.
 
 Quick compilations run in the worker (``quickly``), others in a separate process. Each function
 raises RequestError if its argument is not valid, or if compiling takes longer than the limit.
@@ -18,10 +18,10 @@ from .combination import automata, read_combination
 from .refusals import refusal
 
 QUICK_S = 0.02
-"""Maximum CPU time, in seconds, of a compilation in the worker itself, where rounds need the
-interpreter lock. Most patterns take a few milliseconds."""
+"""Maximum CPU time of a compilation in the worker itself, in seconds. A longer compilation would
+hold the interpreter lock, which rounds need. Most patterns take a few milliseconds."""
 MAX_STATES = 65_000
-"""Maximum states of an automaton; the guest counts them in 16 bits."""
+"""Maximum number of states of an automaton; the guest has 16 bits for the number of a state."""
 
 Maker = Callable[[bytes, float], bytes]
 """Compiles an argument to tables, within a number of seconds of CPU time."""
@@ -58,8 +58,8 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # Compilers reserve a share of their time for the search for the most expensive part of the
-        # argument.
+        # A compiler stops before its time is over, because it reserves a share of the time for the
+        # search for the most expensive part of the argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

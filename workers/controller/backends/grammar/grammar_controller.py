@@ -19,14 +19,15 @@ SPARE = 8
 """The text is closed when only this number of spare tokens is left, or a sixteenth of
 ``max_tokens`` if that is less. Tokens are spare if they are not needed to complete the text."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of the closing. Near the end of the text the
-interval is shorter (``_look_after``)."""
+"""Maximum number of tokens between two computations of the closing, which is the text that would
+complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class GrammarController:
-    """The controller of one sequence: its number in the grammar instance, and its text so far."""
+    """The controller of one sequence. ``place`` is the sequence's number in the grammar instance;
+    ``text`` has the sequence's tokens after the prompt."""
 
     def __init__(self, shared: Shared, host: Host, place: int, text: list[int]) -> None:
         self._shared = shared
@@ -36,9 +37,10 @@ class GrammarController:
         self._text = text
         self._spare = min(SPARE, host.max_tokens // 16)
         self._check_at = 0
-        """The length at which the closing is computed next."""
+        """The number of tokens of the text at which the closing is computed next."""
         self._last_closing: tuple[int, bytes] | None = None
-        """The last length at which a closing fitted in ``max_tokens``, and its text."""
+        """The last number of tokens of the text at which a closing fitted in ``max_tokens``, and
+        that closing."""
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._closed = False
@@ -53,8 +55,8 @@ class GrammarController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask. Appends forced tokens, and stops if the mask does not allow any
-        token."""
+        """Writes the token mask, or returns a splice of forced tokens or of the closing. Stops if
+        the text is complete and no token may follow."""
         if self._closed:
             return interface.COMPLETE
         left = self._host.max_tokens - len(self._text)
@@ -182,8 +184,8 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _look_after(self, tokens: int) -> None:
-        """Schedules the next computation of the closing after an eighth of ``tokens``: an earlier
-        one would lead to the same decision."""
+        """Schedules the next computation of the closing after an eighth of ``tokens``, because an
+        earlier computation would lead to the same decision."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:

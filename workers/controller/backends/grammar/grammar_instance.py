@@ -1,7 +1,7 @@
 """The guest that runs one grammar over one vocabulary, for all sequences of a worker.
 
-All sequences share its cache of masks, whose key is the lexer state and the part of the parser's
-stack that the mask depends on. The guest's source is ``grammars/guest``.
+All sequences share the guest's cache of masks. The key of a mask is the lexer state and the part of
+the parser's stack that the mask depends on. The guest's source is ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -225,8 +225,9 @@ class GrammarInstance:
             return bool(self._call("complete"))
 
     def forced(self, place: int) -> list[int]:
-        """The forced tokens, for jump-forward: the tokenization of the text that must come next, up
-        to where a longer token could still match."""
+        """The forced tokens, for jump-forward: the tokenization of the text that must come next.
+        Tokens at its end are left out if one token may begin with their text and continue after
+        it."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("forced")
@@ -256,8 +257,8 @@ class GrammarInstance:
 
     @property
     def size(self) -> int:
-        """Bytes of the guest's memory; the last known number while a call runs, which may take
-        ``MASK_S``."""
+        """Bytes of the guest's memory. While a call runs, which may take ``MASK_S``, this is the
+        last known number."""
         if not self._lock.acquire(blocking=False):
             return self._guest.size
         try:

@@ -158,7 +158,8 @@ class Tables:
         return self._compiled.get(key, lambda: self._made(kind, key, make))
 
     def _made(self, kind: str, key: str, make: Callable[[], bytes]) -> bytes:
-        """The tables of a key, for the only thread that compiles them."""
+        """The tables of a key: from memory, from disk or from ``make``. Called in one thread at a
+        time for each tenant and key."""
         tables = self._kept.get(key)
         if tables is not None:
             return tables

@@ -2,8 +2,9 @@
 
 A plan lists the parts as positions and, for each position, the positions that may follow, as in
 Glushkov's construction. A sequence is in several positions at once if its text so far can be parsed
-in several ways. Each position has its own controller, and the mask is the union of their masks. A
-token belongs to one part: no token spans the end of one part and the beginning of the next.
+in several ways. Each position has its own controller, and the mask is the union of the controllers'
+masks. A token belongs to one part: no token spans the end of one part and the beginning of the
+next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .combination import Part
 from .refusals import refusal
 
 MAX_POSITIONS = 256
-"""Maximum parts of a plan; each copy of a repeated part counts."""
+"""Maximum number of parts of a plan; each copy of a repeated part counts."""
 MAX_WAYS = 32
 """Maximum number of ways to parse the text so far."""
 
@@ -40,7 +41,8 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Maximum tokens of each part; None: the part does not have its own limit."""
+    """Maximum tokens of the part at each position; None: neither the part nor a part around it has
+    ``max_tokens``."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -123,11 +125,12 @@ class PartsController:
         self._text: list[int] = []
         self._ways: list[Way] = []
         self._waiting: list[Way] = []
-        """Ways whose mid_process has not been called in this round; empty between rounds."""
+        """Ways whose controller's mid_process has not been called in this round; empty between
+        rounds."""
         self._complete = plan.empty
-        """Whether a way that has ended has parsed the whole text so far."""
+        """Whether the text may end here, because a part that may be the last one may end here."""
         self._closed = False
-        """Whether the way that has completed the text has closed it."""
+        """Whether a part's controller has completed the text by closing it."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -157,8 +160,8 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # The closing of this way is the answer, because ``max_tokens`` leaves no room for
-                # the other ways.
+                # A splice without a mask is the closing of this way. It is the answer, because
+                # ``max_tokens`` leaves no room for the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]
@@ -216,8 +219,8 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of the text's end in the first way that is at the end of the plan; ``cut`` if
-        all ways are before it. With ``stop``, the text before that stop string counts."""
+        """The kind of the text's end in the first way that may end the plan here; ``cut`` if no way
+        may. With ``stop``, only the text before that stop string counts."""
         if stop:
             return self._end_before(stop)
         if self._complete:

@@ -1,8 +1,8 @@
 """The grammar instances of this worker: one guest per grammar and vocabulary, shared by sequences.
 
 An instance is idle if no sequence uses it. Idle instances stay loaded until their memory is needed.
-When an instance becomes idle, a snapshot is written to disk, from which a later instance gets its
-masks.
+When an instance whose masks take long to compute becomes idle, a snapshot is written to disk, from
+which a later instance gets its masks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEPT_BYTES = 1024**3
 """If all guests together take more memory than this, idle guests are evicted, the least recently
 used first."""
 USED_PART = 4
-"""Guests that are in use may have this part (1 / USED_PART) of the machine\'s memory."""
+"""All guests in use together may take 1 / ``USED_PART`` of the machine's memory."""
 SAVE_AGAIN_S = 60.0
 """Shortest time between two snapshots of a guest, in seconds."""
 
@@ -56,18 +56,18 @@ class Shared:
         """The tenant whose request created the guest. While in use, the guest counts towards this
         tenant's share of the memory."""
         self.saved = saved
-        """Number of masks in the last snapshot."""
+        """``GrammarInstance.found`` at the last snapshot."""
         self.saved_at = float("-inf")
         self.worth_saving = False
         """Whether masks take longer to compute than to read from disk, as for a yacc grammar."""
         self._owner = owner
 
     def share(self) -> None:
-        """Adds a user."""
+        """Counts one more sequence that uses the instance."""
         self._owner._use(self)
 
     def release(self) -> None:
-        """Removes a user."""
+        """Counts one less sequence that uses the instance."""
         self._owner._release(self)
 
 
@@ -85,8 +85,9 @@ class SharedInstances:
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The instance of a grammar, with one more user; created if it does not exist. Raises
-        UnavailableError if the instances in use, or those of its tenant, take too much memory."""
+        """The instance of a grammar, created if it does not exist; counts the caller's sequence as
+        a user. Raises UnavailableError if the instances in use, of all tenants or of the caller's
+        tenant, take too much memory."""
         digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
@@ -130,7 +131,7 @@ class SharedInstances:
         return shared
 
     def _add(self, shared: Shared) -> list[Shared]:
-        """Adds a new instance with one user; returns those that it evicts."""
+        """Adds a new instance with one user; returns the instances that are evicted for it."""
         with self._lock:
             used = [other for other in self._all.values() if other.users]
             total = sum(other.guest.size for other in used)
@@ -189,7 +190,7 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Makes another thread write a snapshot, if masks were computed since the last one."""
+        """Makes another thread write a snapshot, if masks were computed since the last snapshot."""
         now = time.monotonic()
         if (
             self._snapshots is None

@@ -25,7 +25,7 @@ TURN_S = 30.0
 again."""
 MAX_SECONDS = 20
 CPU_S = 25
-"""Limit on CPU time, in case the compiler exceeds its own bound."""
+"""Limit on the process's CPU time, in seconds, in case the compiler exceeds ``MAX_SECONDS``."""
 WALL_S = 300.0
 """Maximum wall-clock time of compiling, in seconds, which only a busy machine exceeds; after that,
 the client has to send the request again."""
@@ -49,7 +49,7 @@ def compile_apart(text: str, tenant: str) -> bytes:
     thread's slot during the call (``pool.waiting``).
 
     Raises GrammarError if the grammar is not valid or exceeds the bounds above. Raises
-    UnavailableError if the grammar waits longer than ``TURN_S`` for others, or if the machine is
+    UnavailableError if the grammar waits longer than ``TURN_S`` for its turn, or if the machine is
     too busy.
     """
     if not _turns.acquire(tenant, TURN_S):
