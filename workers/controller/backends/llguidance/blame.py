@@ -1,4 +1,4 @@
-"""Finds the part of a grammar because of which llguidance refuses it.
+"""Finds the part of a grammar for which llguidance refuses the grammar.
 
 Each part is compiled alone, in a fork of this process with a short time limit, the largest part
 first. If a part fails in the same way as the whole grammar, its own parts are tried. So the error
@@ -24,7 +24,7 @@ PART_SHARE = 1 / 12
 """Share of the search's CPU time that one part may take. A part that takes longer counts as too
 expensive."""
 MIN_S = 0.02
-"""Minimum time for each part, in seconds."""
+"""CPU time that one part may always take, in seconds, even if ``PART_SHARE`` allows less."""
 MAX_PARTS = 32
 """Maximum number of parts of one schema that are tried, the largest first."""
 MANY = 8
@@ -161,7 +161,7 @@ def _json_grammar(schema: Schema) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The kind of an outcome; numbers in a reason depend on the part and are removed."""
+    """The kind of an outcome. Numbers in a reason depend on the part, so each becomes 0."""
     if reason in (TOO_DEEP, _SUSPECTED) or _TOO_MUCH.search(reason):
         return _SUSPECTED
     return re.sub(r"\d+", "0", reason)

@@ -28,10 +28,11 @@ LOOK_EVERY = 32
 ``NEAR`` spare tokens are left, the interval is at most this number of tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed bytes per token of a completion that is certain to fit, so that it is not tokenized."""
+"""Assumed bytes per token of a completion that is not tokenized because it is certain to fit."""
 AMPLE = 256
-"""If the shortest text leaves more than this number of tokens, the growth of a schema's text is
-computed after the first sampled token, otherwise before it."""
+"""If the shortest text leaves more than this number of tokens, or more than one item can have, the
+schema's growth (``Grammar.growth``) is computed after the first sampled token, otherwise before
+it."""
 NEVER = 1 << 62
 
 
@@ -46,9 +47,10 @@ class Closing:
     remaining tokens have room for this growth. After that, the completion of the text is computed.
     From then on, masks allow only tokens after which the text can be completed (``near_end``).
 
-    Under another grammar, the completion is computed at intervals that shrink with the remaining
-    room. If the completion does not fit any more, the text is cut back to the place where a
-    completion last fitted. The cut removes at most a quarter of the room that was left there.
+    Under a grammar that is not a schema, the completion is computed at intervals that shrink with
+    the remaining room. If the completion does not fit any more, the text is cut back to the place
+    where a completion last fitted. The cut removes at most a quarter of the room that was left
+    there.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -233,9 +235,9 @@ class Closing:
         return self._closed(length - at, self._written(found) or [])
 
     def _begins(self, length: int) -> bool:
-        """Computes the tokens by which one item extends the completion; returns whether the text
-        certainly has room for more items. The completion has at most as many tokens as the shortest
-        text and the appended tokens together."""
+        """Computes the number of tokens by which one item extends the completion; returns whether
+        the text certainly has room for more items. The completion is assumed to have the maximum
+        length: that of the shortest text and the appended tokens together."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -309,7 +311,7 @@ class Closing:
 
     def _takes(self, found: bytes | None, room: int) -> int | None:
         """The number of tokens of a completion; None if ``found`` is None or if the vocabulary
-        cannot write it. A completion that certainly fits is not tokenized; its number is an
+        cannot write it. A completion that certainly fits is not tokenized; the result is then an
         estimate."""
         if found is None:
             return None

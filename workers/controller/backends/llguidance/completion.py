@@ -4,9 +4,9 @@ llguidance itself does not compute completions. The search uses a matcher of the
 vocabulary is the 256 bytes; a step takes a microsecond.
 
 The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
-closing quote of a string is allowed. The search appends that byte and starts again, until the text
-may end. Required names are tried first. Every prefix that a grammar allows has a completion, so the
-search never backtracks.
+closing quote of a string is allowed. It appends this way and the bracket or quote, and starts
+again, until the text may end. If a name may begin, the names that the schema requires are tried
+first. Every prefix that a grammar allows has a completion, so the search never backtracks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .trial import byte_tokenizer, parser_limits
 MAX_BYTES = 16_384
 """Maximum bytes of a completion."""
 AT_ONCE = 1024
-"""Bytes that are appended in one call, which holds the interpreter lock."""
+"""Maximum number of bytes that are appended in one call, which holds the interpreter lock."""
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
@@ -41,9 +41,9 @@ FEW_BRANCHES = 4
 """If at most this many bytes may follow, all of them have the same priority, even those that seem
 to lead to the same state."""
 MAX_RUN = 1_024
-"""Maximum length of a part of a string that is filled with one character."""
+"""Maximum bytes of a part of a string that is filled with one character."""
 FREE_BYTES = 128
-"""Text is free if more bytes than this may follow."""
+"""Text is free if more than this number of the 256 bytes are allowed next."""
 MAX_TAILS = 8
 """Maximum suffixes of the last completion that are tried at each place."""
 
@@ -70,8 +70,8 @@ _CLASSES = tuple(
         ),
     )
 )
-"""Classes of bytes that a grammar rarely distinguishes; the first allowed byte of each class is
-tried."""
+"""Classes of bytes. A grammar rarely distinguishes the bytes of one class, so only the first
+allowed byte of each class is tried."""
 _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
@@ -234,11 +234,12 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """Number of places of the way at which other bytes were tried before its byte."""
+    """Number of bytes of the way that were not tried first at their place."""
     repeats: int
-    """Number of places of the way at which a byte that was tried before leads to the same mask."""
+    """Number of bytes of the way that lead to the same mask as a byte tried earlier at the same
+    place."""
     byte: int
-    """The next byte, or one of the special values above."""
+    """The next byte, ``_STAY`` or ``_ADVANCED``."""
     path: bytes
     matcher: LLMatcher
     """The matcher before ``byte``."""
@@ -263,7 +264,7 @@ class _Search:
         self.steps = 0
         self._until = math.inf
         self._tails: list[bytes] = []
-        """The bytes that may follow the opening quote of a string."""
+        """Suffixes of an earlier completion that are tried after the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
         """A completion of the text. ``known`` is the completion of an earlier text; one of its

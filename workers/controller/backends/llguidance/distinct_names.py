@@ -1,7 +1,7 @@
 """Names that occur twice in one object of JSON.
 
-A grammar counts each occurrence, while a JSON reader counts a name once. So under a schema with
-``minProperties``, a completion must not repeat a name.
+For ``minProperties``, a grammar counts each occurrence of a name, while a JSON reader counts a name
+once. So under a schema with ``minProperties``, a completion must not repeat a name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _CHARACTERS = [character.encode() for character in digits + ascii_letters]
 
 
 class Name(NamedTuple):
-    """A repeated name of an object. Names are compared as they are written, including escapes."""
+    """A repeated name of an object, from byte ``begin`` to before byte ``end``. Names are compared
+    as they are written, including escapes."""
 
     begin: int
     end: int

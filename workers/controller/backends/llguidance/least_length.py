@@ -16,9 +16,11 @@ from .plain import target, unrolled
 MAX_PARTS = 200
 """Maximum number of schemas that one value must match."""
 MAX_VALUES = 500
-"""Maximum values and parts that are visited."""
+"""Maximum number of schemas that are visited for one bound. A schema counts once for each value
+that must match it."""
 MAX_IN_ALL = 20_000
-"""Maximum values that are visited for all items of a schema: about 20 ms."""
+"""Maximum number of schemas that are visited for the bounds of all items of a schema, which takes
+about 20 ms."""
 MAX_ENUM = 2_000
 """Maximum values of an ``enum``."""
 MAX_DEPTH = 40
@@ -143,14 +145,14 @@ class _Lengths:
         """Number of times that a value that contains itself was visited."""
         self._left = MAX_VALUES
         self.total = MAX_VALUES
-        """Maximum values that are visited in all calls of ``anew``."""
+        """Number of schemas that further calls of ``anew`` may visit."""
         options = root.get("x-guidance", {}) if isinstance(root, dict) else {}
         for name in ("item_separator", "key_separator"):
             if options.get(name, ",") not in (",", ", ", ":", ": "):
                 raise _UnknownError
 
     def anew(self, schema: Any) -> int:
-        """The bound of one schema. Each call may visit ``MAX_VALUES`` values."""
+        """The bound of one schema. Each call may visit ``MAX_VALUES`` schemas."""
         self._active.clear()
         self._left = most = min(MAX_VALUES, self.total)
         try:

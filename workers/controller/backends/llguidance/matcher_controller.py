@@ -21,14 +21,14 @@ from .trial import reason
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 AT_ONCE = 256
-"""Tokens that are consumed in one call, which holds the interpreter lock."""
+"""Maximum number of tokens that are consumed in one call, which holds the interpreter lock."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class MatcherController:
-    """The controller of one sequence: its matcher, and its text so far. ``name`` is the name of the
-    constraint."""
+    """The controller of one sequence. ``name`` is the name of the constraint; ``text`` has the
+    sequence's tokens after the prompt."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class MatcherController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask. Appends forced tokens, closes the text before ``max_tokens`` are
-        used up, and stops if the mask does not allow any token.
+        """Writes the token mask, or returns a splice of forced tokens or of tokens that close the
+        text. Stops if only the end of the sequence may follow.
 
         compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
         forced, the mask allows only that token, so compute_ff_tokens is called only if few words of
@@ -100,7 +100,7 @@ class MatcherController:
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
-            # The beginning of a text is mostly forced.
+            # The first tokens of a text are usually forced.
             forced = [] if self._text else self._matcher.compute_ff_tokens()
             if not forced:
                 self._fill(mask)

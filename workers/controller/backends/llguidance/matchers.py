@@ -110,8 +110,8 @@ class Tokens:
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share its lexer's states, so only one matcher may run at a
-    time.
+    """A compiled grammar. All matchers of the grammar share the lexer's states, so only one of them
+    may run at a time.
 
     ``lock`` is held around each call of any of its matchers. llguidance also has such a lock, but a
     thread that waits for that lock holds the interpreter lock.
@@ -274,7 +274,7 @@ class Matchers:
         not find a text that the vocabulary can write.
 
         Simultaneous requests share one search; the requests that wait for it free their threads'
-        slots.
+        slots (``pool.waiting``).
         """
         return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 

@@ -109,8 +109,8 @@ class NearEnd:
         return None
 
     def restrict_again(self, words: Words, found: bytes) -> bool:
-        """Restricts a mask as ``restrict`` restricted the last one, if the text is still in a
-        string of any text; returns whether it is."""
+        """Restricts a mask as ``restrict`` restricted the last mask, if the text is still in a
+        string of any text; returns whether the text is in such a string."""
         if not self.is_free(words, found):
             return False
         words &= self._set
@@ -148,8 +148,8 @@ class NearEnd:
                 continue
             rest = next((one[len(written) :] for one in known if one.startswith(written)), None)
             if rest is None:
-                # The token replaces a byte of the completion, as in a date, or precedes it, as in a
-                # number.
+                # The token replaces the first bytes of the completion, as in a date, or precedes
+                # the completion, as in a number.
                 for one in (found[len(written) :], found):
                     if completion.fits(written + one):
                         fitting.append(token)

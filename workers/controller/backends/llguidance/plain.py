@@ -32,9 +32,9 @@ MAX_COPIES = 500
 """Maximum alternatives that result from one intersection, and maximum objects that are
 intersected."""
 MAX_ENUM = 50
-"""Maximum values of an ``enum`` next to other schemas."""
+"""Maximum values of an ``enum`` in a schema that also has properties or items."""
 MAX_ITEMS = 500
-"""Maximum sum of ``minItems`` and ``maxItems`` of all arrays."""
+"""Maximum sum of ``minItems``, ``maxItems`` and the number of ``prefixItems`` of all arrays."""
 MAX_PATTERN = 1_500
 """Maximum characters of one pattern."""
 MAX_PATTERNS = 20_000

@@ -26,7 +26,7 @@ _LEXEME = re.compile(
     re.DOTALL,
 )
 """Lexemes of a Lark grammar that may contain ``<``: strings (also in JSON), regular expressions,
-comments, and the names of special tokens; the same as in llguidance's lexer."""
+comments, and the names of special tokens. llguidance's lexer defines them in the same way."""
 
 
 class JsonSchemaProgram:
@@ -40,8 +40,8 @@ class JsonSchemaProgram:
         self._matchers = matchers
 
     def start(self, host: Host) -> MatcherController:
-        """Raises RequestError, with llguidance's reason, if the argument is not a schema that it
-        supports."""
+        """Raises RequestError, with llguidance's reason, if the argument is not a schema that
+        llguidance supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
             text, spacing = spaced_schema(_object_of(schema))

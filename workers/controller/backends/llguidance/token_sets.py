@@ -1,5 +1,4 @@
-"""Sets of a vocabulary's tokens. Near the end of a text of JSON, masks allow only tokens of these
-sets."""
+"""Sets of a vocabulary's tokens, to which masks are restricted near the end of a text of JSON."""
 
 from __future__ import annotations
 
@@ -97,7 +96,7 @@ class TokenSets:
 
 
 def allowed(words: Words) -> list[int]:
-    """The tokens of a mask with few tokens."""
+    """The tokens of a mask. The time grows with their number."""
     numbers: list[int] = []
     for at in np.flatnonzero(words).tolist():
         word = int(words[at])

@@ -2,7 +2,7 @@
 
 llguidance's time and memory can only be bounded from outside. So each new grammar, unless it is a
 plain schema (``plain``), is first compiled in a separate process (``compiling.processes``), for a
-vocabulary of bytes, and takes one step there.
+vocabulary of bytes. The process also appends the first tokens that the grammar allows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def reason(error: str) -> str:
 
 
 def compiled(grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher of a grammar over bytes, and the error of compiling the grammar and taking one
-    step; the error is empty if both succeed."""
+    """A matcher of a grammar over bytes, and the error of compiling the grammar or of appending its
+    first tokens; the error is empty if both succeed."""
     made = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
     matcher = made if made.is_error() else made.deep_copy()
     if not matcher.is_error():
