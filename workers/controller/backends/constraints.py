@@ -125,7 +125,7 @@ class Constraints:
 
     @property
     def names(self) -> set[str]:
-        """The names that a request can give."""
+        """The names of all built-in constraints."""
         return set(self._programs)
 
     def get(self, name: str) -> ConstraintProgram | None:

@@ -20,8 +20,9 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum number of first tokens that are tried although their rest is not a single token. Each of
-them needs its own masks. Any further such token is forbidden."""
+"""A candidate for the first token is tried with masks of its own if its text after the removed
+token's text is not a single token. At most this number of candidates are tried; further ones are
+forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -60,8 +61,8 @@ class HealingProgram:
 
 
 class HealingController:
-    """The controller of one sequence. Until the first token is sampled, its text must begin with
-    the removed token's text."""
+    """The controller of one sequence. The text of the first sampled token must begin with the
+    removed token's text."""
 
     def __init__(
         self, program: HealingProgram, inner: Constraint, host: Host, prefix: bytes
@@ -74,9 +75,10 @@ class HealingController:
         self._rest: list[int] | None = None
         """The constraint's part of the first token, as tokens; None before the first token."""
         self._after = 0
-        """Number of tokens after the first one."""
+        """Number of tokens after the first token."""
         self._given: Answer | None = None
-        """A splice of the constraint that reaches back into the first token."""
+        """The constraint's last answer, if it is a splice that reaches back into the first
+        token."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Calls the constraint."""
@@ -114,7 +116,7 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The first token has already used up one of the remaining tokens.
+            # The sequence has used one token. The constraint counts the tokens of the rest instead.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -193,7 +195,8 @@ class HealingController:
                     yield token
 
     def _allows(self, rest: bytes, answer: Answer, mask: bytes) -> bool:
-        """Whether the constraint allows a text at its beginning."""
+        """Whether the constrained text may begin with ``rest``. ``answer`` and ``mask`` are the
+        constraint's decision at the beginning of its text."""
         inner, after = self._inner.fork(self._host), memoryview(bytearray(mask))
         vocabulary = self._host.vocabulary
         try:

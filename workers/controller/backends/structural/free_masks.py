@@ -23,7 +23,8 @@ T = TypeVar("T")
 _ANY: Final = re.compile(b"(?s).")
 
 KEPT_MASKS = 128
-"""Maximum cached masks, of 16 kB at 131,072 tokens. Most of a text is in one state."""
+"""Maximum number of cached masks. A mask has 16 kB at 131,072 tokens. Few masks suffice, because
+most tokens of a text do not change the state."""
 KEPT_FORBIDDEN = 1024
 """Maximum states inside JSON whose forbidden tokens are cached. Most states do not forbid any
 tokens."""
@@ -79,7 +80,8 @@ class TokenTable:
         return {bisect_left(self._starts, at + 1) - 1 for at in places}
 
     def of_literal(self, text: bytes) -> list[int]:
-        """The tokens of a text, including its special ones. Raises ControllerError."""
+        """The tokens of a text, including special tokens. Raises ControllerError if the vocabulary
+        cannot write the text."""
         tokens: list[int] = []
         for number, part in enumerate(text.split(SPECIAL)):
             if number % 2:

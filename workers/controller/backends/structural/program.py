@@ -31,7 +31,7 @@ class StructuralProgram:
     """The built-in ``structural``: text, thinking, tool calls (``protocol.structure``)."""
 
     def __init__(self, others: Mapping[str, ConstraintProgram]) -> None:
-        """``others``: the constraints that its values may have, by name."""
+        """``others``: the constraints that the values of a structure may have, by name."""
         self._others = others
         self._lock = threading.Lock()
         self._tables_lock = threading.Lock()

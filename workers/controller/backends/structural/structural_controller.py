@@ -1,4 +1,7 @@
-"""The controller of one sequence whose answer has several parts."""
+"""The controller of one sequence whose answer has several parts.
+
+A *value* is text with a constraint of its own: the JSON of a tag, or the rest of the answer.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class StructuralController:
-    """The controller of one sequence: the state of its structure, and the controller of its current
-    value."""
+    """The controller of one sequence. It stores the state of the sequence in the structure, and
+    calls the controller of the current value."""
 
     def __init__(self, masks: FreeMasks, start_value: StartValue, host: Host) -> None:
         self._masks = masks
@@ -54,7 +57,7 @@ class StructuralController:
         self._settled_until = 0
         """Number of tokens of the part up to which ``_settled_mask`` is valid."""
         self._marked = masks.marks(self._state).search
-        """Finds a byte in a token that may leave the settled state."""
+        """Finds a byte of a token that may change the settled state."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -108,7 +111,7 @@ class StructuralController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks until JSON or another value begins or ends, or a text is forced."""
+        """Writes masks until a value begins or ends, or a text is forced."""
         left = self._host.max_tokens - len(self._tokens) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
         state, inner = self._state, self._inner
@@ -138,9 +141,8 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``cut`` if the answer may not end here, ``closed`` if closing has changed the value or
-        the JSON of a tag, otherwise ``complete``. With ``stop``, only the text before ``stop``
-        counts."""
+        """``cut`` if the answer may not end here, ``closed`` if closing has changed a value,
+        otherwise ``complete``. With ``stop``, only the text before ``stop`` counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -257,8 +259,7 @@ class StructuralController:
         return _any(mask)
 
     def _of_schema(self, inner: Constraint, mask: memoryview) -> Answer:
-        """The answer of a round inside a value, which is the JSON of a tag or the rest of the
-        answer."""
+        """The answer of a round inside a value."""
         answer = inner.mid_process((self._host.seq,), mask)
         state = self._state
         if answer.action is Action.STOP:
