@@ -44,8 +44,9 @@
 // --- the four calls ------------------------------------------------------------------------------
 //
 // Define the calls that you need. By default pre_process continues, mid_process allows every token
-// and post_process continues. After tb_use_recognizer, all three follow the recognizer. Arguments
-// are valid during the call only. Limits are CPU time.
+// and post_process continues. After tb_use_recognizer, the recognizer determines mid_process and
+// post_process if you do not define them. Arguments are valid during the call only. Limits are CPU
+// time.
 
 // Called once, first, with the tokens of the prompt and the user's argument, which ends with a 0
 // byte that arg_len does not count. Load and prepare here. Limit: 1000 ms.

@@ -5,8 +5,8 @@
 // The argument is "WIDTH TOKENS": the number of beams and the length of the text. Each beam is a
 // sequence. It samples a token to read the likeliest tokens, writes these and its score to a
 // variable, and is suspended until all beams have written. Then all beams choose the same
-// continuations: a beam with several of them forks, a beam with none stops. The last step leaves
-// one sequence, the result.
+// continuations: a beam with several continuations forks, and a beam without a continuation stops.
+// The last step leaves one sequence, the result.
 #include "tokenbus.h"
 
 enum { MAX_WIDTH = 16 };

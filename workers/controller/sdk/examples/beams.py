@@ -29,7 +29,7 @@ from tokenbus.workers.controller.python import (
 
 
 class Beams(Controller):
-    """Searches for a likely text of ``tokens`` tokens among ``width`` beams. The argument:
+    """Searches for a likely text of ``tokens`` tokens with ``width`` beams. The argument:
     ``{"width": number, "tokens": number}``."""
 
     def __init__(self) -> None:
@@ -37,7 +37,10 @@ class Beams(Controller):
         self.width = int(arg.get("width", 3))
         self.tokens = int(arg.get("tokens", self.host.max_tokens - 1))
         if not 0 < self.tokens < self.host.max_tokens:
-            raise ValueError(f"tokens is {self.tokens}, with max_tokens {self.host.max_tokens}")
+            raise ValueError(
+                f"tokens is {self.tokens}; it must be at least 1 and less than max_tokens, which "
+                f"is {self.host.max_tokens}"
+            )
         self.query = Query(top=self.width)
         self.step = self.beam = 0
         self.beams = 1
@@ -77,7 +80,7 @@ class Beams(Controller):
         self.beams = len(chosen)
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Replaces the sampled token by the chosen one."""
+        """Replaces the sampled token by the chosen token."""
         if not self.waits:
             return stop() if self.step == self.tokens else sample()
         place = fork_group.index(self.seq)

@@ -77,7 +77,8 @@ static bool all_there(void) {
     return true;
 }
 
-// Samples one of the tokens from, from + step, from + 2 * step, ..., special tokens excluded.
+// Samples one of the tokens with the ids `from`, `from + step`, `from + 2 * step` and so on, except
+// special tokens.
 static tb_answer sample_share(uint32_t from, uint32_t step) {
     uint32_t *mask = tb_mask_new();
     for (uint32_t token = from; token < tb_vocab_size(); token += step) {

@@ -101,7 +101,7 @@ static void read_string(tb_bytes *out) {
 static bool empty_choice;  // tb_strings cannot have an empty string
 
 static void read_list(void) {
-    if (!take('[')) refuse("it does not begin like this");
+    if (!take('[')) refuse("there is no [ where the list must begin");
     if (take(']')) refuse("the list is empty");
     do {
         tb_bytes string = {0};
@@ -130,7 +130,7 @@ static void read_argument(const char *arg, uint32_t len) {
         read_list();
     }
     skip_space();
-    if (json != json_end) refuse("more text follows after it");
+    if (json != json_end) refuse("text follows after the end of the JSON value");
     tb_strings_sort(&choices);
 }
 

@@ -37,7 +37,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
         tb_fail("the argument must be like \"1.5 0.8 # a\" (SCALE TEMPERATURE PROMPT); it is \"%s\"",
                 arg);
     second = tb_tokenize(at, (uint32_t)(end - at));
-    // The guide also contains the second prompt.
+    // The second prompt counts towards max_tokens of the guide, which follows the whole text.
     if (second.n + 2 > tb_max_tokens()) tb_fail("max_tokens must be at least %u", second.n + 2);
     length = tb_max_tokens() - second.n - 1;
     bias = tb_bias_new();
@@ -70,7 +70,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     const tb_scored *top = (const tb_scored *)read.data;
     const uint32_t count = read.len / sizeof(tb_scored);
     tb_bias_clear(bias);
-    // A token that the guide has not written counts as the last token that it has written.
+    // Tokens that the guide has not written get the bias of the last token that it has written, 0.
     for (uint32_t i = 0; i < count; i++)
         tb_bias_set(bias, top[i].token,
                     (1 - scale) / scale * (top[i].logprob - top[count - 1].logprob));

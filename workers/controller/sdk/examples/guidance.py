@@ -40,7 +40,7 @@ class Guidance(Controller):
         arg = self.arg if isinstance(self.arg, dict) else {}
         self.scale, self.temperature = float(arg["scale"]), float(arg.get("temperature", 0.0))
         self.second = self.host.vocabulary.tokenize(arg["prompt"].encode())
-        # The guide also contains the second prompt.
+        # The second prompt counts towards max_tokens of the guide, which follows the whole text.
         self.length = self.host.max_tokens - len(self.second) - 1
         self.role = ""
         self.step = 0

@@ -1,4 +1,4 @@
-// A watermark, and its detector: the same tokens are green as in watermark.py.
+// A watermark and its detector: watermark.py in C, with the same green tokens.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/watermark.c -o watermark.wasm
 //
@@ -14,7 +14,7 @@ static bool detects;
 static uint32_t last = TB_NONE;  // the last token of the text
 static tb_bias *bias;
 
-// Integers of 64 bits, mixed as in SplitMix64.
+// Whether a token is green after the token `before`. A 64-bit integer is mixed as in SplitMix64.
 static bool green(uint32_t before, uint32_t token) {
     uint64_t mixed = token + ((uint64_t)before << 32) + key * 0x9e3779b97f4a7c15u;
     mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;

@@ -13,7 +13,7 @@ typedef struct tb_scored {
 
 // Numbers of the model's own distribution, before biases, penalties, mask and temperature.
 typedef struct tb_distribution {
-    float logprob;  // natural, of the sampled token
+    float logprob;  // of the sampled token, as a natural logarithm
     uint32_t rank;  // 1 plus the number of more likely tokens
     float entropy;  // in nats
     uint32_t num_top, num_scores;
@@ -29,9 +29,9 @@ static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
     tb_host_query(top, tokens, n);
 }
 
-// The answer about the token at `place` among those that tb_post_process got last; 0 if its
-// distribution was not queried, or if the tokens were appended. Valid until the next call of this
-// function.
+// The distribution from which a token was sampled. `place` is the token's index in the tokens that
+// tb_post_process received last. 0 if the distribution was not queried, or if the controller
+// appended the token. The result is valid until the next call of this function.
 static inline const tb_distribution *tb_distribution_get(uint32_t place) {
     static struct {
         float logprob;
@@ -56,7 +56,8 @@ static inline uint32_t tb_float_bits(float value) {
     return both.bits;
 }
 
-// Set a parameter of the sampling for the next token, in place of the request's.
+// These functions set a parameter of the sampling for the next token, in place of the request's
+// parameter.
 static inline void tb_override_temperature(float temperature) {
     tb_host_override(0, tb_float_bits(temperature));
 }

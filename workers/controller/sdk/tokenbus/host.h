@@ -208,7 +208,7 @@ static inline bool tb_var_append_when(const char *name, const void *value, uint3
 
 enum { TB_MAX_INPUT = 32768 };
 
-// Sends a text of at most TB_MAX_INPUT bytes to the client, next to the tokens.
+// Sends a text of at most TB_MAX_INPUT bytes to the client; it is not part of the generated text.
 static inline void tb_send(const void *text, uint32_t n) { tb_host_send(text, n); }
 
 // Receives the next input of the client into `text`, replacing its content. False if no input has

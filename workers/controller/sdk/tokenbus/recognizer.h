@@ -5,7 +5,7 @@
 // A constraint on bytes: a stack of states. Make it the first member of your own struct.
 typedef struct tb_recognizer tb_recognizer;
 struct tb_recognizer {
-    // Pushes the state that follows the top state by a byte. Only called with an allowed byte.
+    // Pushes the state to which a byte leads from the top state. Only called with an allowed byte.
     void (*push_byte)(tb_recognizer *self, uint8_t byte);
     // Pops n states.
     void (*pop_bytes)(tb_recognizer *self, uint32_t n);
@@ -158,8 +158,8 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
 //     static bool name_byte_allowed(S state, uint8_t byte);
 //     static bool name_special_allowed(S state, tb_special token);
 //
-// The stack (AICI's StackRecognizer) is as deep as the longest token; collapse the stack between
-// tokens.
+// The stack (AICI's StackRecognizer) has room for the bytes of the longest token, so collapse it
+// between tokens.
 #define TB_FUNCTIONAL_RECOGNIZER(name, S)                                                          \
     typedef struct name##_stack {                                                                  \
         tb_recognizer base;                                                                        \
@@ -199,7 +199,7 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
         if (!known) made = tb_masks_add(&stack->masks, stack->top, sizeof(S));                     \
         const tb_node *const end = tb_trie_root() + tb_trie_get()->node_count;                     \
         const tb_node *node = known ? end : tb_trie_root() + 1;                                    \
-        /* There is room for the longest token, so that the top can stay in a register. */         \
+        /* The stack has room for each token: without a check, the top stays in a register. */     \
         for (S *top = stack->top; node < end;) {                                                   \
             const uint8_t byte = (uint8_t)node->token_byte;                                        \
             const uint32_t size = tb_node_size(node), up = tb_node_parents(node);                  \

@@ -66,7 +66,7 @@ static inline void tb_strings_sort(tb_strings *strings) {
 }
 
 // The first of the sorted strings [from, to) whose byte at `offset` is at least `byte`. The strings
-// must be longer than `offset`, and equal up to it.
+// must be longer than `offset`, and their first `offset` bytes must be equal.
 static inline uint32_t tb_strings_from(const tb_strings *strings, uint32_t offset, uint32_t byte,
                                        uint32_t from, uint32_t to) {
     const uint8_t *column = strings->text.data + offset;
@@ -88,7 +88,7 @@ static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset,
     if (first == *to || column[strings->items[first].at] != byte) return false;
     *from = first;
     if (first + 1 == *to || column[strings->items[first + 1].at] != byte)
-        *to = first + 1;  // mostly
+        *to = first + 1;  // the usual case
     else
         *to = tb_strings_from(strings, offset, byte + 1u, first, *to);
     return true;
@@ -103,7 +103,7 @@ typedef struct tb_string_calls {
     bool (*special_allowed)(const void *state, tb_special token);
 } tb_string_calls;
 
-// A state of some reading, with its strings.
+// A state of a reading (tb_reading), with the strings that it allows.
 typedef struct tb_string_state {
     uint64_t *state;
     tb_strings strings;
@@ -235,7 +235,8 @@ static inline void tb_string_collapse(tb_recognizer *self) {
     for (uint32_t i = 0; i < stack->reading_count; i++) {
         tb_reading *reading = &stack->readings[i];
         *reading = stack->readings[first + i];
-        // Moves its state to the front, once, and updates later readings of either state.
+        // Swaps the reading's state to the front, unless it is there, and updates the later
+        // readings of the two swapped states.
         if (reading->state < kept) continue;
         const uint32_t from = reading->state;
         const tb_string_state moved = stack->states[from];

@@ -107,7 +107,8 @@ static inline void tb_fail(const char *format, ...) {
     __builtin_trap();
 }
 
-// Reads a decimal integer below 2^32 at *at and moves *at past it; false if there is none.
+// Reads a decimal integer below 2^32 at *at and moves *at after it; false if no such integer is
+// there.
 static inline bool tb_read_number(const char **at, const char *end, uint32_t *number) {
     const char *p = *at;
     uint64_t value = 0;

@@ -16,8 +16,8 @@ uint32_t tb_host_tool_call(const char *tool, uint32_t tool_len, const void *argu
 
 enum { TB_RECORD_BYTES = 64 };
 
-// A call of a tool. `record` is the name of the variable that will have its answer; `len` is 0
-// before the call.
+// A call of a tool. `record` is the name of the variable that will have the tool's answer, and `len`
+// the length of this name; 0 before the call.
 typedef struct tb_tool_call {
     char record[TB_RECORD_BYTES];
     uint32_t len;
@@ -32,8 +32,8 @@ static inline tb_tool_call tb_call(const char *tool, const void *arguments, uint
     return call;
 }
 
-// Whether a tool has answered; `answer` is then {"value": …} or {"error": …, "code": …}. Otherwise
-// pre_process returns tb_suspend(): it is called again when the answer has arrived.
+// Whether a tool has answered; `answer` is then {"value": …} or {"error": …, "code": …}. False if
+// not: return tb_suspend from tb_pre_process, which is called again when the answer arrives.
 static inline bool tb_call_answer(const tb_tool_call *call, tb_bytes *answer) {
     if (!tb_var_get(call->record, answer, 0)) tb_fail("a tool that was not called has no answer");
     if (answer->len && answer->data[0]) return true;
