@@ -21,7 +21,7 @@ def joint_labels(classes: Sequence[bytes]) -> bytes:
     """A label for each byte. Two bytes have the same label if they have the same class in each
     part.
 
-    Labels are numbered by their lowest bytes.
+    Labels are numbered in the order of their lowest bytes.
     """
     labels: dict[tuple[int, ...], int] = {}
     return bytes(labels.setdefault(kinds, len(labels)) for kinds in zip(*classes, strict=True))

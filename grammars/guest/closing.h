@@ -1,5 +1,7 @@
-// Completes a text with few bytes: under a grammar by a shortest path over the parser's stack,
-// under a regular expression by a shortest path over its states.
+// Completes a text with few bytes. Under a regular expression, the bytes are a shortest path over
+// its states. Under a grammar, they are the shortest texts of the cheapest rests that complete the
+// parser's stack. A rest of a state has terminals that complete one unfinished rule of the state
+// (grammars/yacc/closing.py).
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -87,7 +89,8 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Adds the rests of a state on top of `top` states; `cost` is the cost of the path so far.
+// Records the places that the rests of a state lead to, if they are the cheapest so far. `top` is
+// the number of states below this state, and `cost` the cost of the rests up to here.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];
@@ -100,8 +103,8 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
     }
 }
 
-// Finds the rests that complete a stack, the last one first. Returns their number; 0 if a path was
-// not found, or if it has more than `most` rests.
+// Finds the cheapest rests that complete a stack, the last rest first. Returns their number; 0 if
+// no such rests were found, or if there are more than `most`.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
     if (depth * g.nonterminals > MAX_PLACES) return 0;

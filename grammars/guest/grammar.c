@@ -1,7 +1,7 @@
 // The guest engine of grammars and regular expressions: it runs their tables over the token trie.
 //
-// One instance serves all sequences of a grammar and a vocabulary in a worker, so that they share
-// its cache of masks. A sequence is a slot here: a lexer state and a stack.
+// One instance serves all sequences of a grammar and a vocabulary in a worker, so that the
+// sequences share its cache of masks. Each sequence has a slot with its lexer state and its stack.
 #include "closing.h"
 
 // Arguments and results of the calls. The host writes `arg`, `count` and `eos` before a call.
@@ -66,8 +66,8 @@ EXPORT("grammar_wake") uint32_t export_wake(void) {
     return 1;
 }
 
-// A free slot for a new sequence, if necessary in the memory of the mask cache; negative if all
-// slots are used.
+// A free slot for a new sequence, if necessary in the memory of the mask cache; negative if no slot
+// is free.
 static int32_t new_place(void) {
     const int32_t place = free_place();
     if (place != NO_ROOM || chunk_count <= MIN_CHUNKS) return place;

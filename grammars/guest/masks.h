@@ -31,7 +31,7 @@ typedef struct result {
 } result;
 
 typedef struct edge {
-    uint32_t from, state;  // from: a lexer state, or an inner node + 65536; 0: a free slot
+    uint32_t from, state;  // from: a lexer state, or 65535 + an inner node (1 or more); 0: free
     uint32_t place;        // the node it leads to; 0: a result
     result *result;
 } edge;
@@ -43,7 +43,7 @@ static uint32_t edge_count, place_count;
 static kept_mask *buckets[BUCKETS];
 static uint32_t *work;             // the mask that is being computed
 static uint32_t *viable_sets;      // [LONGEST + 2][words]
-static uint32_t found_masks;       // results that were computed, not cached
+static uint32_t found_masks;       // number of results that were not in the cache
 
 static void open_masks(void) {
     work = stay(4 * v.mask_words);
@@ -88,7 +88,7 @@ static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack,
     }
 }
 
-// The stack if the lexeme ends here; NO_STACK if the lexeme cannot end here.
+// The stack after the current lexeme; NO_STACK if the lexeme cannot end here.
 static uint32_t ended(const sequence *s, uint32_t stack) {
     if (s->lexer == g.lexer_start) return stack;
     const uint32_t terminal = g.accepted[s->lexer];

@@ -115,7 +115,7 @@ static void viable(uint32_t stack, uint32_t *out) {
             for (uint32_t w = 0; w < words; w++) to[w] = ahead[w] & set[w];
             pending_stacks[count++] = reduced_by(stack, g.reduced[r]);
         }
-        // The nodes of the last pending stack were allocated last.
+        // The top node of the last pending stack was allocated last, so it can be moved down.
         if (count == others + 1) {
             const uint32_t kept = others ? pending_stacks[others - 1] - DEEPEST + 1 : before;
             pending_stacks[others] = settled(pending_stacks[others], kept);

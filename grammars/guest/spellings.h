@@ -38,7 +38,7 @@ typedef struct group_slot {
 
 static struct {
     spelling *tree;    // [MAX_SPELLINGS]
-    uint32_t spelled;  // their number
+    uint32_t spelled;  // number of nodes of `tree`
     struct {
         uint32_t spelling, kind, tokens, to;
     } *groups;  // [MAX_GROUPS]

@@ -54,7 +54,7 @@ typedef struct merging {
     uint8_t *class_of;
 } merging;
 
-// Bytes that `merge` needs for that many nodes and tokens.
+// Bytes that `merge` needs for `nodes` nodes, `tokens` tokens and `room` slots of the hash table.
 static uint32_t merging_bytes(uint32_t nodes, uint32_t tokens, uint32_t room) {
     return 4 * room + 17 * nodes + 4 * tokens + 64;
 }

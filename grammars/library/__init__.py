@@ -12,7 +12,7 @@ from importlib.resources import files
 
 _BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "▲"
-"""In a rejected sample: before the character that cannot follow."""
+"""In a rejected sample, this mark is before the character that cannot follow."""
 
 
 def names(kind: str = "y") -> list[str]:

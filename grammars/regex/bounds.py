@@ -7,7 +7,8 @@ import time
 MAX_PATTERN_CHARACTERS = 200_000
 """Maximum characters of a pattern, or of all lexemes of a lexer together."""
 MAX_ENTRIES = 2_000_000
-"""Maximum positions in all states of a subset construction together: some 100 MB."""
+"""Maximum number of positions (``positions``) in all states of a subset construction together,
+which take about 100 MB."""
 _TICKS = 256
 
 

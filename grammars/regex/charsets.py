@@ -27,8 +27,9 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# Code points from these ends on are not in the category, and do not have cases. This holds for all
-# versions of Unicode up to that of Python 3.13; a test checks all code points.
+# Code points from ``_ENDS`` on are not in the category, and code points from ``_CASED_END`` on do
+# not have cases. This holds for all versions of Unicode up to that of Python 3.13; a test checks
+# all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 

@@ -1,4 +1,5 @@
-"""Minimises an automaton. The minimal automaton accepts the same trees after each text.
+"""Minimises an automaton. The minimal automaton accepts the same patterns (``tree``) after each
+text.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m

@@ -156,7 +156,8 @@ class _Graph:
         return runs
 
     def whole(self, levels: int, label: int) -> int:
-        """The target of a byte after which any ``levels`` bytes lead to the same class."""
+        """The target of a byte after which any ``levels`` continuation bytes lead to the class
+        ``label``."""
         if levels == 0:
             return label
         number = self._whole.get((levels, label))

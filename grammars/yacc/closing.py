@@ -1,8 +1,8 @@
 """Computes the terminals that complete the unfinished rules of each parser state in few bytes.
 
 The kernel items of a state are the rules that the text has begun and not finished. A ``Rest`` has
-the shortest terminals that complete one kernel item. To close a text, the guest engine applies
-rests from the top of the stack down to its bottom, along a shortest path over the stack
+the terminals that complete one kernel item in the fewest bytes. To close a text, the guest engine
+applies rests from the top of the stack down to its bottom: those with the lowest total cost
 (guest/closing.h).
 """
 

@@ -1,4 +1,4 @@
-"""A grammar by numbers: terminals, nonterminals, productions, precedences, and its lexemes.
+"""A grammar with numbered terminals, nonterminals and productions, its precedences and its lexemes.
 
 Terminals come first: 0 is the end of the text, 1 is SKIP, which productions do not contain. A
 symbol is the number of a terminal, or the number of terminals plus the number of a nonterminal.
@@ -50,8 +50,8 @@ class Production:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar by numbers. ``precedence[t]`` and ``associativity[t]`` belong to terminal t; a
-    terminal without precedence has precedence 0.
+    """A grammar with numbered symbols. ``precedence[t]`` and ``associativity[t]`` belong to
+    terminal t; a terminal without precedence has precedence 0.
 
     ``lexemes`` are in the order in which they are first used.
     """

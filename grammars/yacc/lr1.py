@@ -49,6 +49,7 @@ class Items:
         self.follow_first: list[int] = []
         """The terminals that can follow the symbol after the dot within the production."""
         self.follow_nullable: list[bool] = []
+        """Whether the symbols after that symbol can derive the empty text."""
         self.of_nonterminal: list[list[int]] = [[] for _ in grammar.nonterminals]
         """Items with the dot at the left, by nonterminal."""
         for number, production in enumerate(grammar.productions):

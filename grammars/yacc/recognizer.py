@@ -125,8 +125,8 @@ class Recognizer:
         return self._parser.viable(stack) | 1 << SKIP
 
     def _ended(self, place: Place) -> Stack | None:
-        """The stack if the lexeme ends here; None if it is unfinished or the parser cannot accept
-        it."""
+        """The stack after the current lexeme; None if the lexeme is unfinished or the parser cannot
+        accept it."""
         if place.lexer == self.grammar.lexer_start:
             return place.stack
         terminal = self.grammar.accepted[place.lexer]
