@@ -22,14 +22,15 @@ BETWEEN = 20
 
 
 class Return(NamedTuple):
-    """The times of a return, which ends when each stream has received its next entry."""
+    """The times of a client's return after a cut. The return ends when each stream has received its
+    next entry."""
 
     cut_s: float
     """Seconds from the cut of the connection."""
     attach_s: float
     """Seconds from the time at which the client has sent its ATTACHes."""
     cpu_s: float
-    """Seconds of CPU time of all processes, minus the CPU time of as many steps without a cut."""
+    """Seconds of CPU time of all processes, minus the CPU time of as many entries without a cut."""
 
 
 async def come_back(
@@ -70,7 +71,7 @@ class Returning:
         self._counts = [0] * streams
         self._targets = [0] * streams
         self._left = 0
-        """Number of streams that have not received the entry with their number in ``_targets``."""
+        """Number of streams that have received fewer entries than ``_targets`` has for them."""
         self._reached = asyncio.Event()
         self._reached_at = self._attached_at = 0.0
         session: Any = self._client._connection._session

@@ -28,7 +28,7 @@ REGEX = "[a-z]{3}( [a-z]{3}){4}"
 
 
 def run(world: World) -> None:
-    """Runs the scenarios with each model."""
+    """Runs the scenarios with a small model, and requests under a constraint."""
     loaded = world.small()
     checks = Checks(world, loaded)
     scenarios: dict[str, Callable[[], None]] = {
@@ -179,7 +179,8 @@ class Checks:
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
         assert model is not None
-        # With the cost of a small model, the draft model drafts. Other drafts are turned off.
+        # The draft model is as large as the model, so it drafts only if its cost is set to that of
+        # a small model. Drafts from earlier text are turned off.
         model.forward_cost = 0.01
         engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)
@@ -230,4 +231,4 @@ def _controllers(world: World) -> None:
         streams = [client.generate(f"The {i} ", **options) for i in range(8)]  # type: ignore[arg-type]
         texts = [stream.text() for stream in streams]
     for text in texts:
-        world.expect(re.fullmatch(REGEX, text) is not None, f"not under its regex: {text!r}")
+        world.expect(re.fullmatch(REGEX, text) is not None, f"does not match the regex: {text!r}")

@@ -31,8 +31,8 @@ from tokenbus.workers.gpu.model.models import Failed, Models, Ready
 DRY_SIZES = (1, 3, 8)
 STEPS = 20
 KEPT_BYTES = 64 * 2**20
-"""Maximum number of bytes by which the allocated memory may grow over all loads and evictions.
-Libraries allocate workspaces."""
+"""Maximum number of bytes by which the allocated memory may grow over all loads and evictions. The
+memory grows a little, because libraries allocate workspaces."""
 
 
 def run(world: World) -> None:

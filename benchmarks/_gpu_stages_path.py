@@ -1,4 +1,4 @@
-"""Stage 1 of ``gpu_check.py``: records versions, the attention backend, its reason and the graphs.
+"""Stage 1 of ``gpu_check.py``: records versions, the attention backend and the number of graphs.
 
 A fallback is a fault.
 """

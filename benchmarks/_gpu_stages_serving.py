@@ -63,7 +63,7 @@ def _profile(world: World, engine: Engine, loaded: LoadedModel, batch: int) -> N
 
 
 def _microseconds(event: Any) -> float:
-    """The self time of a kernel or, without a GPU, of an operation."""
+    """The self time of a kernel or, without a GPU, of an operation, in microseconds."""
     of_device = float(getattr(event, "self_device_time_total", 0.0))
     return of_device or float(event.self_cpu_time_total if not torch.cuda.is_available() else 0.0)
 

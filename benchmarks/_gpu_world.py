@@ -45,7 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1376, "initializer_range": 0.05}
-"""Settings of the small Llama: heads of 64, and weights for which attention affects the logits."""
+"""Settings of the small Llama: heads with 64 dimensions, and weights with which attention affects
+the logits."""
 
 
 class CheckFailed(Exception):
@@ -131,7 +132,7 @@ class World:
 
     def small(self) -> LoadedModel:
         """The embedded model in a dry run. On a GPU, a Llama with a vocabulary of 32,000 and heads
-        of 64, which every attention backend supports."""
+        with 64 dimensions, which every attention backend supports."""
         if self.dry:
             return self.embedded()
         return wrap_model("small", self.random_llama(**SMALL))
@@ -183,8 +184,8 @@ Texts = dict[tuple[int, int], list[int]]
 def run_to_end(
     engine: Engine, decide: Callable[[PendingStep, Texts], None] = lambda step, got: None
 ) -> Texts:
-    """Runs steps until all requests have ended. ``decide`` changes each step between its forward
-    and its sampling. Raises CheckFailed if a sequence fails."""
+    """Runs steps until all requests have ended. ``decide`` is called in each step between forward
+    and sampling, with the step and the tokens so far. Raises CheckFailed if a sequence fails."""
     got: Texts = {}
     while engine.has_work:
         step = engine.begin()

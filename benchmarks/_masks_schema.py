@@ -80,8 +80,8 @@ class Schemas:
         """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
         and fills a mask. ``schema_overhead`` has the rounds that end in a mask.
         ``schema_overhead_forced`` has all rounds, including the time in which our controller
-        computes forced tokens. The medians over the passes exclude the first pass, which fills
-        caches."""
+        computes forced tokens. The first pass fills caches; the median over the passes removes its
+        effect."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []

@@ -41,7 +41,8 @@ CLIENT = b"\0client"
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request of the workload."""
+    """A request of the workload. ``arrived`` and ``first_token`` are simulated times, in
+    seconds."""
 
     prompt: list[int]
     num_output: int

@@ -150,9 +150,9 @@ class Masks:
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
         """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
-        minimum over ``FIRSTS`` schemas that differ only in a comment: a schema is compiled only
-        once, and other load adds time. The clock counts CPU time, unless our controller uses a
-        compile process."""
+        minimum of ``FIRSTS`` runs, because other load adds time. Each run has another comment in
+        the schema, because an equal schema is not compiled again. The clock counts CPU time, unless
+        our controller uses a compile process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):

@@ -35,8 +35,10 @@ class WalkFigures:
 
     walks: int = 0
     whole: int = 0
+    """Number of walks whose text is valid."""
     tokens: int = 0
     closed: int = 0
+    """Number of walks whose text the controller has closed."""
     taken_back: int = 0
     """Number of tokens that were removed by backtracks."""
     backtracks: int = 0
@@ -116,8 +118,8 @@ class Walks:
                 self.figures.whole += 1
 
     def _minimum(self, arg: str) -> int | None:
-        """The number of tokens of the shortest value. Also checks that a smaller ``max_tokens`` is
-        refused with this number."""
+        """The number of tokens of the shortest value. Also checks that the error for a smaller
+        ``max_tokens`` names this number."""
         host = self._world.host(arg)
         shortest = self._program.start(host).shortest
         if shortest is None:
@@ -128,7 +130,10 @@ class Walks:
         except TokenbusError as error:
             refused = error.message
         if f"takes {minimum} tokens" not in refused:
-            raise SystemExit(f"max_tokens below {minimum} is not refused, but: {refused!r}")
+            raise SystemExit(
+                f"max_tokens {minimum - 1} is refused with {refused!r}, which does not name the "
+                f"minimum of {minimum}"
+            )
         return minimum
 
     def _walk(self, arg: str, limit: int, rng: random.Random, validator: Any) -> str:

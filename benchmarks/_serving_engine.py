@@ -1,7 +1,7 @@
 """Runs the engine of a GPU worker without a bus: ``python _serving_engine.py MODEL``.
 
-The engine has a worker's settings. The process accepts the runs of ``_serving_client.py``, and its
-answers have only ``whole``.
+The engine has a worker's settings. The process reads runs in the form that ``_serving_client.py``
+describes. Its answers have only ``whole``, the tokens per second of the run.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ Times differ between machines, so each time is also reported as a ratio to a bar
 same run:
 
 - A bare call is ``wasmtime_func_call_unchecked`` of a function that returns a constant.
-  ``host_us_per_call`` has the
-  ratio ``host_call_vs_bare_call``, and ``aici_us_per_round`` the ratio to three bare calls,
-  ``aici_round_vs_bare_calls``.
+  ``host_us_per_call`` has the ratio ``host_call_vs_bare_call``, and ``aici_us_per_round`` the ratio
+  to three bare calls, ``aici_round_vs_bare_calls``.
 - A bare instantiation creates only a store and an instance of the same module. ``clone_us``,
   ``clone_us_first`` and ``start_us`` have the ratios ``clone_vs_instantiate``,
   ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
@@ -295,7 +294,8 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens per second of all streams together, measured when each stream has its first token."""
+    """Tokens per second of all streams together, from the time at which each stream has its first
+    token."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
         options["controller"] = controller

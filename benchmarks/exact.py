@@ -31,7 +31,7 @@ ZERO = ("differing_bits", "streams_that_are_not_exact", "exact_vs_transformers")
 NEW = 48
 """Number of tokens of each stream."""
 CHUNKS = (17, 100, 2048)
-"""The maximum numbers of tokens of a step."""
+"""Maximum number of tokens of a step, for each of the compared engines."""
 Job = tuple[list[int], Sampling]
 Streams = dict[tuple[int, int], list[tuple[int, float]]]
 """Tokens and log-probabilities, by request and sequence."""
@@ -145,7 +145,7 @@ class Comparison:
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
     """Compares the log-probabilities of streams in batches with those of transformers. The model
     of transformers uses the native functions and runs one forward over the whole text. Returns the
-    number of log-probabilities that differ, and the number of all."""
+    number of log-probabilities that differ, and the number of all log-probabilities."""
     rng, differing, compared = random.Random(2), 0, 0
     jobs = jobs_of(rng, texts, loaded.vocab_size)
     found = run(engine_of(loaded, True, speculation=True, max_num_batched_tokens=100), jobs)

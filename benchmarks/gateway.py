@@ -2,8 +2,8 @@
 
 64 streams of a Llama with 21 million parameters run in turn through the bus client, as server-sent
 events, and over one WebSocket. The time to the first token of one request is measured alternately
-through the bus client and as server-sent events. Afterwards, the gateway has 2,000 idle
-connections. All processes share the machine.
+through the bus client and as server-sent events. At the end, the memory of 2,000 idle connections
+in the gateway is measured. All processes share the machine.
 """
 
 from __future__ import annotations

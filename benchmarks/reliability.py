@@ -377,7 +377,8 @@ def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, fl
     """The return of a client to ``streams`` streams that have received at least ``tokens`` tokens
     each; medians of ``rounds`` returns."""
     settings = {"capacity": str(streams), "max_running": str(streams)}
-    # The streams must not be preempted. The simulated device does not write to this memory.
+    # The KV cache has room for all streams, so that none is preempted. The simulated device does
+    # not write to this memory.
     settings["kv_cache_bytes"] = str(4096 * MIB)
     with standin(folder, FORWARD_S, **settings) as (system, worker):
         pids = (system.broker.pid, worker, os.getpid())
