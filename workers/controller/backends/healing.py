@@ -108,7 +108,7 @@ class HealingController:
         return inner.masks_along(draft, masks)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Passes the tokens after the prompt's text to the constraint."""
+        """Passes the rest of the first token, and all later tokens, to the constraint."""
         given, self._given = self._given, None
         if given is not None:
             # The first token was written again, together with the tokens after it.
@@ -128,7 +128,7 @@ class HealingController:
         return self._inner.post_process(tokens, backtrack)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of end that the constraint's text, after the prompt, would have."""
+        """The kind of the end of the constrained text, if it ended here."""
         return self._inner.text_end(stop)
 
     def fork(self, host: Host) -> HealingController:
@@ -147,7 +147,7 @@ class HealingController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _rest_of(self, token: int) -> list[int]:
-        """The rest of a first token after the prompt's text, as tokens."""
+        """The text of a first token after the removed token's text, as tokens."""
         vocabulary = self._host.vocabulary
         text = vocabulary.token(token)
         if not text.startswith(self._prefix):

@@ -48,7 +48,7 @@ class Shared(Generic[T]):
         self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The result of ``make``, or its result for another caller with this key.
+        """The result of ``make``, which this caller or another caller with the same key has called.
 
         Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
         too long.

@@ -13,7 +13,7 @@ class FileCache:
     that several processes can share the folder."""
 
     def __init__(self, folder: Path, suffix: str, max_bytes: int) -> None:
-        """If all files together exceed ``max_bytes``, the least recently used are removed."""
+        """If all files together exceed ``max_bytes``, the least recently used files are removed."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._suffix = suffix

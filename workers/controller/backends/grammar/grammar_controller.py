@@ -107,8 +107,8 @@ class GrammarController:
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The instance and the sequence's number in it; None if the text ends here or its closing
-        has to be computed."""
+        """The instance and the sequence's number in it; None if the text ends with ``token`` or its
+        closing has to be computed after ``token``."""
         length = len(self._text) + 1
         if self._closed or length >= self._check_at or length >= self._host.max_tokens:
             return None
@@ -151,7 +151,7 @@ class GrammarController:
             self._guest.end(place)
 
     def _closing(self) -> Answer | None:
-        """The answer that closes the text, if a later round could not close it any more; else
+        """The answer that closes the text, if a later round might not be able to close it; else
         None."""
         # The last token cannot be used, because token number ``max_tokens`` ends a sequence even if
         # its text is not complete.
@@ -170,7 +170,7 @@ class GrammarController:
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
-            self._log(f"the text is not closed: max_tokens is {most}, which is too small for it")
+            self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
             return None
         at, text = self._last_closing
         tokens = self._host.vocabulary.tokenize(text)

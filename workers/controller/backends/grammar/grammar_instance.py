@@ -168,7 +168,8 @@ class GrammarInstance:
 
     def mask(self, place: int, into: memoryview) -> int:
         """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``,
-        including the end of the sequence if the text is complete; returns the flags above."""
+        including the end of the sequence if the text is complete. Returns the flags ``ANY``,
+        ``FORCED`` and ``COMPLETE`` that apply."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")

@@ -146,8 +146,8 @@ class SharedInstances:
         raise UnavailableError(
             Code.QUEUE_FULL,
             f"the grammars of this client's streams take {own} bytes of memory, and those of all "
-            f"streams {total} of {self._max_used_bytes}; a client may have as much as it leaves "
-            "free; try again when other streams have ended",
+            f"streams {total} of {self._max_used_bytes}; a client may have at most as many bytes "
+            "as remain free; try again when other streams have ended",
             retry_after_s=1.0,
         )
 

@@ -30,9 +30,9 @@ NEAR = 512
 BYTES_OF_TOKEN = 2
 """Assumed bytes per token of a completion that is not tokenized because it is certain to fit."""
 AMPLE = 256
-"""If the shortest text leaves more than this number of tokens, or more than one item can have, the
-schema's growth (``Grammar.growth``) is computed after the first sampled token, otherwise before
-it."""
+"""If the shortest text leaves more tokens than this number, or than one item can have
+(``Grammar.max_growth``), ``Grammar.growth`` is computed after the first sampled token, otherwise
+before it."""
 NEVER = 1 << 62
 
 
@@ -91,8 +91,9 @@ class Closing:
         self.end: ConstraintEnd | None = None
         """The kind of the text's end; None until the text is closed."""
         self._most = host.max_tokens
-        """Maximum tokens of the text. A sequence ends with its token number ``max_tokens``, so this
-        token is used only if the shortest text needs it."""
+        """Maximum tokens of the text: ``max_tokens``, or one less. Token number ``max_tokens`` ends
+        a sequence even if its text is not complete, so this token is used only if the shortest text
+        needs it."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
@@ -298,8 +299,8 @@ class Closing:
 
     def _look_at_intervals(self, length: int) -> None:
         """Called if neither a completion nor a shortest text was found. For a schema, the search
-        runs again after a quarter of the remaining tokens. The text of another grammar is not
-        closed."""
+        runs again after a quarter of the remaining tokens. Under a grammar that is not a schema,
+        the text is not closed."""
         self._lost = self._item is not None
         self.check_at = NEVER
         if self._lost:

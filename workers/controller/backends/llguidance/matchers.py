@@ -100,7 +100,8 @@ class Tokens:
 
     @property
     def sets(self) -> TokenSets:
-        """The vocabulary's tokens as parts of JSON; computed with the first grammar of a schema."""
+        """Sets of the vocabulary's tokens, read as parts of JSON. They are computed when the first
+        schema is compiled."""
         with self._sets_lock:
             if self._sets is None:
                 vocabulary = self._vocabulary
@@ -210,8 +211,8 @@ class Grammar:
         return self._completions
 
     def give_up(self) -> None:
-        """Removes the grammar from the cache after a matcher failed, as the shared lexer may be
-        full: the next request compiles it again."""
+        """Removes the grammar from the cache after a matcher failed, because the shared lexer may
+        be full. The next request compiles the grammar again."""
         self._matchers.drop(self.key, self)
 
 

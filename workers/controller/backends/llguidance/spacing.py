@@ -17,8 +17,8 @@ OPTIONS = "x-guidance"
 """The key of a schema that holds llguidance's options and our option ``indent``."""
 FLEXIBLE = r" |\n(?: {0,64}|\t{0,32})"
 """The white space between lexemes if a schema sets ``whitespace_flexible`` and does not set
-``whitespace_pattern``. It is one space, or a line end and an indentation: llguidance does not allow
-two matches of this pattern in a row."""
+``whitespace_pattern``. It is one space, or a line end and an indentation. llguidance does not allow
+two matches of this pattern in a row, so the white space is bounded."""
 MAX_INDENT = 16
 """Maximum spaces of one level of ``indent``."""
 
