@@ -35,7 +35,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
                 "\"4 20 longest\"; it is \"%s\"",
                 arg);
     // The judge samples one token before it appends the best text.
-    if (tb_max_tokens() < 2) tb_fail("best of needs max_tokens of at least 2");
+    if (tb_max_tokens() < 2) tb_fail("max_tokens must be at least 2");
     if (length > tb_max_tokens() - 1) length = tb_max_tokens() - 1;
     tb_bytes_append(&prefer, at, (uint32_t)(end - at));
     tb_trie_get();

@@ -52,8 +52,8 @@ TB_LIBC int strcmp(const char *one, const char *other) {
 // --- the allocator -------------------------------------------------------------------------------
 //
 // Blocks of fixed size classes, taken from the end of the heap; a freed block goes to the free list
-// of its class and is reused. The sizes of classes differ by 16 bytes up to 1 KiB, and above by a
-// quarter of a power of two.
+// of its class and is reused. The sizes of classes differ by 16 bytes up to 1 KiB, and by a quarter
+// of a power of two above 1 KiB.
 
 enum { TB_PAGE = 65536, TB_SMALL = 64, TB_SIZES = TB_SMALL + 4 * 22 };
 

@@ -91,8 +91,8 @@ static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
 
 static tb_recognizer *tb_used;
 
-// The calls that the module does not define follow this recognizer from now on. Call this function
-// in tb_init_prompt.
+// From now on, the recognizer determines mid_process and post_process, unless the module defines
+// them. Call this function in tb_init_prompt.
 static inline void tb_use_recognizer(tb_recognizer *recognizer) {
     tb_trie_get();
     tb_used = recognizer;

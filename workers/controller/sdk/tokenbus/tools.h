@@ -16,7 +16,7 @@ uint32_t tb_host_tool_call(const char *tool, uint32_t tool_len, const void *argu
 
 enum { TB_RECORD_BYTES = 64 };
 
-// A call of a tool. `record` is the name of the variable that will have the tool's answer, and `len`
+// A call of a tool. `record` is the name of the variable that will have the tool's answer. `len` is
 // the length of this name; 0 before the call.
 typedef struct tb_tool_call {
     char record[TB_RECORD_BYTES];
