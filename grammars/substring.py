@@ -80,7 +80,7 @@ class _TooMany(Exception):
 
 
 def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]:
-    """The transitions, and 1 for each state that accepts."""
+    """The transitions, and for each state 1 if it accepts, else 0."""
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the

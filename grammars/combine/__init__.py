@@ -5,7 +5,7 @@ combination can be a part of another. One file for each step:
 
     rows         the transitions of the parts by labels: all bytes with one label are equivalent
     places       the states of several parts in which a text may be: a subset construction
-    stops        the state of a text in a part, and how much of a stop it ends with
+    stops        the state of a text in a part, and how much of a stop the text ends with
     build        all states that are reached, their minimal automaton, and its table
     operations   the four operations
 """

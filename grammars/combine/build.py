@@ -40,11 +40,11 @@ class Source(Protocol[State]):
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
     """The table of the combination; None if it matches no text.
 
-    An automaton of at most ``MAX_MINIMISED`` transitions is minimised. Its states are numbered by a
-    breadth-first search that follows the bytes in ascending order. A language therefore has the
-    same table whether it comes from a combination or from a pattern. The states are added to
-    ``reached`` as they are found, so that the caller can find the part that is too large. Raises
-    Exhausted beyond the limits.
+    An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
+    by a breadth-first search that follows the bytes in ascending order. Its language then has the
+    same table whether it comes from a combination or from a pattern. The states of the combination
+    are added to ``reached`` as they are found, so that the caller can find the part that is too
+    large. Raises Exhausted beyond the limits.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

@@ -155,7 +155,7 @@ static void lay_out(merging *m) {
     }
 }
 
-// The vocabulary of a token trie, `blob`; `scratch` has room for `merging_bytes`.
+// Reads the vocabulary from the token trie `blob`; `scratch` has room for `merging_bytes`.
 static void open_vocabulary(const uint8_t *blob, uint32_t eos, uint8_t *scratch, uint32_t room) {
     uint32_t head[TRIE_HEAD / 4];
     copy(head, blob, TRIE_HEAD);

@@ -69,8 +69,8 @@ def complement(chars: CharSet) -> CharSet:
 
 @lru_cache(maxsize=16)
 def category(name: str, ascii_only: bool) -> CharSet:
-    """The characters that ``\\d``, ``\\s`` or ``\\w`` matches, by the letter of the escape. A
-    capital letter is the complement.
+    """The characters that ``\\d``, ``\\s`` or ``\\w`` matches. ``name`` is the letter of the
+    escape; a capital letter stands for the complement.
 
     Each Unicode category is read from ``re`` once, which takes about 10 ms.
     """
@@ -91,7 +91,7 @@ def prepare() -> None:
 
 
 def _characters(end: int) -> str:
-    """All characters below a code point, surrogates among them, in order."""
+    """All characters below a code point, including surrogates, in order."""
     codes = array("I", range(end)).tobytes()
     return codes.decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")
 

@@ -69,7 +69,7 @@ class Dfa:
         return at
 
     def accepts(self, data: bytes) -> bool:
-        """Whether these bytes, whole, are a match."""
+        """Whether all of these bytes together are a match."""
         return bool(self.accepting[self.walk(data)])
 
     def is_live(self, state: int) -> bool:

@@ -51,7 +51,7 @@ class _Partition:
         self.marked[block] += 1
 
     def split(self) -> None:
-        """In each touched block, splits the marked elements from the unmarked elements; the smaller
+        """In each block with marked elements, splits these from the unmarked elements; the smaller
         part becomes a new block."""
         for block in self.touched:
             first, end = self.first[block], self.end[block]
@@ -75,7 +75,7 @@ class _Partition:
 
 
 def minimise(automaton: Automaton, budget: Budget) -> Automaton:
-    """The minimal automaton that accepts the same trees after the same texts.
+    """The minimal automaton that accepts the same patterns after each text.
 
     States that cannot lead to a match are removed with the transitions to them. The start is state
     0. Raises Exhausted when the time is used up.
