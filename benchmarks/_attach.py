@@ -16,7 +16,7 @@ from tokenbus.clients import AsyncClient
 from tokenbus.protocol.messages import Welcome
 
 PATIENCE_S = 300.0
-"""Maximum time until all streams have received a number of entries, in seconds."""
+"""Maximum time until all streams have received the expected number of entries, in seconds."""
 BETWEEN = 20
 """Number of entries that each stream receives before the next cut."""
 

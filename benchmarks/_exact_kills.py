@@ -41,7 +41,7 @@ class KilledWorkers:
             raise
 
     def run(self, jobs: Sequence[Job]) -> Streams:
-        """The streams of these requests."""
+        """Runs requests; returns their streams."""
         workers = self._ready()
         streams = [self._begin(job) for job in jobs]
         with contextlib.suppress(StopIteration):
@@ -93,6 +93,6 @@ class KilledWorkers:
                 return
 
     def _start(self) -> None:
-        """Starts another GPU worker; every second one has two threads."""
+        """Starts another GPU worker; every second worker has two threads."""
         self._started += 1
         self._system.start(GPU, threads=str(1 + self._started % 2))

@@ -51,7 +51,7 @@ def run(world: World) -> None:
 def _rate(
     world: World, prompts: Prompts, new: int, generate: Callable[[Prompts, int], None]
 ) -> float:
-    """Tokens per second. On a GPU, a short run warms up first."""
+    """Tokens per second. On a GPU, a short run precedes the measurement, to warm up."""
     if not world.dry:
         generate([prompt[:8] for prompt in prompts[:2]], 2)
     return len(prompts) * new / world.timed(lambda: generate(prompts, new))

@@ -1,4 +1,4 @@
-"""Measures a ZeroMQ round trip between two processes through a third with two ROUTER sockets.
+"""Measures a ZeroMQ round trip between two processes through a third process with two ROUTERs.
 
 A message between two workers goes through the broker, so its round trip takes at least this time.
 Benchmarks compare the times of such messages with this minimum.

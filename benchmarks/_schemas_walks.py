@@ -21,7 +21,8 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import Json
 from tokenbus.workers.controller.interface import Action
 
 MAX_TOKENS = 400
-"""The largest ``max_tokens`` of a walk. The smallest is the length of the shortest value."""
+"""The largest ``max_tokens`` of a walk. The smallest is the number of tokens of the shortest
+value."""
 
 HUGE = 10**400
 """Replaces a number that is too large for a float."""

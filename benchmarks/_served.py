@@ -27,7 +27,7 @@ GPU = ("-m", f"{WORKERS}.gpu")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """The environment of a process with only ``settings``; settings of this process are removed."""
+    """The environment of a process that has only these settings, and not those of this process."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     return own | {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
 

@@ -135,7 +135,8 @@ class Worker:
         return unpack(self._socket.recv_multipart())
 
     def messages(self, steps: int) -> list[list[bytes]]:
-        """Receives the next 64 requests; returns ``steps`` messages with one token for each."""
+        """Receives the next 64 requests; returns ``steps`` messages, each with one token for each
+        request."""
         requests: list[tuple[int, int]] = []
         while len(requests) < STREAMS:
             frames = self._receive()

@@ -1,7 +1,7 @@
 """Compares the bits of streams in batches with the bits of each stream alone. Also compares the
 throughput with ``exact`` on and off.
 
-The model is the embedded one. Batches of 1 to 64 streams run with shared prefixes, chunks of
+The model is the embedded model. Batches of 1 to 64 streams run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
 Each batch also runs on two worker processes, one of which is killed.
 """
@@ -80,7 +80,8 @@ def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> St
 
 
 class Comparison:
-    """Compares batches with the same requests alone. Counts the tokens of each kind of batch.
+    """Compares requests in batches with the same requests alone. Counts the tokens of each kind of
+    batch.
 
     Each run of an engine uses one or two threads, chosen at random.
     """

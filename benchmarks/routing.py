@@ -73,7 +73,7 @@ def unique(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 class Run:
-    """A workload on a system."""
+    """The results of a workload on a system."""
 
     def __init__(self, load: Load, count: int, route_by_prefix: bool) -> None:
         world, streams = RoutingWorld(route_by_prefix), list[Stream]()
