@@ -1,4 +1,5 @@
-"""``python -m tokenbus.clients.gateway``: one gateway, configured by the environment."""
+"""``python -m tokenbus.clients.gateway`` runs one gateway process. The settings come from the
+environment and the configuration file."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from ...protocol.settings import SettingError, load
 from .lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves
-(``lingering.py``)."""
+"""The command-line argument with which a gateway finishes its streams after SIGUSR2, while its
+successor serves (``lingering.py``)."""
 
 
 def main() -> int:

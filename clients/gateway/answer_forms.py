@@ -37,7 +37,7 @@ class Family:
     tail: str
     between: str
     trigger: str
-    """The text that starts a call; a prefix of ``opening`` and ``head``."""
+    """The text after which a call must follow; a prefix of ``opening + head``."""
     opening: str = ""
     """Text before the first call."""
     closing: str = ""
@@ -78,7 +78,7 @@ MISTRAL_LIST = Family(
     opening="[TOOL_CALLS][",
     closing="]",
 )
-"""Mistral's form, before its eleventh tokenizer."""
+"""The form of Mistral's tokenizers before version 11."""
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
 """Mistral's list for SentencePiece tokenizers, which write a space after special tokens."""
 MISTRAL = Family(
@@ -90,7 +90,7 @@ MISTRAL = Family(
     quoted=False,
     never=("[ARGS]",),
 )
-"""Mistral's form since its eleventh tokenizer."""
+"""The form of Mistral's tokenizers since version 11."""
 DEEPSEEK_FENCED = Family(
     head=_CALL_BEGIN + "function" + _SEP,
     middle="\n```json\n",
@@ -122,7 +122,8 @@ HARMONY = Family(
 
 
 def family_of(chat_template: str) -> Family:
-    """The family whose form a template uses; Hermes's family if the template does not show it."""
+    """The family whose form a template uses; ``HERMES`` if the template has no form of another
+    family."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
@@ -137,11 +138,13 @@ def family_of(chat_template: str) -> Family:
 
 
 Thinking = Literal["none", "first", "inside"]
-"""Whether an answer may begin with thinking, or inside thinking that the prompt began."""
+"""``none``: an answer has no thinking. ``first``: an answer may begin with thinking. ``inside``: an
+answer continues thinking that the prompt has begun."""
 
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
-    """Whether the answer to a prompt may begin with thinking, or inside thinking."""
+    """The place of thinking in the answer to a prompt. ``prompt_end``: the last text of the
+    prompt."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -158,7 +161,7 @@ class Function(NamedTuple):
 
 @dataclass
 class Rest:
-    """The text of an answer outside thinking and calls, which may have a constraint."""
+    """The constraint of an answer's text outside thinking and calls."""
 
     controller: str = ""
     """The name of the built-in constraint; empty: the text is free."""
@@ -185,7 +188,7 @@ def structure_of(family: Family, wanted: Wanted) -> Structure:
 
 class _Building:
     """Builds the structure of most families. Its phases are the beginning, the text after thinking,
-    the text after a call, and the end."""
+    the text after a call, the end, and the empty line between thinking and a constrained text."""
 
     BEGIN, ANSWER, CALLED, END, SPACED = range(5)
 
@@ -207,7 +210,8 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # The empty line after thinking is a tag if a constraint does not allow it in the text.
+        # The constraint of a text may not allow the empty line after thinking, so the empty line is
+        # a tag.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None
@@ -247,8 +251,9 @@ class _Building:
         )
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
-        """Adds a call of each function. ``whole``: a call is recognized only by the whole text
-        before its arguments, because other text may begin in the same way."""
+        """Adds a tag for calls of each function; returns the tags' indices. ``whole``: a call is
+        recognized only by the whole text before its arguments, because a constrained text may
+        begin in the same way."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:
@@ -318,7 +323,8 @@ class _Harmony:
         )
 
     def _others(self, before: str) -> list[int]:
-        """Adds the calls and the final message."""
+        """Adds a tag for the beginning of the final text, and a tag for calls of each function;
+        returns the tags' indices."""
         found = []
         if self._wanted.rest is not None:
             begin = f"{before}<|channel|>final<|message|>"

@@ -32,11 +32,12 @@ class AnswerForm:
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str) -> str:
-        """The text of an entry for ``PartReader.feed``. ``text``: the entry's own text."""
+        """The text of an entry for ``PartReader.feed``, with the special token that the entry may
+        have. ``text``: the text without the special token."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
-        """The text of a sequence for ``PartReader.feed``."""
+        """The text of a sequence for ``PartReader.feed``, with its special tokens."""
         if not self._marks:
             return sequence.text
         data = b"".join(
@@ -67,8 +68,8 @@ class PartReader:
         self._called = False
         """Whether a call has begun."""
         self._space = ""
-        """White space at the current end of a text or thinking part. It is dropped if the part ends
-        there."""
+        """White space at the current end of a text or thinking part. It is not reported yet,
+        because it is dropped if the part ends there."""
         self._spoke = False
         """Whether the current part contains more than white space."""
         self._kind: Kind = "text"

@@ -63,7 +63,7 @@ class Arrivals:
             working.cancel()
 
     async def close(self) -> None:
-        """Ends the receipt that a wait has begun."""
+        """Cancels the task that a wait has started to receive a message."""
         if self._receiving is not None:
             self._receiving.cancel()
             with contextlib.suppress(asyncio.CancelledError, RuntimeError):

@@ -21,12 +21,12 @@ from .wrong_values import refusal
 SMALL_BODY_BYTES = 256 * 1024
 """The values of a body that is smaller than this number of bytes are not counted."""
 MAX_STRINGS = 65_536
-"""Maximum number of strings in a body, including field names. The bound limits the time in which
-the event loop creates their objects."""
+"""Maximum number of strings in a body, including field names. The event loop is blocked while it
+creates the objects of the strings."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 _STRUCTURE = b",[{"
-"""The characters that may precede a value, in addition to the colon after a name."""
+"""The characters before a value. In an object, they precede the name of the value."""
 
 
 class Body(Struct, kw_only=True):
@@ -99,7 +99,8 @@ def ignored_of(request: Request) -> Ignored:
 
 def check_json(request: Request) -> None:
     """Raises ApiError 415 if the body of a request is not declared as JSON. The type that curl
-    declares by default is accepted, unless a page in a browser sends it, which has an origin."""
+    declares by default is accepted in requests without an ``Origin`` header, which browsers send
+    for pages."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded" and "origin" not in request.headers:

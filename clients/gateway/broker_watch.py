@@ -28,8 +28,8 @@ class BrokerWatch:
     """Watches the broker at ``front`` by a session of its own. When the session ends, ``lost`` is
     called with ``front`` and the reason.
 
-    The session ends if another broker answers, if the broker is silent for the duration of a
-    session, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
+    The session ends if another broker answers, if the broker is silent for the ``expiry_s`` of its
+    WELCOME, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
     connection, or None.
     """
 

@@ -1,9 +1,9 @@
 """Checks and marks the messages of users, which a tunnel sends with the gateway's rights.
 
 The gateway's connection may have more rights than its users: on the broker's machine, or with the
-key of that machine, a client is the operator. Messages for the operator are therefore refused.
-Messages whose answer depends on the sender's rights are marked as a user's. Each of these messages
-is marked, because a new connection does not have the marks of earlier messages.
+key of that machine, a client is the operator. Messages that only the operator may send are
+therefore refused. Messages whose answer depends on the sender's rights are marked as a user's. On a
+new connection the broker does not have the marks of earlier messages, so each message is marked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chat page at ``/`` for browsers, its files, and the bus requests of its answers.
+"""The chat page at ``/`` for browsers, its files, and the requests to the bus for its answers.
 
 The page sends its conversations to ``/v1/chat/completions``, as any other client.
 """
@@ -31,7 +31,7 @@ SHARED = ("base.css", "dom.js", "icon.svg")
 
 
 class BusRequest(msgspec.Struct):
-    """The request for an answer in the form of the bus."""
+    """A request for a chat's answer, in the form that the bus accepts."""
 
     text: str
     """The text of the prompt, with special tokens."""
@@ -63,7 +63,8 @@ def _root() -> Any:
 
 
 async def bus_request(request: Request) -> Response:
-    """The bus request of a chat completion, with which the console generates the answer again."""
+    """Converts a chat completion to a request to the bus, with which the console generates the
+    answer again."""
     ignored = ignored_of(request)
     body = await read_body(request, ChatRequest, ignored)
     body.check()

@@ -30,8 +30,8 @@ class Gzip:
         self._stream = zlib.decompressobj(_GZIP)
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """The bytes that a part becomes, in pieces of at most ``PIECE_BYTES``. Raises ApiError 400
-        if the part is not valid."""
+        """The decompressed bytes of a part, in pieces of at most ``PIECE_BYTES``. Raises ApiError
+        400 if the part is not valid."""
         while part or self._stream.unconsumed_tail:
             if self._stream.eof:
                 raise _invalid("it continues after its end")
@@ -52,7 +52,7 @@ class Gzip:
 
 
 def decoder_of(encoding: str) -> Plain | Gzip:
-    """The decoder for a ``content-encoding``; raises ApiError 415 for an unknown one."""
+    """The decoder for a ``content-encoding``; raises ApiError 415 for an unknown encoding."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return Plain()

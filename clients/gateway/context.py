@@ -32,7 +32,7 @@ class Gateway:
         """The clients of tenants, by the public key of the tenant's bus key."""
         self._operators: dict[str, AsyncClient] = {}
         """The clients for the operator's requests, by the public key of the tenant's bus key. An
-        empty text stands for the gateway's own key. WebSockets do not use these clients."""
+        empty string stands for the gateway's own key. WebSockets do not use these clients."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
@@ -50,7 +50,7 @@ class Gateway:
     @property
     def client(self) -> SharedClient:
         """The bus client that all HTTP requests of a tenant share. The tenant is that of the
-        current task's API key, or else the gateway itself."""
+        current task's API key, or the gateway itself if the API key has no tenant."""
         key = current_tenant.get()
         if key is None:
             return self._own

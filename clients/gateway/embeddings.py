@@ -22,11 +22,13 @@ MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
 """Maximum number of tokens of a request's texts together, as at OpenAI."""
 BATCH_TEXTS = 64
-"""Number of texts of one request at the bus. A worker takes turns between requests."""
+"""Maximum number of texts in one request to the bus. Between two requests, a worker serves other
+clients."""
 assert BATCH_TEXTS <= MAX_INPUTS
 
 ANSWER_BYTES = 6
-"""Bytes of an answer for each byte of its vectors: the vectors themselves, and their JSON."""
+"""Number of bytes that an answer occupies for each byte of its vectors: the vectors themselves, and
+their JSON."""
 TURN_VECTORS = 8
 """Number of vectors that are scaled, compared or encoded before other requests have their turn."""
 
@@ -95,8 +97,9 @@ async def _ids(model: ServedModel, place: str, text: str | list[int]) -> list[in
 async def vectors(
     gateway: Gateway, model: ServedModel, texts: Texts, pooling: Pooling | None
 ) -> list[array[float]]:
-    """The vectors of some texts, of length 1, in their order. They count towards the user's share
-    of the memory until the end of the request. Raises ApiError and UnavailableError."""
+    """A vector of length 1 for each text, in the order of the texts. The vectors count towards the
+    user's share of the memory until the end of the request. Raises ApiError and
+    UnavailableError."""
     options: EmbedOptions = {"model": model.name}
     if pooling is not None:
         options["pooling"] = pooling
@@ -123,7 +126,8 @@ def split(answer: Embedded) -> list[array[float]]:
 
 
 def _named(error: TokenbusError, field: str, first: int) -> ApiError:
-    """An error of the bus, with the place of the text in the request."""
+    """Converts an error of the bus about a text. ``first``: the index in the request of the first
+    text that the bus received."""
     named = from_tokenbus(error)
     param = named.param or ""
     if param.startswith("inputs["):
@@ -134,8 +138,8 @@ def _named(error: TokenbusError, field: str, first: int) -> ApiError:
 async def shortened(
     model: ServedModel, found: list[array[float]], dimensions: int | None
 ) -> list[array[float]]:
-    """The first components of some vectors, scaled to the length 1 (Matryoshka embeddings); None:
-    all components. Raises ApiError 400 if the vectors have fewer components."""
+    """The first ``dimensions`` components of each vector, scaled to the length 1 (Matryoshka
+    embeddings); None: all components. Raises ApiError 400 if the vectors have fewer components."""
     if dimensions is None:
         return found
     size = len(found[0])

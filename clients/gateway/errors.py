@@ -32,7 +32,8 @@ _STATUS: dict[str, int] = {
     Code.TIMEOUT: 504,
     Code.INTERNAL: 500,
 }
-"""The status of a code. All other codes are the request's fault and have the status 400."""
+"""HTTP status by error code of the bus. All other codes are the request's fault and have the status
+400."""
 
 _TYPES = {
     401: "authentication_error",
@@ -53,7 +54,8 @@ _CODES: dict[str, str] = {
 
 
 class UserLimitError(UnavailableError):
-    """A user has too many open requests, and receives a 429. Other users are not affected."""
+    """A user has used up a share: of the streams, of the memory for bodies, or of the WebSockets.
+    Over HTTP the user receives a 429. Other users are not affected."""
 
 
 class ApiError(Exception):
@@ -155,7 +157,7 @@ class AnthropicDetails(Struct):
 
 
 class AnthropicCode(Struct):
-    """``details`` of an error: its reason for programs."""
+    """``details`` of an error: its code, which programs can compare."""
 
     error_code: str
 

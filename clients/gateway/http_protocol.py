@@ -26,7 +26,7 @@ BODY_S = 30.0
 BODY_BYTES_S = 1024
 """Minimum rate of a long body, in bytes per second."""
 UNREAD_S = 300.0
-"""Time after which a client that does not read a waiting answer is disconnected, in seconds."""
+"""Time after which a client that does not read its answer is disconnected, in seconds."""
 RESERVE = 64
 """Number of connections above the maximum that are accepted for probes."""
 
@@ -169,7 +169,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called when the client has read nearly all of the answer."""
+        """Called when the client has read nearly all of the buffered answer."""
         self._read_again()
         super().resume_writing()
 

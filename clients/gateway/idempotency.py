@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 HEADER, LAST_EVENT = "idempotency-key", "last-event-id"
 KEY = re.compile(r'"?[!#-~]{1,256}"?')
-"""A valid key: visible characters. The draft requires a structured-field string, in quotes."""
+"""A valid key: visible characters. The quotes, which the draft requires, may be left out."""
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Further
@@ -136,7 +136,8 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """The first stream id and the number of the served requests, by token."""
+        """By session token: the first stream id of a request, and the number of HTTP requests that
+        repeat it and are being served."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 
@@ -180,7 +181,7 @@ class NamedRequests:
         return True
 
     def leave(self, token: str, user: str) -> None:
-        """Removes an ended request that has entered."""
+        """Removes an ended request for which ``enter`` returned True."""
         base, count = self._open.pop(token)
         if count > 1:
             self._open[token] = base, count - 1

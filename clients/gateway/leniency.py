@@ -1,10 +1,10 @@
 """Decides which fields of a request have no effect, and which fields are refused.
 
 Programs send fields that this gateway does not implement. By default, the header
-``x-tokenbus-ignored`` names unknown fields at the top level, and unknown fields at deeper levels
-are dropped. Elements of an unknown ``type``, such as hosted tools, are left out of lists, and the
-header names these elements. With the setting ``strict_fields``, unknown fields and elements are
-refused, except fields in ``WITHOUT_EFFECT``.
+``x-tokenbus-ignored`` of the answer names unknown fields at the top level, and unknown fields at
+deeper levels are dropped. Elements of an unknown ``type``, such as hosted tools, are left out of
+lists, and the header names these elements. With the setting ``strict_fields``, unknown fields and
+elements are refused, except fields in ``WITHOUT_EFFECT``.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
-    """A value without its unknown elements and fields. ``path``: the place of the value in the
-    body."""
+    """A value without its unknown elements and fields. A whole number with a decimal point becomes
+    an int if the type is int. ``path``: the place of the value in the body."""
     if isinstance(value, float) and value.is_integer():
         kinds = {type(one) for one in kinds_of(kind)}
         return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
@@ -195,7 +195,8 @@ def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored
     types = set(_types(structs))
     found = []
     for number, element in enumerate(value):
-        # A body may have a million numbers and empty objects, but only ``MAX_STRINGS`` fields.
+        # Only objects with fields need the slower code below. A body may have a million numbers and
+        # empty objects, but only ``MAX_STRINGS`` fields.
         if not isinstance(element, dict) or not element:
             found.append(element)
             continue

@@ -157,7 +157,7 @@ class Job:
     counter: Counter
     began: float = field(default_factory=time.monotonic)
     first: float = 0.0
-    """When the first token arrived; 0 before."""
+    """The time of the first token, in seconds of ``time.monotonic``; 0 before the first token."""
 
 
 def routes() -> list[BaseRoute]:

@@ -163,7 +163,7 @@ def _naming(asked: str, model: str) -> Iterator[None]:
 
 
 class ModelSource(Protocol):
-    """A client of the bus, or a part of it."""
+    """The methods of ``AsyncClient`` that ``ModelTable`` calls."""
 
     async def model_info(self, model: str = "", *, timeout_s: float = ...) -> ModelInfo:
         """The properties of a model."""

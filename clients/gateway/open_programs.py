@@ -23,7 +23,7 @@ class _Running:
 
 
 class OpenPrograms:
-    """The streams with a program of all requests that run."""
+    """The streams of running requests that have a controller."""
 
     def __init__(self) -> None:
         self._running: dict[str, list[_Running]] = {}
@@ -45,7 +45,7 @@ class OpenPrograms:
                     del self._running[id]
 
     def add(self, stream: AsyncStream) -> None:
-        """Adds a stream with a program of the current task's request."""
+        """Adds a stream, which has a controller, to the current task's request."""
         running = self._current.get()
         if running is None:
             return

@@ -59,7 +59,8 @@ class PlainLmtp:
                 self._awaited.add(stream_id)
 
     def line(self, frames: Sequence[bytes]) -> str | None:
-        """Converts a message from the broker to a line; None if the client does not use it.
+        """Converts a message from the broker to a line; None for a SYSTEM, which LMQL's client does
+        not use.
 
         An ERROR without a stream is sent, because LMQL's client shows it in a warning.
         """

@@ -31,7 +31,8 @@ IDLE_MARGIN_S = 0.5
 CHECK_S = 0.05
 """Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
-"""Maximum time until a load balancer receives the 503 of a draining gateway, in seconds."""
+"""Maximum time for which a draining gateway waits until a load balancer has received the 503, in
+seconds."""
 
 
 class BindError(Exception):
@@ -137,8 +138,8 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shuts down without failing a request. Connections that the kernel has accepted are
-        served. An open connection is closed after the answer to its next request, which announces
-        the close."""
+        served. The next answer on an open connection has ``connection: close``, and the connection
+        is closed after it."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway

@@ -49,9 +49,9 @@ CASES: dict[str, list[Turn]] = {
         _turn("user", "Next"),
     ],
 }
-"""The conversations by their names. The request has a tool in conversations with calls, and in
-``tools``."""
+"""The conversations by their names."""
 WITH_TOOL = frozenset({"tools", "call and result", "text after a result", "thinking of a call"})
+"""The conversations whose request has ``TOOL``."""
 
 
 @dataclass

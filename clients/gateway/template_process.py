@@ -46,11 +46,11 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateFault(Exception):
-    """A template cannot be rendered with these messages. The client receives the text."""
+    """A template cannot be rendered with these messages. The client receives the error's text."""
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound. With the messages in another order, it would exceed it too."""
+    """A rendering exceeds a bound, which does not depend on the order of the messages."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -112,7 +112,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML characters."""
+    """The filter ``tojson``. Jinja's own filter would escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -197,7 +197,8 @@ def _cut_at_tag(text: str) -> str:
 
 
 def answer_of(request: dict[str, Any]) -> dict[str, str]:
-    """The text of a rendered template, or the reason why it cannot be rendered."""
+    """The answer to a request: the text of a rendered template, or the reason why the template
+    cannot be rendered; for a request with ``keywords``, the states of ``states_of``."""
     if "keywords" in request:
         # jsonschema takes 100 ms to import, and few requests need it.
         from .schema_check import states_of

@@ -39,8 +39,8 @@ class Templates:
     """Renders the conversations of all requests of a gateway.
 
     One process renders the models' templates, and another process the templates in requests. A
-    client's template therefore delays only other clients' templates, by one turn each. Each process
-    starts when it is first needed.
+    client's template therefore delays only other clients' templates, and each client only by one
+    turn. Each process starts when it is first needed.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -107,8 +107,8 @@ class Templates:
     async def validate(
         self, schema: bytes, value: Any, keywords: Sequence[str]
     ) -> dict[str, KeywordState]:
-        """Checks whether a value passes each of these keywords of a schema, which is JSON. Raises
-        ApiError if the check takes too long."""
+        """For each keyword, whether a value passes it. ``schema``: a JSON schema, encoded as JSON.
+        Raises ApiError if the check takes too long."""
         rest = json.dumps({"value": value, "keywords": keywords}).encode()
         answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
         return {name: cast(KeywordState, state) for name, state in answer.items()}
@@ -151,8 +151,8 @@ class Renderer(Protocol):
 
 
 class OwnTemplates(Templates):
-    """Renders the conversations of one program in the process of the program, in Jinja's sandbox
-    as transformers does."""
+    """Renders templates in the process of a Python client instead of a separate process, in
+    Jinja's sandbox as transformers does."""
 
     def __init__(self) -> None:
         super().__init__(trust_requests=True)
@@ -164,7 +164,7 @@ class _InProcess:
         return answer_of(json.loads(request))
 
     async def end(self) -> None:
-        """Does nothing, because templates are rendered in the program's own process."""
+        """Does nothing, because templates are rendered in the client's own process."""
 
 
 class RenderingProcess:

@@ -211,8 +211,8 @@ class _Request:
 
 
 def route_path(scope: Scope) -> str:
-    """The path of a request's route, such as ``/v1/models/{model}``, for metrics: their number of
-    series must stay small."""
+    """The path of a request's route, such as ``/v1/models/{model}``. Metrics have this path as a
+    label, because each value of a label is a further series."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

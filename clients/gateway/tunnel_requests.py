@@ -32,7 +32,8 @@ class TunnelRequests:
     """The open requests of one WebSocket.
 
     ``user``: the user to whom the requests count. ``name``: the name of the API key; empty without
-    a key. ``ranks``: whether the broker checks priorities, by the user's key of the bus.
+    a key. ``ranks``: whether the API key has a key of the bus, by which the broker checks the
+    priorities; otherwise the gateway checks them.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:

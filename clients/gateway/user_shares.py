@@ -1,9 +1,9 @@
 """Counts and bounds the open requests of each user of a gateway.
 
 All requests over HTTP share one session at the broker, and each WebSocket has its own session.
-Users are identified by their API key, otherwise by their address. They share the streams and the
-memory for bodies. A user with too many open requests receives a 429, while other users are served.
-If all streams or all memory is used, requests receive a 503.
+Users are identified by their API key, otherwise by their address. All users share the streams and
+the memory for bodies. A user with too many open requests receives a 429, while other users are
+served. If all streams or all memory is used, requests receive a 503.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class SharedClient(AsyncClient):
         self._shares = shares
         self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
-        """Whether the broker checks priorities, by the client's key of the bus."""
+        """Whether the client has a key of the bus, by which the broker checks priorities; otherwise
+        this class checks them."""
 
     def generate(
         self,

@@ -40,7 +40,7 @@ from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
 PATH = "/v1/aici_modules"
-"""The path whose form of errors is used."""
+"""The path whose form of errors the answers have (``errors.py``)."""
 
 
 class Marked(Struct):
@@ -53,7 +53,8 @@ class AiciCompletion(Body):
     """The body of a request. An optional field that is None has its default."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
-    """One text or one list of token ids, or a list with one of them as its only element."""
+    """A text or a list of token ids, or a list whose only element is a text or a list of token
+    ids."""
     aici_module: Name | None
     """The name of the controller; None: the request has no controller."""
     aici_arg: Any = None

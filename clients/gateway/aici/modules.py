@@ -34,7 +34,7 @@ class Uploaded(Struct):
     compiled_size: int
     """Size of the compiled module, in bytes; ``wasm_size`` is in bytes too."""
     time: int
-    """The time to compile it, in milliseconds."""
+    """The time to compile the module, in milliseconds."""
 
 
 class TagInfo(Struct):

@@ -1,4 +1,4 @@
-"""``POST /v1/run``: runs a controller, as server-sent events."""
+"""``POST /v1/run``: runs a controller, and answers with server-sent events."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ class GrowingMessage:
 
 
 def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
-    """The block of a part. ``empty``: without the text and input of the part, as at the beginning
-    of the block."""
+    """The block of a part. ``empty``: the block has no text or input, as in the event that begins
+    the block."""
     match part:
         case Text(text):
             return TextAnswer("" if empty else text)

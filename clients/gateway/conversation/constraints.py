@@ -37,12 +37,14 @@ class Constraint:
 
 
 def json_object(name: str) -> Constraint:
-    """The constraint of any JSON object. ``name``: the field that requested the constraint."""
+    """The constraint that the text is a JSON object. ``name``: the field that requested the
+    constraint."""
     return Constraint("json_object", "json_schema", {"type": "object"}, name)
 
 
 def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constraint:
-    """The constraint of a value that ``schema`` allows; without a schema, of any object."""
+    """The constraint that the text is a value that ``schema`` allows; None: any JSON object.
+    ``name``: the field that requested the constraint."""
     arg = {"type": "object"} if schema is None else schema
     return Constraint("json_schema", "json_schema", arg, name, bool(strict))
 
@@ -65,7 +67,7 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     storage: list[Any] = field(default_factory=list)
     """The variables that the controller wrote, as AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
-    """The texts that the program sent to the client. A chunk has only its own texts."""
+    """The texts that the program sent to the client. A chunk has only the texts of its entry."""
     error: str = ""
     """The error of this choice, if other choices did not fail."""
     code: str = ""

@@ -10,7 +10,8 @@ from .answers import entry_text
 
 
 class GrowingChoice:
-    """The text of one sequence so far, from which forks begin and tokens are removed."""
+    """The text of one sequence so far, with a piece for each token. A fork begins with a copy of
+    the pieces, and a backtrack removes pieces."""
 
     def __init__(self, pieces: Sequence[str] = ()) -> None:
         self.pieces = list(pieces)
@@ -55,6 +56,6 @@ class GrowingChoices:
         text = entry_text(self._form, entry)
         removed = choice.take(entry, text)
         if inherited:
-            # The client has not received a part of this choice.
+            # The client has not received any text of this choice, so it has nothing to remove.
             return 0, inherited[: len(inherited) - removed] + text, choice
         return removed, text, choice

@@ -1,7 +1,7 @@
 """Arranges the turns of a conversation for templates that refuse their order.
 
 Agents send a system message in the middle, several system messages, or consecutive messages of one
-role. Many templates refuse this. A conversation is first rendered unchanged. If the template
+role. Many templates refuse such orders. A conversation is first rendered unchanged. If the template
 refuses its order, the turns are arranged in three steps; each step follows only if the template
 refuses the previous arrangement.
 """

@@ -64,7 +64,8 @@ class Turn:
 
 @dataclass
 class Rendering:
-    """The variables of a chat template, except the messages and tools."""
+    """How the prompt is rendered: the chat template and its variables, except the messages and
+    tools."""
 
     chat_template: str | None = None
     """A Jinja template that replaces the model's template."""
@@ -76,7 +77,7 @@ class Rendering:
     effort: str | None = None
     """The amount of thinking, for templates with the variable ``reasoning_effort``."""
     effort_field: str = "reasoning_effort"
-    """The name of the field with the effort."""
+    """The field of the request that contains ``effort``, for ``x-tokenbus-ignored``."""
     special: bool = False
     """Whether the tokenizer adds special tokens. Most templates write special tokens themselves."""
 
@@ -86,8 +87,8 @@ class Fitting:
     """How a prompt is shortened."""
 
     reserve: int | None = None
-    """Leave out the oldest turns, so that the context has room for this number of further tokens;
-    None: a conversation that does not fit is refused."""
+    """Number of tokens for which the context must have room after the prompt. The oldest turns are
+    left out to make room. None: a conversation that does not fit is refused."""
     last_tokens: int | None = None
     """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
 

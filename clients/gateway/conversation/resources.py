@@ -1,4 +1,5 @@
-"""The parts of a gateway that prepare an answer. A client of the bus has them too."""
+"""The parts of a gateway that prepare an answer. ``clients/chats.py`` has the same parts for a
+Python client."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def _is_unknown(name: str, value: Any) -> bool:
 
 
 def _without_one_of(schema: Schema, left_out: dict[str, None]) -> Schema:
-    """A schema with ``anyOf`` in place of ``oneOf``, whose alternatives may overlap."""
+    """A schema with ``anyOf`` in place of ``oneOf``. Masks cannot enforce that only one alternative
+    matches."""
     if "oneOf" not in schema:
         return schema
     left_out["oneOf"] = None
@@ -110,7 +111,8 @@ class Checks:
     """Checks the finished sequences of one request."""
 
     templates: Templates
-    """The processes in which untrusted programs run, such as a schema with expensive references."""
+    """Has the process in which values are checked. The schemas are untrusted: a schema may have
+    expensive references."""
     form: AnswerForm | None
     text: Checked | None = None
     """The schema of the text outside calls."""

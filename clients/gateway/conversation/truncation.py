@@ -21,7 +21,7 @@ async def fitting_ids(
     if how.reserve is None:
         whole = await prompt_ids(resources, model, conversation, ignored)
         return last_tokens(whole, how.last_tokens, context)
-    # A greater reserve would leave no room for the conversation.
+    # At most half of the context is reserved, so that the conversation has the other half.
     room = context - min(how.reserve if how.reserve > 0 else 1, max(1, context // 2))
     begins = exchanges(conversation.turns)
 
@@ -38,7 +38,8 @@ async def fitting_ids(
 
     if (found := await ids_without(0)) is not None:
         return found
-    # The number of tokens falls with each exchange that is left out.
+    # A binary search finds the smallest number of exchanges to leave out, because the prompt gets
+    # shorter with each exchange that is left out.
     count = len(begins) - 1
     first = min(1, count)
     while first < count:

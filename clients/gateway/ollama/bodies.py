@@ -113,14 +113,14 @@ class Message(Body, kw_only=True):
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
-    """The function whose result a message with the role ``tool`` has."""
+    """In a message with the role ``tool``: the function whose result the message has."""
     tool_call_id: str | None = None
     images: list[str] | None = None
     """Left out, because the models have no vision."""
 
 
 class OllamaRequest(Body, kw_only=True):
-    """The fields of both requests."""
+    """The fields that ``/api/chat`` and ``/api/generate`` share."""
 
     model: str
     stream: bool | None = None
@@ -186,8 +186,8 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
-    """The turns of a conversation. Results without the id of a call belong to the earlier calls,
-    in order."""
+    """The turns of a conversation. A result without the id of a call belongs to the first call that
+    has no result yet, or to the first such call of its ``tool_name``."""
     turns = []
     open_calls = _OpenCalls()
     for number, message in enumerate(messages):

@@ -52,7 +52,8 @@ class Job:
     counter: Counter
     began: int = field(default_factory=time.monotonic_ns)
     first: int = 0
-    """When the first token arrived; 0 before."""
+    """The time of the first token, in nanoseconds of ``time.monotonic_ns``; 0 before the first
+    token."""
 
 
 async def chat(request: Request) -> Response:
@@ -100,7 +101,7 @@ async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored:
 
 async def _pieces(job: Job) -> AsyncGenerator[tuple[list[tuple[AnswerPart, str]], Token], None]:
     """The new texts of the answer's parts, and the last entry so far. Calls are reported when the
-    answer has ended, because their arguments are objects."""
+    answer has ended, because Ollama's form has the arguments as an object."""
     answer = Answer(job.prepared.form)
     async for _, entries in job.generations.batches():
         job.first = job.first or time.monotonic_ns()

@@ -48,6 +48,6 @@ async def _answer(gateway: Gateway, body: EmbedRequest) -> OllamaEmbeddings:
     texts = await tokenized(model, "input", given, None if body.truncate is False else -1)
     found = await vectors(gateway, model, texts, None)
     found = await shortened(model, found, body.dimensions)
-    # The numbers of a whole answer take seconds to encode.
+    # Encoding all vectors at once may block the event loop for seconds.
     data: list[Any] = await in_turns(found, lambda vector: Raw(encode(vector.tolist())))
     return OllamaEmbeddings(body.model, data, texts.num_tokens)

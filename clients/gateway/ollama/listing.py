@@ -41,7 +41,7 @@ class ListedModel(Struct):
     model: str
     modified_at: str
     size: int
-    """Size of the weights in bytes, at four bytes for each parameter in float32."""
+    """Size of the weights in bytes, computed from the number of parameters and the ``dtype``."""
     digest: str
     """The fingerprint of the tokenizer."""
     details: Details

@@ -98,7 +98,7 @@ async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator
         groups = await stored.call(partial(_groups, id, after))
         size = sum(len(data) for _, data in groups)
         try:
-            # The client may read slowly.
+            # If the client reads slowly, these events stay in the memory.
             gateway.shares.take_bytes(max(0, size - held))
         except TokenbusError as error:
             yield event(from_tokenbus(error).body())
@@ -133,9 +133,9 @@ class _Unsaved:
     """The events of a response that are not stored yet."""
 
     first: int = 0
-    """The number of the first event."""
+    """The number of the first element of ``events`` within the response."""
     skipped: int = 0
-    """Number of the events from the beginning that an earlier gateway has stored."""
+    """Number of the next events that are skipped, because an earlier gateway has stored them."""
     events: list[bytes] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -155,7 +155,8 @@ class _Unsaved:
         self.add(event(fields, "response.failed"))
 
     def take(self) -> tuple[int, bytes, int]:
-        """The number of the first event, all events, and the number of events."""
+        """Removes all events; returns the number of the first event, the events, and how many they
+        are."""
         first, events, self.events = self.first, self.events, []
         self.first += len(events)
         self.arrived.clear()
@@ -170,7 +171,8 @@ class BackgroundTask:
         it."""
         self.user = current_user.get()
         self.begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """The new response, or the error before its generation."""
+        """Receives the response as it is stored before its first token, or the error of a request
+        that cannot begin."""
         self._gateway = gateway
         self._stored = gateway.stored
         self._id = id

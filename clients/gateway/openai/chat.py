@@ -92,7 +92,8 @@ def chat_generations(
     counter: Counter,
     fields: dict[str, str],
 ) -> Generations:
-    """Begins the answer to a conversation. The default maximum is the rest of the context.
+    """Begins the answer to a conversation. Without ``max_tokens``, the answer may take the rest of
+    the context.
 
     ``fields`` maps the bus's field names to the names in the request's body.
     """

@@ -77,7 +77,7 @@ class TemplateFields(Protocol):
 
 
 def rendering_of(fields: TemplateFields) -> Rendering:
-    """The variables of the template."""
+    """The template of the request and its variables."""
     variables = dict(fields.chat_template_kwargs or {})
     if fields.documents is not None:
         variables["documents"] = fields.documents
@@ -166,7 +166,7 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def _choice(self) -> str | None:
-        """Which function the answer calls, as in ``AnswerRules``."""
+        """The value of ``AnswerRules.choice``; None: ``auto``."""
         if isinstance(self.tool_choice, NamedTool):
             return f":{self.tool_choice.function.name}"
         if isinstance(self.function_call, FunctionChoice):

@@ -61,7 +61,7 @@ class ChatChunks:
         )
 
     def write(self, entries: Sequence[Token]) -> bytes:
-        """The events of some entries; empty if the entries do not complete a part."""
+        """The events of some entries; empty while the entries have nothing to report."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:

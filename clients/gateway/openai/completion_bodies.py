@@ -40,8 +40,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
     logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token's log-probability."""
     heal_prompt: bool | None = None
-    """Whether the prompt may end in the middle of a word: its last token is removed and its text is
-    forced. Only Tokenbus has this field."""
+    """Whether the prompt may end in the middle of a word: the prompt's last token is removed, and
+    the answer must begin with the text of this token. Only Tokenbus has this field."""
     suffix: str | None = None
     """The text after the gap that the model fills. Requires a tokenizer with tokens for this."""
 

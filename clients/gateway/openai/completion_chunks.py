@@ -47,7 +47,8 @@ class CompletionChunks:
         self._reports = TokenReports(body)
         self._prompts = prompts
         self._begun: set[tuple[int, int]] = set()
-        """The choices whose chunks have token ids, after their first chunk."""
+        """The choices whose first chunk has been written, as pairs of a prompt's place and ``seq``.
+        Only the first chunk has the token ids of the prompt."""
         self._indexes = Indexes([body.n or 1] * len(prompts))
         self._choices = [GrowingChoices() for _ in prompts]
         self._offsets: dict[int, int] = {}
@@ -63,7 +64,8 @@ class CompletionChunks:
         )
 
     def write(self, place: int, entries: Sequence[Token]) -> bytes:
-        """The events of some entries of one prompt's stream; empty without complete text."""
+        """The events of some entries of one prompt's stream; empty while the entries have nothing
+        to report."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:

@@ -146,7 +146,7 @@ async def _echoes(
     prompts: list[Prompt],
     counter: Counter,
 ) -> tuple[list[Prompt], list[Echo]]:
-    """The prompts as token ids, and the beginnings of their completions."""
+    """The prompts as token ids, and the parts of each prompt that its completions repeat."""
     for prompt in prompts:
         if isinstance(prompt, list):
             model.check_tokens(prompt, "$.prompt")

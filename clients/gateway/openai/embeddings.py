@@ -101,7 +101,7 @@ async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
         number, vector = numbered
         return Raw(encode(Embedding(number, _encoded(vector, as_base64))))
 
-    # The numbers of a whole answer take seconds to encode.
+    # Encoding all vectors at once may block the event loop for seconds.
     data = await in_turns(enumerate(found), item)
     return EmbeddingList(data, model.name, usage_of(texts))
 

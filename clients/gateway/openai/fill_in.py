@@ -1,4 +1,4 @@
-"""Prompts that are filled in the middle: the field ``suffix`` of completions."""
+"""Prompts with a gap that the model fills: the field ``suffix`` of completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .generations import Prompt
 
 
 class Form(NamedTuple):
-    """The tokens of a family of models around the two parts of a text."""
+    """The tokens with which a family of models marks the text before a gap and the text after
+    it."""
 
     prefix: str
     suffix: str
@@ -28,7 +29,7 @@ FORMS = (
     Form("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     Form("[PREFIX]", "[SUFFIX]", "", suffix_first=True),  # Codestral
 )
-"""The forms by their tokens. A tokenizer has the tokens of at most one form."""
+"""All forms. A tokenizer has the tokens of at most one form."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<file_sep>", "<fim_pad>", "▁<EOT>")
 """Tokens that end a filled text, in addition to the end-of-sequence tokens of the model."""
 

@@ -122,7 +122,7 @@ class Generations:
         named = from_tokenbus(error)
         param = named.param
         if param is None and error.code == Code.INVALID_FIELD:
-            # The worker that runs a constraint checks its argument.
+            # The controller worker reports an invalid argument of a constraint without a path.
             param = "controller_arg"
         elif param is None and error.code == Code.UNKNOWN_CONTROLLER:
             param = "controller"

@@ -121,8 +121,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return LOGPROBS in (self.include or ())
 
     def check_include(self, ignored: Ignored) -> None:
-        """Names the parts of ``include`` that have no effect. Raises ApiError 400 for an unknown
-        part under ``strict_fields``."""
+        """Adds the parts of ``include`` that have no effect to ``ignored``. Raises ApiError 400 for
+        an unknown part under ``strict_fields``."""
         for place, name in enumerate(self.include or ()):
             if name == REASONING:
                 ignored.add(f"include: {REASONING}")

@@ -140,7 +140,8 @@ class Output:
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
             yield from self._finish("completed")
-            # Some clients keep the content of this first event, and would send back an empty text.
+            # The first event has no content: some clients would keep an empty text of this event,
+            # and send it back.
             thought = OutputReasoning(new_id("rs_"), "in_progress", [])
             yield self._begin(thought)
             thought.content.append(ReasoningText(""))

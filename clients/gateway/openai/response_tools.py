@@ -45,7 +45,7 @@ class CustomTool(Body, tag="custom", tag_field="type"):
 
 
 class NamespaceTool(Body, tag="namespace", tag_field="type"):
-    """Tools with a common name. Their calls have the name in ``namespace``."""
+    """Tools of one namespace. Their calls have ``name`` in the field ``namespace``."""
 
     name: FunctionName
     tools: list[ResponseTool | CustomTool]
@@ -76,7 +76,8 @@ class OfferedTools:
 
     @classmethod
     def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
-        """The tools of a request. ``ignored`` receives the names of grammars."""
+        """The tools of a request. ``ignored`` receives the names of tools whose grammar has no
+        effect."""
         offered = cls()
         for namespace, tool in _each(given):
             place = ToolPlace(namespace, tool.name)

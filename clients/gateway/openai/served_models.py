@@ -19,7 +19,7 @@ was loaded."""
 
 
 class Model(Struct):
-    """A loaded model, or a further name of one."""
+    """A loaded model, or a further name of a loaded model."""
 
     id: str
     created: int

@@ -18,10 +18,10 @@ class ShownText:
     with_stop: bool
     """Whether the text ends with the stop string or the special token that ended it."""
     special: Mapping[int, str]
-    """The names of special tokens that the text has, by their ids."""
+    """The names of special tokens that are added to the text, by their ids."""
 
     def add(self, entry: Token) -> None:
-        """Adds the text to that of an entry."""
+        """Adds the entry's special token or stop string to the text of the entry."""
         ended = entry.finish_reason == "stop"
         shown = self._name(entry.token, ended and not isinstance(entry.stop, str))
         shown += self._stop(entry.stop) if ended else ""
@@ -29,7 +29,7 @@ class ShownText:
             entry.text = ("" if entry.text is UNSET else entry.text) + shown
 
     def add_all(self, sequence: GeneratedSequence) -> None:
-        """Adds the text to that of a finished sequence."""
+        """Adds the special tokens and the stop string of a finished sequence to its text."""
         ended = sequence.finish_reason == "stop"
         last = len(sequence.tokens) - 1
         for place, token in enumerate(sequence.tokens if self.special else ()):

@@ -89,8 +89,8 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """Answers with a page of the input of a stored response. The items of earlier responses, which
-    the response continues, come first."""
+    """Answers with a page of the input of a stored response. The input begins with the items of the
+    earlier responses that the response continues; the order ``desc`` reverses the input."""
     page = _query(request, Page)
     found = await _found(request)
     stored = gateway_of(request).stored

@@ -14,11 +14,13 @@ class WeightSpan(Struct, omit_defaults=True):
     """Consecutive new tokens that were computed with the same weights and arithmetic."""
 
     first: int
-    """The number of the first of these tokens. The span ends where the next one begins."""
+    """The position of the span's first token among the new tokens. The span ends where the next
+    span begins."""
     weights: str
-    """The version of the weights."""
+    """The hash of the loaded weights (``Span.weights``)."""
     exact: str
-    """The arithmetic; empty if it is not exact."""
+    """The arithmetic, such as ``AVX512``, if the bits of the results do not depend on the batch;
+    empty if they may."""
     version: int = 0
     """The number of the last update of the weights; left out before the first one."""
     kept_cache: bool = False

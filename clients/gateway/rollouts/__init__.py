@@ -25,7 +25,7 @@ from .bodies import (
 )
 
 VERSION_PATHS = ("/model_info", "/get_weight_version", "/weight_version")
-"""The names that SGLang's releases use."""
+"""The paths for the version of the weights in SGLang's releases."""
 
 
 def routes() -> list[BaseRoute]:

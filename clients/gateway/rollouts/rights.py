@@ -1,8 +1,9 @@
 """Decides whether an HTTP request comes from the operator.
 
-With API keys, the key is the operator's: ``tokenbus api-key NAME --operator`` made it, or its
-tenant is the operator's key of the bus. Without API keys, the setting ``operator_over_http`` must
-be on. Only this module uses the gateway's session that may send the operator's messages.
+If the gateway requires API keys, the API key must be the operator's: a key that ``tokenbus api-key
+NAME --operator`` made, or whose tenant is the operator's key of the bus. Otherwise the setting
+``operator_over_http`` must be on. Only this module uses the gateway's session that may send the
+operator's messages.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MAKE_KEY = "make an API key with 'tokenbus api-key NAME --operator'"
 
 
 def operator_of(request: Request) -> AsyncOperator:
-    """The operator's calls for a request; raises ApiError 403 if this gateway knows that the
-    request does not come from the operator. The broker decides about a tenant's key."""
+    """The operator's calls for a request; raises ApiError 403 if the request does not come from the
+    operator. If the API key has a tenant, the broker checks the tenant's key at the call."""
     gateway, tenant = gateway_of(request), current_tenant.get()
     if tenant is None and "api_key_name" in request.scope:
         if not request.scope["api_key_operator"]:

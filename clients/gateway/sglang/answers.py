@@ -82,12 +82,12 @@ class PromptLogprobs:
 
 @dataclass
 class Reports:
-    """The reports about tokens that a prompt's answers have."""
+    """Adds the requested data about tokens to the answers of one prompt."""
 
     model: ServedModel
     logprobs: bool
     tops: int
-    """Number of most likely tokens."""
+    """Number of the most likely tokens that are reported at each position."""
     texts: bool
     processed: bool
     kept: bool

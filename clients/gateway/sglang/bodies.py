@@ -122,7 +122,8 @@ class SamplingParams(Body):
 
 
 class GenerateRequest(Body):
-    """The body of ``POST /generate``. A field that may be a list has a value for each prompt."""
+    """The body of ``POST /generate``. A list in a field after ``text`` has one value for each
+    prompt."""
 
     input_ids: Ids | None = None
     """The prompt as token ids, or a list of prompts."""

@@ -28,8 +28,8 @@ EVENT_GROUPS, EVENT_BYTES = 64, 1024 * 1024
 """Maximum number of groups of events that are read at a time, and the number of bytes after which
 no further group is read."""
 LEASE_S = 15.0
-"""Time in seconds after which another gateway may continue a response that its gateway does not
-report any more."""
+"""Duration of a lease in seconds. Another gateway may continue a response if its gateway has not
+renewed the lease for this time."""
 ACTIVE = ("queued", "in_progress")
 """The statuses of a response that is not finished."""
 
@@ -75,7 +75,7 @@ class NotStoredError(Exception):
 
 
 class UnfinishedError(NotStoredError):
-    """A response does not have an answer that can be continued."""
+    """A response cannot be continued, because it is not finished, was cancelled or failed."""
 
     def __init__(self, id: str, status: str) -> None:
         super().__init__(id)
@@ -154,7 +154,8 @@ class Database:
             return run.execute(sql, (user, id)).rowcount > 0
 
     def items(self, user: str, ids: Sequence[str]) -> dict[str, bytes]:
-        """The stored items of a user with these ids. An item of an answer takes precedence."""
+        """The stored items of a user with these ids. If several items have one id, an item of an
+        answer takes precedence over an item of an input."""
         found: dict[str, bytes] = {}
         sql = (
             "SELECT data FROM items JOIN responses ON response = number"
@@ -267,8 +268,8 @@ class Database:
             return True
 
     def adopt(self, user: str, id: str, owner: str) -> Stored | None:
-        """Makes ``owner`` generate an unfinished response whose lease has expired. None if another
-        gateway generates the response, or if it is finished."""
+        """Gives ``owner`` the lease of an unfinished response if the lease has expired; returns the
+        response. None if another gateway generates the response, or if it is finished."""
         with self._transaction() as run:
             found = self.find(user, id)
             if found is None or not found.expired or found.body is None:

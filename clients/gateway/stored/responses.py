@@ -38,7 +38,8 @@ class StoredResponses:
         ApiError 503 if the database fails."""
         user = current_user.get()
         async with self._turns.of(user):
-            # A cancelled task must not leave a thread at the database.
+            # If the task is cancelled, its turn ends only after the thread has finished with the
+            # database.
             working = asyncio.ensure_future(asyncio.to_thread(self._work, work, user))
             try:
                 return await asyncio.shield(working)

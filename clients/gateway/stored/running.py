@@ -21,15 +21,15 @@ class Running:
         self, user: str, id: str, work: Coroutine[Any, Any, None], begun: asyncio.Future[bytes]
     ) -> None:
         """Runs ``work``, which generates a response of ``user``, in the context of this call.
-        ``begun``: the response before its generation, or the error."""
+        ``begun``: receives the response as it is stored before its first token, or the error."""
         key = user, id
         task = asyncio.ensure_future(work)
         self._tasks[key], self._begun[key] = task, begun
         task.add_done_callback(lambda _: self._ended(key))
 
     def begun(self, user: str, id: str) -> asyncio.Future[bytes] | None:
-        """The response before its generation; None if this process does not generate the
-        response."""
+        """The future with the response as it is stored before its first token; None if this process
+        does not generate the response."""
         return self._begun.get((user, id))
 
     def changes(self, user: str, id: str) -> asyncio.Event | None:
