@@ -207,7 +207,8 @@ class Call:
         if entry.messages:
             self._drop_seen_messages(entry)
         if is_report(entry):
-            # Another attempt may distribute the same messages over other entries.
+            # A report is not counted as an entry, because another attempt may distribute the same
+            # messages over other entries.
             return bool(entry.messages)
         number = self.counted.get(entry.seq, 0) + 1
         self.counted[entry.seq] = number

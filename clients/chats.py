@@ -60,8 +60,8 @@ class Chats:
         tool_choice: str | Mapping[str, Any] | None,
         options: GenerateOptions,
     ) -> Prepared:
-        """The prompt of a conversation, and the form of its answer. Completes ``options``. Raises
-        RequestError."""
+        """The prompt of a conversation, and the form of its answer. Adds the model, the default of
+        ``max_tokens`` and the constraint to ``options``. Raises RequestError."""
         from .gateway.bodies import decode_body
         from .gateway.conversation.planning import prepare
         from .gateway.errors import ApiError
@@ -109,7 +109,8 @@ class BlockingChats:
         done: Future[Prepared] = Future()
 
         def run() -> None:
-            # The calling thread may have an event loop, as in a notebook.
+            # ``asyncio.run`` needs a thread without an event loop. The calling thread may have one,
+            # as in a notebook.
             try:
                 work = self._chats.prepare(messages, tools, tool_choice, options)
                 done.set_result(asyncio.run(work))

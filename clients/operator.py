@@ -57,7 +57,7 @@ class Operator:
         """Replaces the weights of a model by those of a folder of safetensors files, at all workers
         or at none. Live streams continue with the new weights. ``mode``: their KV cache is computed
         again (``recompute``) or kept (``keep``). ``version``: the number of the weights, above the
-        current one; 0: the next number. ``timeout_s``: how long the workers may read."""
+        current one; 0: the next number. ``timeout_s``: maximum time for reading the files."""
         return rollout_of(self._client.ask(update_call(folder, model, version, mode, timeout_s)))
 
 

@@ -204,8 +204,8 @@ def again(
     """Runs the recorded request again; yields at most ``until`` entries.
 
     ``module``: a controller to run instead of the recorded one. ``inspect``: entries report the
-    effect of their masks, and the maximum number of likeliest tokens is reported. ``model``: the
-    name of the model, if it is not the recorded name.
+    effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the name of
+    the model, if it is not the recorded name.
 
     Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
     samples different tokens for the same seed.

@@ -129,9 +129,9 @@ class GenerateOptions(RequestOptions, total=False):
     """The argument of the controller: text unchanged, a list or a dict as JSON. Requires
     ``controller``."""
     heal_prompt: bool
-    """Removes the prompt's last token and forces its text, so that a prompt may end in the middle
-    of a word. With ``text``, the generated text begins after the prompt, and the first token has
-    the rest of the word."""
+    """Whether the prompt may end in the middle of a word: the prompt's last token is removed, and
+    the output must begin with the text of this token. With ``text``, the text of the first token is
+    only the part after the prompt."""
     processed_logprobs: bool
     """Whether entries have ``processed``: the log-probability under the distribution that the token
     was drawn from."""
@@ -270,8 +270,8 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
 
 
 def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float, by: str = "") -> Call:
-    """The call of an UPLOAD; raises OSError if the file cannot be read, RequestError if it is too
-    large for a module."""
+    """The call of an UPLOAD. Raises OSError if the file cannot be read, and RequestError if the
+    module is too large."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
     if (too_large := module_too_large(len(content))) is not None:
         raise too_large

@@ -208,7 +208,8 @@ class ClientSession:
         self._next_input(call, now)
 
     def _next_input(self, call: Call, now: float) -> None:
-        """Sends the first input that is not stored, unless it has been sent a moment ago."""
+        """Sends the first input that is not stored, unless it was sent and ``input_at`` is in the
+        future."""
         ready = self._welcomed and call.sent and not call.attaching
         waiting = next((sent for sent in call.inputs if not sent.stored), None)
         if waiting is None:
@@ -236,7 +237,7 @@ class ClientSession:
             self._drop_input(call, sent, error, now)
 
     def _drop_input(self, call: Call, sent: SentInput, error: TokenbusError, now: float) -> None:
-        """Removes a refused input. The inputs after it were not sent yet."""
+        """Removes a refused input, and numbers the later inputs again. They were not sent yet."""
         call.inputs.remove(sent)
         for number, later in enumerate(call.inputs, 1):
             later.number = number

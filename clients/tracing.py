@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """The origin of the requests of a task, for a gateway."""
+    """The HTTP request from which the bus requests of a gateway's task originate."""
 
     request_id: str
     trace: str
