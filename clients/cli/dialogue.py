@@ -47,7 +47,7 @@ class Dialogue:
             return  # Standard input is closed, or the command has closed its client.
 
     def _send(self, text: str) -> None:
-        """Sends an input, again as long as too many inputs wait for the program."""
+        """Sends an input; sends it again while too many inputs wait for the program."""
         while True:
             try:
                 return self._stream.send(text)

@@ -119,7 +119,7 @@ def _new(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _new_for_another(args: argparse.Namespace) -> int:
-    """Creates the key on the machine that will use it, so that its secret stays there."""
+    """Creates a key on the machine that will use the key, so that the secret stays there."""
     if args.name is None:
         raise KeyFault("the holder's name is missing; use: tokenbus keys new NAME --broker PUBLIC")
     file = Path(args.file or f"{args.name}.key")

@@ -1,7 +1,7 @@
-"""Compiles grammars and regular expressions by name or file: their tables, and a reference.
+"""Compiles the grammar or the regular expression that a name or a file gives.
 
-The reference interprets the tables in Python (``Recognizer`` and ``Dfa``); the masks of the grammar
-backend are compared with it.
+``Recognizer`` and ``Dfa`` interpret the compiled tables in Python. They are the *reference*, with
+which the masks of the grammar backend are compared.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # The end of the text, and the whole text, have no name in the grammar's file.
+        # Not counted: the terminal for the end of the text, and the rule for the whole text with
+        # its alternative. The grammar's file does not contain them.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,

@@ -25,7 +25,7 @@ class Mask(NamedTuple):
     bits: bytes
     """Bit i set: token i is allowed."""
     flags: int
-    """``ANY``, ``FORCED`` and ``COMPLETE``."""
+    """The flags ``ANY``, ``FORCED`` and ``COMPLETE`` of ``grammar_instance.py``."""
     seconds: float
     """Time of the grammar backend for the mask, including the copy of the mask."""
 

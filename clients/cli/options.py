@@ -152,7 +152,8 @@ def _value(name: str, text: str) -> Any:
     try:
         return msgspec.convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
-        # The name of a controller may consist of digits, like the beginning of a module id.
+        # A text that consists of digits was decoded as a number, but may be the name of a
+        # controller, such as the beginning of a module id.
         with suppress(msgspec.ValidationError):
             return msgspec.convert(text, PARAMETERS[name].type, strict=False)
         raise

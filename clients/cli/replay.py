@@ -196,8 +196,7 @@ def _mask(entry: Token, texts: Callable[[int], str]) -> str:
     """Formats the mask and the bias of a sampled entry, and the time of the controller's round."""
     parts = ["every token is allowed"]
     if entry.allowed is not UNSET:
-        # ``top_logprobs`` has the likeliest tokens, and ``cut`` has those of these tokens that are
-        # forbidden.
+        # ``top_logprobs`` has the likeliest tokens, and ``cut`` the forbidden tokens among them.
         likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
         ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
         more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""

@@ -141,8 +141,8 @@ class _Eraser:
 
     def _erase_part(self, node: Node) -> None:
         """Erases a part of a construct. If the part ends a statement at a line break, or begins a
-        member of a class, a semicolon takes its place. Otherwise JavaScript might join two lines to
-        one statement."""
+        member of a class, a semicolon takes its place. Without the semicolon, JavaScript might join
+        two lines to one statement."""
         parent = node.parent
         assert parent is not None
         self._blank(node.start_byte, node.end_byte)
@@ -223,7 +223,7 @@ def _ends_statement(node: Node) -> bool:
 
 
 def _syntax_error(root: Node, text: bytes) -> TypeScriptFault:
-    """The first error of a text that was not parsed."""
+    """The first syntax error of a text."""
     node = root
     while True:
         inner = next(
