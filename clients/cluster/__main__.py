@@ -55,7 +55,8 @@ class Cluster:
         self._client = Client(settings.front_endpoint, patience_s=ASK_S)
 
     def run(self, signals: queue.SimpleQueue[int]) -> None:
-        """Serves until a signal arrives."""
+        """Adapts the workers to the load until SIGTERM or SIGINT arrives in ``signals``. If the
+        system ends, drains the workers."""
         now = time.monotonic()
         for members, _ in self._scaled:
             members.find(now)

@@ -13,11 +13,12 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to ``supervisord.conf`` at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in the packaged file. The written file is in the system's run directory."""
+"""How the packaged file names the run directory. The written file is in that directory itself, so
+there it is ``%(here)s``."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
-"""Seconds after ``drain_s`` until a worker is killed."""
+"""Seconds after ``drain_s`` until a process that does not stop is killed."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
@@ -62,7 +63,7 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # A worker in the cluster has the same time to end as a local worker.
+        # The process waits for its workers, which have the same time to end as local workers.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

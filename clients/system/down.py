@@ -51,7 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # Gateways that have been replaced: their streams have ended together with the broker.
+            # A gateway that has a successor is not stopped by supervisord. Its streams have ended
+            # together with the broker.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")

@@ -226,7 +226,8 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # A process that was just forked does not have the environment of its program yet.
+            # ``end_leftovers`` does not find a process that was just forked, because it does not
+            # have the environment of its program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
@@ -248,6 +249,6 @@ def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the limit of open files, because the broker needs one for each client's connection."""
+    """Raises the limit of open files, because each connection of the broker is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
