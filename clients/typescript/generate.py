@@ -162,7 +162,7 @@ def _interface(struct: StructType, *, sent: bool) -> str:
         lines.append(_comment(text, "  "))
         optional = not field.required and (sent or not _has_default(field))
         name = f"{field.encode_name}?" if optional else field.encode_name
-        # The value undefined is allowed, because such a field is not sent.
+        # An application may set a field to undefined, which is then not sent.
         undefined = " | undefined" if optional and sent else ""
         lines.append(f"  readonly {name}: {_type(field.type)}{undefined};\n")
     doc = _comment(inspect.getdoc(struct.cls) or "")

@@ -153,7 +153,8 @@ export class Call {
     this.received += 1;
     if (!(entry instanceof Row)) {
       const messages = this.#newMessages(entry);
-      // Another attempt may distribute the same messages over other entries.
+      // A report is not counted as an entry, because another attempt may distribute the same
+      // messages over other entries.
       if (isReport(entry)) return messages > 0;
     }
     const count = (this.#came.get(entry.seq) ?? 0) + 1;
@@ -169,7 +170,7 @@ export class Call {
     const came = this.#cameMessages.get(seq) ?? 0;
     const seen = this.#seenMessages.get(seq) ?? 0;
     const after = came + messages.length;
-    // The entry belongs to this session until the reader gets it.
+    // The entry may be changed, because the reader has not received it yet.
     (messages as string[]).splice(0, Math.max(0, seen - came));
     this.#cameMessages.set(seq, after);
     this.#seenMessages.set(seq, Math.max(seen, after));

@@ -12,7 +12,7 @@ export interface ErrorDetails {
 
 /** The base class of all errors that Tokenbus reports. */
 export class TokenbusError extends Error {
-  /** A stable name for programs. A newer broker may send codes that this package does not know. */
+  /** A stable name for programs. A newer broker may send codes that `Code` does not contain. */
   readonly code: Code | (string & {});
   /** The faulty field. */
   readonly path: string | null;

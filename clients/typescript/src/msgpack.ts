@@ -23,7 +23,7 @@ const DEEPEST = 200;
 const SHORT = 24;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
-/** The last field names by a hash of their bytes. Messages have only a few different names. */
+/** A cache of field names by a hash of their bytes. Messages have only a few different names. */
 const names: ({ readonly bytes: Uint8Array; readonly text: string } | undefined)[] = Array(256);
 
 class Reader {

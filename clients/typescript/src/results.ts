@@ -15,7 +15,7 @@ export class GeneratedSequence {
   readonly tokens: number[] = [];
   /** The log-probability of each token; NaN for an appended token, which was not sampled. */
   readonly logprobs: number[] = [];
-  /** The text of each token, in text mode. */
+  /** The text of each token; empty if the request did not ask for text. */
   readonly texts: string[] = [];
   /** The output of the controller. */
   logs = "";

@@ -173,7 +173,9 @@ export class Session {
     this.#nextInput(call, now);
   }
 
-  /** Sends the first input that is not stored, unless it has been sent a moment ago. */
+  /**
+   * Sends the first input that is not stored, unless it was sent and `inputAt` is in the future.
+   */
   #nextInput(call: Call, now: number): void {
     const waiting = call.inputs.find((sent) => !sent.stored);
     if (waiting === undefined) {
@@ -212,7 +214,7 @@ export class Session {
     }
   }
 
-  /** Removes a refused input. The inputs after it were not sent yet. */
+  /** Removes a refused input, and numbers the later inputs again. They were not sent yet. */
   #dropInput(call: Call, sent: SentInput, error: TokenbusError, now: number): void {
     call.inputs.splice(call.inputs.indexOf(sent), 1);
     call.inputs.forEach((later, place) => (later.number = place + 1));

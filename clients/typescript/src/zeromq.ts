@@ -13,8 +13,8 @@ import { type Link, type Listener, type Transport, decodeMessages } from "./tran
 const LINGER_MS = 500;
 /**
  * Time in milliseconds after which ZeroMQ would connect a socket again. A socket that has lost its
- * connection is closed long before. Otherwise ZeroMQ would send queued messages to a broker that
- * does not know the session yet.
+ * connection is closed long before this time. If ZeroMQ connected the socket again, it would send
+ * queued messages to a broker that has not received the session's HELLO.
  */
 const NEVER_MS = 600_000;
 
