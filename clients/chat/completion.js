@@ -74,8 +74,8 @@ function inPlainWords(status, code, message) {
  * Streams the answer to `body`.
  *
  * `place` has the idempotency `key` and the number `event` of the last event that was received; this
- * function updates `event` with each chunk. `take(chunk)` receives the chunks, and `notice(text)`
- * says why the answer is interrupted; an empty text ends the interruption.
+ * function updates `event` with each chunk. `take(chunk)` receives the chunks. `notice(text)`
+ * receives the reason of an interruption, and an empty text when the interruption ends.
  */
 export async function stream(body, place, { take, notice, signal }) {
   let failures = 0;
@@ -96,7 +96,7 @@ export async function stream(body, place, { take, notice, signal }) {
   }
 }
 
-/** Sends the request once. Returns whether the stream ended, and was not cut. */
+/** Sends the request once. Returns true when the stream has ended, and false if it was cut. */
 async function attempt(body, place, take, notice, signal) {
   const headers = { "content-type": "application/json", "idempotency-key": place.key };
   if (place.event) headers["last-event-id"] = String(place.event);

@@ -72,7 +72,7 @@ export class Composer extends EventTarget {
 
   #update() {
     const { conversation } = this.#chat;
-    // Until the page has loaded a conversation, nothing can be sent.
+    // The field and the button are disabled until the page has loaded a conversation.
     this.#field.disabled = byId("send").disabled = false;
     if (conversation.id !== this.#shown) {
       this.#shown = conversation.id;

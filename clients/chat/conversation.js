@@ -1,12 +1,12 @@
 // Conversations as trees of messages, and the requests for their answers.
 //
-// Each message has the id of its parent. Messages with the same parent are versions of one another,
-// and `shown` has the version of each parent that the page shows.
+// Each message has the id of its parent. Messages with the same parent are versions of one another.
+// `shown` maps the id of a parent to the id of the version that the page shows.
 
 const ROOT = "";
 const TITLE_CHARACTERS = 60;
 
-/** A new id. Ids are also idempotency keys, so nobody can guess them. */
+/** A new id. It is random, because ids are also idempotency keys, which nobody may guess. */
 export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(12));
   return [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -110,7 +110,7 @@ function inRequest(message) {
   return [given];
 }
 
-/** Adds a result for each call without one, because templates require results. */
+/** Adds a result for each call that has no result, because templates require results. */
 function withResults(messages) {
   const answered = new Set(messages.map((message) => message.tool_call_id));
   return messages.flatMap((message) => {

@@ -29,7 +29,7 @@ export function updateMessage(item, message, conversation, isLast) {
   showTail(item.querySelector(".tail"), message, conversation);
 }
 
-/** Sends an event with a message from its element. */
+/** Dispatches an event about a message at `element`. */
 function report(element, name, message, detail = {}) {
   const init = { bubbles: true, detail: { message, ...detail } };
   element.dispatchEvent(new CustomEvent(`chat-${name}`, init));
@@ -218,7 +218,8 @@ function answerButtons(tail, message, conversation) {
       copy.textContent = "Not allowed";
     }
   });
-  // The console is opened with the API key of this tab.
+  // With the relation `opener`, the new tab has a copy of this tab's session storage with the API
+  // key.
   const why = { href: `console#why=${conversation.id}.${message.id}`, target: "_blank", rel: "opener" };
   return [
     copy,

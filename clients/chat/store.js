@@ -19,7 +19,7 @@ export class Store extends EventTarget {
     };
   }
 
-  /** The id, title, draft and time of each conversation. The last one that changed is first. */
+  /** The id, title, draft and time of each conversation, the most recently changed first. */
   async list() {
     const transaction = await this.#transaction("readonly");
     const found = await resultOf(transaction.objectStore(LIST).getAll());

@@ -7,7 +7,7 @@ import { bytes } from "./format.js";
 import { placeOf } from "./places.js";
 
 const ARGUMENTS = {
-  regex: ["Regular expression", "Python's syntax. It must match the whole text."],
+  regex: ["Regular expression", "Python's syntax. The expression must match the whole text."],
   yacc: ["Grammar", "An LR(1) grammar in yacc's form, or a name: json, c, sql_select, …"],
   json_schema: ["JSON schema", "The text is one value that the schema allows."],
   choice: ["Choices", "One choice on each line."],

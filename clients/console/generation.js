@@ -1,6 +1,6 @@
 // The state of a generation, collected from its TOKEN entries. This file does not draw.
 
-/** One token that has arrived in a sequence. It is kept even if a splice drops it. */
+/** One token that has arrived in a sequence. The item is kept even if a splice drops the token. */
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
@@ -44,7 +44,10 @@ export class Sequence {
   writes = [];
   /** Number of its own tokens that the sequence took back. */
   takenBack = 0;
-  /** The sequence that appended this sequence's tokens, for example to choose the best of several. */
+  /**
+   * The sequence whose controller appended the tokens of this one, for example as the best of
+   * several.
+   */
   chosenBy = null;
   /** The ids of the last consecutive tokens that the controller appended. */
   run = [];
