@@ -1,5 +1,5 @@
 """The gateway: serves a Tokenbus over HTTP and WebSocket.
 
-A gateway is a client of the bus. Other processes do not depend on its state, so that any gateway
-process can be restarted, and several can share one port.
+A gateway is a client of the bus. No other process depends on the state of a gateway. Any gateway
+process can therefore be restarted, and several gateways can share one port.
 """

@@ -210,8 +210,8 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # The constraint of a text may not allow the empty line after thinking, so the empty line is
-        # a tag.
+        # Some constraints do not allow the empty line after thinking as a part of the text, so the
+        # empty line has its own tag.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None

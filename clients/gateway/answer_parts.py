@@ -14,7 +14,7 @@ from .models import ServedModel
 
 
 class AnswerForm:
-    """The structure of the answers to one request of a model."""
+    """The structure of the answers to one request to a model."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
         """``special_tokens``: the special tokens by id. The text of an entry does not contain
@@ -32,8 +32,8 @@ class AnswerForm:
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str) -> str:
-        """The text of an entry for ``PartReader.feed``, with the special token that the entry may
-        have. ``text``: the text without the special token."""
+        """The text of an entry, as ``PartReader.feed`` expects it: ``text``, and the text of the
+        entry's special token if it has one."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
@@ -50,7 +50,7 @@ class AnswerForm:
 
 
 class Part(NamedTuple):
-    """More text of a part of an answer."""
+    """New text of one part of an answer."""
 
     kind: Kind
     text: str
@@ -78,11 +78,12 @@ class PartReader:
         the text is dropped."""
 
     def feed(self, text: str) -> list[Part]:
-        """Adds ``text`` to the answer; returns the parts that are complete."""
+        """Adds ``text`` to the answer; returns the new texts of its parts."""
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:
-        """The remaining parts when the answer ends. An incomplete tag becomes text."""
+        """Ends the answer; returns the remaining texts of its parts. An incomplete tag becomes
+        text."""
         parts = self._parts(self._reader.end())
         begun = self._spoke or not self._after_tag
         if self._space and begun and not self._called and self._kind == "text":

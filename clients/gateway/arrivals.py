@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 MAX_EARLY_CHARS = 65_536
 """A wait stops receiving when the unread messages have this number of characters."""
 MAX_EARLY = 64
-"""Maximum number of unread messages; a wait stops receiving when they have arrived."""
+"""A wait stops receiving when this number of messages is unread."""
 NO_STATUS = 1005
 """Close code of a WebSocket that was closed without a code (RFC 6455)."""
 

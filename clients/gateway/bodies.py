@@ -19,7 +19,7 @@ from .leniency import Ignored, decode
 from .wrong_values import refusal
 
 SMALL_BODY_BYTES = 256 * 1024
-"""The values of a body that is smaller than this number of bytes are not counted."""
+"""The values of a body are counted only if the body has more than this number of bytes."""
 MAX_STRINGS = 65_536
 """Maximum number of strings in a body, including field names. The event loop is blocked while it
 creates the objects of the strings."""
@@ -153,7 +153,7 @@ def _check_values(body: bytes) -> None:
 def _counts(body: bytes) -> tuple[int, int]:
     """The numbers of strings and of values in a JSON text. Beyond MAX_STRINGS strings the values
     are not counted."""
-    # If no quote is escaped, every string is the text between two quotes.
+    # Without the escaped quotes, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:

@@ -62,8 +62,8 @@ class BrokerWatch:
         """Waits until the broker has answered the watch, or until ``lost`` was called. Raises
         TimeoutError if neither happens, because the watch cannot connect or its HELLO is refused.
 
-        A connection sends its first message only after this wait. If the broker were replaced after
-        an earlier message, the watch would begin with the new broker and not report the restart.
+        A connection sends its first message only after this wait. If a message were sent before the
+        watch begins, and the broker were replaced between the two, the watch would not report it.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()

@@ -53,7 +53,7 @@ async def tokenized(
     model: ServedModel, field: str, texts: Sequence[str | list[int]], truncate: int | None = None
 ) -> Texts:
     """The token ids of some texts. ``truncate``: the number of first tokens of each text that are
-    kept (-1: as many as the model takes). Raises ApiError."""
+    kept (-1: as many as the model takes; None: all). Raises ApiError."""
     if len(texts) > MAX_TEXTS:
         what = f"{field} has {len(texts)} texts; at most {MAX_TEXTS} are allowed"
         raise invalid_field(field, what)

@@ -10,7 +10,8 @@ need state from the first gateway. If a client sends the key of another user, th
 computes a different token.
 
 If the broker does not have the stream any more, the request runs again. A request without a seed
-receives a seed that is computed from the token, so that the tokens are the same.
+receives a seed that is computed like the session's token, so that the repetition generates the same
+tokens.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class NamedRequests:
         return NamedRequest(f"background {id}", last_event, self)
 
     def enter(self, token: str, base: int, user: str) -> bool:
-        """Whether a request of ``user`` may have its own session; raises ApiError 409."""
+        """Adds a request of ``user`` with its own session. Returns False if the request has to use
+        the shared session. Raises ApiError 409."""
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()

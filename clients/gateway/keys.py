@@ -1,4 +1,5 @@
-"""Reads the file of API keys' hashes. This module imports no package of the gateway's extra."""
+"""Reads the file with the hashes of API keys. This module does not import packages of the extra
+``gateway``."""
 
 from __future__ import annotations
 

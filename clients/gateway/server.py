@@ -27,7 +27,8 @@ BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
 """Maximum size of a WebSocket message. A controller module of 16 MiB fits in base64."""
 IDLE_MARGIN_S = 0.5
-"""Seconds after uvicorn's keep-alive limit that a draining gateway waits for idle connections."""
+"""Time in seconds for which a draining gateway waits for idle connections after uvicorn's
+keep-alive limit."""
 CHECK_S = 0.05
 """Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
@@ -153,8 +154,8 @@ class GatewayServer(uvicorn.Server):
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # The pause comes first, because uvloop reports a connection shortly after its
-            # acceptance.
+            # The pause comes before the check, because a connection is listed in ``connections``
+            # only shortly after uvloop has accepted it.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:

@@ -1,6 +1,6 @@
 """Renders messages to the text of a prompt with chat templates, in a separate process.
 
-The templates are those of transformers, and the options those of vLLM.
+Templates have the form that transformers defines. The options have vLLM's names and effects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .template_process import CPU_S, LENGTH, answer_of
 from .turns import Turns, current_user
 
 WALL_S = 120.0
-"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds the CPU time of a template, but
-an overloaded machine may need much longer for it and for the start of the process."""
+"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds the CPU time of a template. On
+an overloaded machine, this CPU time and the start of the process may take much longer."""
 MAX_WAITING = 256
 """Maximum number of renderings that wait for one process."""
 MAX_OF_ONE = 32
@@ -120,7 +120,7 @@ class Templates:
 
 
 def template_of(model: ServedModel) -> str:
-    """The model's own template, or the plain one."""
+    """The model's own template; ``PLAIN_TEMPLATE`` if the model does not have a template."""
     return model.files.chat_template or PLAIN_TEMPLATE
 
 

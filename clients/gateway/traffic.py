@@ -212,7 +212,7 @@ class _Request:
 
 def route_path(scope: Scope) -> str:
     """The path of a request's route, such as ``/v1/models/{model}``. Metrics have this path as a
-    label, because each value of a label is a further series."""
+    label instead of the request's path, because each value of a label is a further series."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

@@ -37,7 +37,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Co
 
 
 class Fork(Struct):
-    """The new part of a sequence. All fields but ``messages`` and ``exact`` are always present."""
+    """The new part of a sequence. Only ``messages`` and ``exact`` may be absent."""
 
     index: int
     text: str

@@ -176,6 +176,7 @@ def _input(call: Call) -> dict[str, Any]:
 
 
 def _usage(first: Token, output: int) -> Usage:
-    """The usage of a message. The first entry of its stream has the number of prompt tokens."""
+    """The usage of a message with ``output`` generated tokens. ``first``: the first entry of the
+    stream, which has the number of prompt tokens."""
     read = first.cached_tokens
     return Usage(first.prompt_tokens - read, 0, read, output)

@@ -116,7 +116,7 @@ async def _events(
 
 
 async def _arrived(stream: AsyncStream) -> list[Token] | None:
-    """The next entries; None if no entry arrives for some seconds."""
+    """The next entries; None if no entry arrives within ``PING_S``."""
     try:
         async with asyncio.timeout(PING_S):
             return await stream.arrived()

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def entry_text(form: AnswerForm | None, entry: Token) -> str:
-    """The text of an entry for ``Answer.feed``."""
+    """The text of an entry, as ``Answer.feed`` expects it."""
     text = "" if entry.text is UNSET else entry.text
     return text if form is None else form.text_of(entry, text)
 

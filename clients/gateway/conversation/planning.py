@@ -22,7 +22,8 @@ from .truncation import fitting_ids
 WITH_PARTS = frozenset(
     ("json_schema", "lark", "regex", "yacc", "choice", "substring", "combination")
 )
-"""Names of constraints that apply to the text of an answer after its thinking."""
+"""Built-in constraints that can apply to a part of an answer: its text outside thinking and
+calls."""
 PROMPT_END = 8
 """Number of tokens at the end of a prompt that are searched for the beginning of thinking."""
 

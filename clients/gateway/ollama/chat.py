@@ -149,7 +149,7 @@ async def _whole(job: Job) -> OllamaAnswer:
 
 
 def _line(job: Job, pieces: list[tuple[AnswerPart, str]]) -> OllamaAnswer:
-    """A line with some pieces of the answer."""
+    """A line with consecutive pieces of the answer."""
     text = "".join(text for part, text in pieces if isinstance(part, Text))
     thinking = "".join(text for part, text in pieces if isinstance(part, Thinking)) or UNSET
     created = datetime.now(UTC).isoformat().replace("+00:00", "Z")

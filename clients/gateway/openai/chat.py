@@ -104,7 +104,7 @@ def chat_generations(
 
 
 def rest_of_context(prepared: Prepared) -> int:
-    """Number of tokens of the context after the prompt, and 1 at least."""
+    """Number of tokens for which the context has room after the prompt; at least 1."""
     return max(1, prepared.model.info.context_length - len(prepared.ids))
 
 

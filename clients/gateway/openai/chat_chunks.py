@@ -150,8 +150,8 @@ class ChatChunks:
         fields = self._reports.of_entry(entry) if self._reports else None
         if not deltas and (logprobs or reason or receipt or fields):
             deltas = [Delta()]
-        # The first piece has the log-probabilities and the token's fields, and the last piece the
-        # finish reason.
+        # The first delta has the log-probabilities and the token's fields, and the last delta the
+        # finish reason and the receipt.
         last = len(deltas) - 1
         return b"".join(
             self._chunk(

@@ -111,7 +111,7 @@ async def _prompts(
     """The prompts, and the parts of each prompt that its completions repeat."""
     prompts = body.prompts
     if body.truncate_prompt_tokens is not None:
-        # The ends of the prompts are kept.
+        # Each prompt keeps its last tokens.
         kept, context = body.truncate_prompt_tokens, model.info.context_length
         prompts = [last_tokens(one, kept, context) for one in await _tokenized(model, prompts)]
     echoes = [Echo() for _ in prompts]

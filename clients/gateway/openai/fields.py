@@ -73,7 +73,7 @@ class TextRequest(Body):
     """The priority. Lower values are served first, as in vLLM, unlike on the bus."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | Schema | None = None
-    """vLLM's older names of the fields of ``structured_outputs``."""
+    """The fields ``guided_…`` are vLLM's older names of the fields of ``structured_outputs``."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
@@ -90,7 +90,7 @@ class TextRequest(Body):
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """``structured_outputs``, or the fields with its older names."""
+        """``structured_outputs``, or the fields ``guided_…`` in the same form."""
         if self.structured_outputs is not None:
             return self.structured_outputs
         older = StructuredOutputs(

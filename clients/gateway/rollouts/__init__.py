@@ -1,5 +1,5 @@
-"""Pauses of models and updates of their weights, for the operator's trainers: Tokenbus's messages,
-and the paths of vLLM and SGLang that have the same meaning."""
+"""Pauses of models and updates of their weights, for the operator's trainers. Some paths are those
+of vLLM and SGLang."""
 
 from __future__ import annotations
 

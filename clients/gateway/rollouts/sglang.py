@@ -72,7 +72,7 @@ async def _update(request: Request, operator: AsyncOperator, body: DiskBody) -> 
 
 
 async def _without_streams(request: Request, operator: AsyncOperator, body: DiskBody) -> Rollout:
-    """Aborts the live streams, and holds new ones until the update has ended."""
+    """Aborts the live streams, and updates the weights. New streams wait until the update ends."""
     model = named(request, body)
     _ = body.version  # A wrong version must not abort streams.
     before = await paused_models(request)

@@ -97,7 +97,7 @@ class Reports:
     """The prompt in the form of the answer."""
 
     def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
-        """Adds the reports about a sequence to its answer."""
+        """Adds the requested data about the tokens of a sequence to ``info``."""
         if self.logprobs:
             logprobs = [None if math.isnan(value) else value for value in sequence.logprobs]
             output = PromptLogprobs(sequence.tokens, logprobs, sequence.top_logprobs)

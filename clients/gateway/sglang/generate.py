@@ -31,8 +31,8 @@ from .answers import Generated, MetaInfo, PromptLogprobs, Reports, finish_of
 from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
-"""An event of a stream repeats the whole answer so far. The next event follows when the answer has
-grown by its length divided by this number, which bounds the size of the stream."""
+"""Each event of a stream repeats the whole answer so far. To bound the size of the stream, an event
+follows only when the answer has grown by more than its length divided by this number."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -215,7 +215,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _answers(job: Job) -> list[Generated]:
-    """The answers to all prompts, in their order; the sequences of a prompt follow one another."""
+    """The answers to all prompts, in the order of the prompts; one answer for each sequence."""
     try:
         found = await _together([_sequences(job, part) for part in job.parts])
     finally:

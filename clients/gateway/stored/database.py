@@ -1,4 +1,4 @@
-"""The stored responses of all users: plain functions of the database, which block."""
+"""The stored responses of all users. The methods of this module block the calling thread."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Running:
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
-        """The first answer of each response that a task generates."""
+        """Each response as it is stored before its first token, by user and id."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
         """Set when a response has new events or has ended. Each event is set once."""
 
