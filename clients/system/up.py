@@ -236,8 +236,8 @@ def _watch(
 def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemFault | None:
     """The fault because of which the system cannot continue, or None.
 
-    An exit is a fault until all processes have been ready once. Later, the process is restarted,
-    unless its exit code shows that a restart would fail too.
+    The exit of a process is a fault until all processes have been ready once. Later, supervisord
+    restarts the process, unless the exit code shows that a restart would fail too.
     """
     for name, code in supervisor.exits():
         if code == WRONG_SETTING or not was_ready:
