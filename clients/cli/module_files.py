@@ -108,8 +108,9 @@ def _checked(source: Path, diagnostics: str) -> str:
     """Returns the compiler's warnings; raises FileFault if a warning reports a call that does not
     exist.
 
-    The SDK declares the four calls, and clang warns about a function without a declaration. That
-    warning finds a misspelt call. Other functions may be defined without a prototype.
+    The SDK declares the four functions in ``CALLS``. If a controller defines a function ``tb_…``
+    that is not declared, clang warns, and the name is probably misspelt. clang's warnings about
+    other functions without a declaration are left out.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

@@ -145,7 +145,8 @@ class FittedTable:
 
 
 class Pictures:
-    """Makes a picture of each status. Rates count from the previous picture."""
+    """Makes a picture of each status. Its requests per second and rounds per second are means since
+    the previous picture."""
 
     def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None
