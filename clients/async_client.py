@@ -66,8 +66,9 @@ class AsyncClient(BaseClient):
 
         ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds it is
         cancelled and ends with SlowClientError. None: no maximum.
-        ``wait_for_room``: whether a request is sent again for ``retry_s`` if the broker's queue is
-        full. A server sets this to False, so that its own clients decide whether to try again.
+        ``wait_for_room``: whether a request that finds the broker's queue full is sent again, until
+        ``retry_s`` has passed. A server sets this to False, so that its own clients decide whether
+        to try again.
         ``session``: the token of a named session, which the client begins or takes over.
         """
         self._max_unread = max_unread

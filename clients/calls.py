@@ -230,7 +230,7 @@ class Call:
 
     def _ended_before(self) -> int:
         """The number of sequences that are live in this attempt although an earlier attempt has
-        delivered their end. The order in which sequences end differs between attempts."""
+        delivered their end: attempts may differ in the order in which sequences end."""
         n = self.message.n if isinstance(self.message, Generate) else 1
         again = self.ends - self.ends_again
         return sum(seq < n or seq in self.counted for seq in again)

@@ -82,7 +82,7 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
 
 class Recorder(Sequences):
-    """Writes a stream to a file when it finishes, fails or is closed.
+    """Writes a stream to a file when the stream finishes, fails or is closed.
 
     Pass a Recorder as ``generate(record=…)`` to add the controller's module to the recording, or to
     record only failures.
@@ -100,8 +100,8 @@ class Recorder(Sequences):
         self._recorded: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """Returns the model. AsyncClient sets this function, because it asks for the model after
-        the request is sent."""
+        """Returns the stream's model. Only AsyncClient sets this function: it asks for the model
+        after it has sent the request."""
         rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:

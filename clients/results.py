@@ -139,8 +139,8 @@ class GeneratedSequence:
 
 
 def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
-    """The spans of the first ``length`` tokens and of the tokens that follow them. The last span is
-    kept even if its first tokens were removed."""
+    """The spans after the tokens from index ``length`` on were removed. The last span is kept even
+    if all of its tokens were removed, because the next tokens belong to it."""
     found = [(min(first, length), span) for first, span in spans]
     return [one for one, after in pairwise(found) if after[0] > one[0]] + found[-1:]
 

@@ -237,7 +237,7 @@ class ClientSession:
             self._drop_input(call, sent, error, now)
 
     def _drop_input(self, call: Call, sent: SentInput, error: TokenbusError, now: float) -> None:
-        """Removes a refused input, and numbers the later inputs again. They were not sent yet."""
+        """Removes a refused input, and renumbers the later inputs, which were not sent yet."""
         call.inputs.remove(sent)
         for number, later in enumerate(call.inputs, 1):
             later.number = number
@@ -612,7 +612,7 @@ def _buffer_name(call: Call) -> str:
 
 
 def _in_flight(call: Call) -> SentInput:
-    """The input of a call that an ERROR refuses."""
+    """The input that is refused by an ERROR for this call."""
     return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
 
 

@@ -21,7 +21,7 @@ from .results import GeneratedSequence, Sequences, check_text, describe
 
 
 def check_input(text: object) -> None:
-    """Raises RequestError if an input is not a text that may be sent."""
+    """Raises RequestError if an input is not text or has more than ``MAX_INPUT_BYTES``."""
     if not isinstance(text, str):
         what = f"an input is text; got {type(text).__name__}"
         raise RequestError(Code.INVALID_FIELD, what)

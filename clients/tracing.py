@@ -1,8 +1,8 @@
 """Adds ids and traces to a client's requests, and creates the client's spans.
 
-A span is created if the program has set up OpenTelemetry. This module does not import the package
-if the program has not imported it. Names follow OpenTelemetry's semantic conventions for generative
-AI.
+A span is created if the program has set up OpenTelemetry. A program that does not import
+OpenTelemetry's package does not load it through this module either. Names follow OpenTelemetry's
+semantic conventions for generative AI.
 """
 
 from __future__ import annotations
