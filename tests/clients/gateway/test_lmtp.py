@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import struct
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,10 @@ from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from benchmarks._environments import lmql, lmql_client
-
 from ...processes import Bus, Gateway, until
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs" / "protocol.md"
 WAIT_S = 120.0
 LONG: dict[str, Any] = {"prompt": [263, 305], "max_tokens": 900, "ignore_eos": True}
 
@@ -49,55 +43,6 @@ def receive(socket: ClientConnection) -> tuple[str, Any]:
     assert isinstance(message, str)
     kind, _, body = message.partition(" ")
     return kind, json.loads(body)
-
-
-def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> None:
-    done = subprocess.run(
-        [lmql_client(), Path(__file__).with_name("lmql_calls.py"), gateway.ws_url],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    received = json.loads(done.stdout)
-    assert received["info"]["model_info"]["name"] == "embedded"
-    with steered.client() as client:
-        for number, entries in enumerate(received["generated"]):
-            expected = client.generate([263, 305 + number], max_tokens=6, temperature=0.0)
-            assert [entry["token"] for entry in entries] == expected.tokens()
-            assert all(len(entry["top_logprobs"]) >= 2 for entry in entries)
-        for number, entries in enumerate(received["scored"]):
-            scores = client.score([263, 305 + number], [7, number])
-            assert [entry["token"] for entry in entries] == [7, number]
-            assert [entry["logprob"] for entry in entries] == pytest.approx(scores.logprobs)
-    assert "max_tokens" in received["invalid"]
-    assert "'unknown'" in received["unknown"]
-    assert "'unknown'" in received["refused"]["error"]
-
-
-@pytest.mark.parametrize("transformers", [4, 5])
-def test_the_query_of_lmql_in_the_docs_runs_as_it_stands(
-    gateway: Gateway, steered: Bus, transformers: int, tmp_path: Path
-) -> None:
-    """Only the port is another one. The tokenizer of the embedded model loads in both versions."""
-    [query] = re.findall(r"```python\n(import asyncio, lmql\n.*?)```", DOCS.read_text(), re.DOTALL)
-    endpoint = gateway.url.removeprefix("http://").replace("127.0.0.1", "localhost")
-    file = tmp_path / "query.py"  # LMQL reads the source of a query.
-    file.write_text(query.replace("localhost:8080", endpoint))
-    done = subprocess.run(
-        [lmql(transformers), file],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    with steered.client() as client:
-        expected = client.generate("def add(a, b):\n    return ", max_tokens=7).text()
-    assert done.stdout.rstrip("\n").endswith(expected)
 
 
 def test_without_hello_answers_are_lists_and_errors_are_entries(socket: ClientConnection) -> None:
