@@ -1,7 +1,7 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
-Environment variables configure the worker. With names, it serves these Python controllers; without
-names, it serves uploaded modules and the built-in constraints.
+Environment variables configure the worker. With arguments, the worker serves these Python
+controllers; without arguments, it serves uploaded modules and the built-in constraints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # One text is tokenized at a time, so the tokenizer's own threads would only cost time.
+    # Each call tokenizes one text, so the tokenizer's own threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)

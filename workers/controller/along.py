@@ -49,7 +49,8 @@ class Place:
         return True
 
     def take_bias(self) -> bytes | None:
-        """Removes and returns the bias to be sent; None if the last decision had no bias."""
+        """Removes and returns the bias of the last decision: None without a bias, empty if the bias
+        is in a row, otherwise the bytes to attach."""
         bias, self.bias = self.bias, b""
         return bias if self.biased else None
 
@@ -82,7 +83,8 @@ def decide_along(
                     break
                 written += 1
     except TokenbusError:
-        # If the tokens are sampled, the controller itself fails in its round.
+        # The copy used a variable, or it failed. In the second case, the controller fails too if
+        # the tokens are sampled.
         pass
     return written
 

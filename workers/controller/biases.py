@@ -1,9 +1,9 @@
 """Biases: numbers that a controller adds to the logits of the next token.
 
 A bias is dense (a float32 for each token) or sparse (pairs of a token id (u32) and a float32). Both
-kinds have the same little-endian form: the number of pairs as u32, then the pairs in ascending
-order of their ids; 0 pairs means that all floats follow. Minus infinity forbids a token. Source:
-AICI's ``SampleWithBias { bias: Vec<f32> }``.
+kinds begin with the number of pairs as u32. The pairs follow in ascending order of their ids; after
+the number 0, a float32 for each token follows. All numbers are little-endian. Minus infinity
+forbids a token. Source: AICI's ``SampleWithBias { bias: Vec<f32> }``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Bias(NamedTuple):
         return self.pairs.to_bytes(HEAD, "little")
 
     def write(self, into: memoryview) -> None:
-        """Writes the bias to the beginning of ``into``, which has ``bias_bytes``."""
+        """Writes the bias to the beginning of ``into``, which has at least ``bias_bytes(vocab)``
+        bytes."""
         into[:HEAD] = self.head
         into[HEAD : HEAD + len(self.data)] = self.data
 
@@ -43,7 +44,7 @@ class Bias(NamedTuple):
 
 def dense(values: np.ndarray, size: int) -> Bias:
     """The bias of an array of floats. Raises ControllerError if the array does not have ``size``
-    values, or if a value is not a number below infinity."""
+    values, or if a value is NaN or plus infinity."""
     if values.shape != (size,):
         shape = " x ".join(map(str, values.shape)) or "no"
         raise _wrong(f"its bias has {shape} values; the vocabulary has {size} tokens")
@@ -55,9 +56,9 @@ def dense(values: np.ndarray, size: int) -> Bias:
 
 
 def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
-    """The bias of token ids and as many floats, in any order; None if they are empty. Raises
-    ControllerError for an id outside the vocabulary, for a repeated id, and for a value that is not
-    a number below infinity."""
+    """The bias that adds ``values[i]`` to the logit of ``tokens[i]``, in any order; None if the
+    arrays are empty. Raises ControllerError for an id outside the vocabulary, for a repeated id,
+    and for a value that is NaN or plus infinity."""
     if not len(tokens):
         return None
     steps = tokens[1:] > tokens[:-1]

@@ -39,7 +39,7 @@ class Turn:
     waiting: int = 0
     """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
-    """Whether the tenant is in the heap of the queue, so that its next job may begin."""
+    """Whether the tenant is in ``FairJobs._order``; otherwise none of its jobs may begin."""
 
 
 class Taken(NamedTuple):
@@ -65,13 +65,14 @@ class FairJobs:
         self._lock = threading.Lock()
         self._turns: dict[str, Turn] = {}
         self._order: list[tuple[float, int, Turn]] = []
-        """A heap of the tenants whose next job may begin, by virtual time; the tenant's present
-        time may be later."""
+        """A heap of (virtual time, tie-breaker, tenant), with the tenants whose next job may begin.
+        A tenant's virtual time may be later than the time in its element."""
         self._numbers = itertools.count()
         self._now_s = 0.0
-        """The present virtual time: that of the last taken job. When the queue is empty, it
-        advances to the latest time of all tenants."""
+        """The present virtual time: the time of the last taken job's tenant. When ``take`` finds no
+        queued job, the present time advances to ``_latest_s``."""
         self._latest_s = 0.0
+        """The latest virtual time of a tenant at the end of a job."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -172,7 +173,7 @@ class FairJobs:
             heapq.heappush(self._order, (turn.used_s, next(self._numbers), turn))
 
     def _first(self) -> Turn:
-        """The tenant with the earliest virtual time, which stays first in the order."""
+        """The tenant with the earliest virtual time. Its element remains first in the heap."""
         order = self._order
         while len(order) > 1 and order[0][0] < order[0][2].used_s:
             turn = order[0][2]

@@ -62,7 +62,8 @@ class FirstRounds:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> Steps:
-        """One round, or the rounds of a replay; every failure becomes a result."""
+        """Runs the first round, or the rounds of a replay, between which it yields. Every failure
+        becomes a result."""
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")

@@ -12,26 +12,27 @@ import hashlib
 from collections.abc import Container
 
 WIDTH = 1024
-"""The k-th sequence forked from number p has the number ``p * WIDTH + k``, if this number is below
-``FIRST_HASHED`` and k is below ``WIDTH``."""
+"""The k-th sequence that is forked from sequence p has the number ``p * WIDTH + k``, if this number
+is below ``FIRST_HASHED`` and k is below ``WIDTH``."""
 FIRST_HASHED = 2**31
 """Numbers from this one on are hashes. All numbers are u32."""
 
 
 def lineage_of_fork(parent: int, fork: int, child: int) -> int:
     """The 64-bit lineage of a new sequence: the ``child``-th sequence that the ``fork``-th fork of
-    its parent created. The lineage does not depend on the numbers of sequences."""
+    its parent created. ``parent`` is the lineage of the parent. The lineage does not depend on the
+    numbers of sequences."""
     path = f"{parent}/{fork}/{child}".encode()
     return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
 
 
 def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int]) -> int:
-    """The number of the ``place``-th sequence, from 1, that was ever forked from ``parent``. The
-    number is not in ``taken``.
+    """The number of the ``place``-th sequence (counted from 1) that was forked from sequence
+    ``parent``. The number is not in ``taken``.
 
     Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
-    forks have hashes. Two of a request's 128 sequences share a hash once in a few hundred thousand
-    such requests; then the numbers depend on the order of the forks.
+    forks have hashes as numbers. Two of a request's 128 sequences share a hash once in a few
+    hundred thousand such requests; then the numbers depend on the order of the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

@@ -14,7 +14,7 @@ from ...protocol.errors import Code, ControllerError
 
 
 class GuestMemory:
-    """The account of a worker, in bytes. Thread-safe."""
+    """Counts the bytes of memory that the guests of a worker have. Thread-safe."""
 
     def __init__(self, total: int) -> None:
         """``total``: bytes that the guests of this worker may have."""

@@ -17,7 +17,7 @@ class Vocabulary(Protocol):
     """The tokens of a model; ``vocabulary.TokenizerVocabulary`` implements it."""
 
     size: int
-    """Token ids are below this; a mask has ceil(size / 32) words."""
+    """Token ids are below ``size``; a mask has ceil(size / 32) words of 32 bits."""
     eos: int
     """The first end-of-sequence token; -1 if the model does not have one."""
     eos_ids: tuple[int, ...]
@@ -68,8 +68,8 @@ class Written(NamedTuple):
 class Variables(Protocol):
     """The variables of a request, for one of its sequences. Calls wait for the state worker.
 
-    Each raises ControllerError if a name or a value is not valid, if the quota is exceeded, or if
-    the state worker does not answer.
+    Each call raises ControllerError if a name or a value is not valid, if the quota is exceeded, or
+    if the state worker does not answer.
     """
 
     def get(self, name: str) -> Stored | None:
@@ -94,8 +94,8 @@ class NextTokens(NamedTuple):
     """The tokens that may follow a text under a constraint."""
 
     mask: bytes
-    """Bit i of the little-endian u32 words is set if token i may follow, or if it ends a text that
-    may end here."""
+    """Bit i of the little-endian u32 words is set if token i may follow. If the text may end here,
+    the bit of the token ``Vocabulary.eos`` is set too."""
     may_end: bool
     """Whether the text may end here."""
     ends: bool
@@ -119,8 +119,8 @@ class Tools(Protocol):
     def begin(self, tool: str, arguments: bytes) -> str:
         """Calls a tool with a JSON object, and returns the name of a variable of the request.
 
-        The variable has the answer of the call as soon as the tool has answered, for
-        ``tool_calls.answer_of``. Raises TokenbusError if the call cannot be recorded.
+        When the tool has answered, ``tool_calls.answer_of`` reads the answer from the variable's
+        value. Raises TokenbusError if the call cannot be recorded.
         """
 
 
@@ -141,15 +141,15 @@ class Host:
     ignore_eos: bool = False
     """Whether end-of-sequence tokens do not end the sequence, whatever its controller does."""
     memory: TenantMemory | None = None
-    """The account that guests of this sequence count towards; None: they are not counted."""
+    """Counts the memory of this sequence's guests; None if it is not counted."""
     questions: Questions | None = None
     """Answers a script's questions about constraints; None for other controllers."""
     tools: Tools | None = None
     """The tools of the sequence; None if the controller cannot call tools."""
     distributions: Sequence[Distribution] = ()
-    """The distribution of each token that the last post_process got; empty if the tokens were
-    appended, or if the controller did not query them. ``Rounds`` sets this before each
-    post_process."""
+    """The distribution from which each token of the last post_process was sampled; empty if the
+    tokens were appended, or if the controller did not query the distribution. ``Rounds`` sets this
+    field before each post_process."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

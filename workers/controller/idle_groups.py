@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 IDLE_WAKE_S = 0.01
 """Time for which all sequences of a group are suspended before they are woken, in seconds."""
 MAX_IDLE_ROUNDS = 16
-"""Maximum average number of rounds of one tenant's idle groups in ``IDLE_WAKE_S``."""
+"""Maximum average number of rounds of one tenant's idle groups in each period of
+``IDLE_WAKE_S``."""
 
 
 class IdleQueue:
@@ -52,7 +53,8 @@ class IdleQueue:
         self._groups[tenant].append((due, group))
 
     def next(self, now: float) -> tuple[SequenceGroup | None, float]:
-        """The group to wake now, if any; else the time of the next turn."""
+        """Removes and returns the group to wake now, with ``now``. If there is none: None, and the
+        time of the next turn."""
         while self._turns:
             turn, _, tenant = self._turns[0]
             if turn > now:

@@ -92,12 +92,13 @@ class Controller(Protocol):
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Called after ``backtrack`` tokens were dropped and ``tokens`` were appended; may stop.
 
-        ``Host.distributions`` has the answer to the query about tokens that were sampled. Limit:
-        ``Limits.post_s``.
+        If ``tokens`` were sampled, ``Host.distributions`` has the answers to the queries about
+        them. Limit: ``Limits.post_s``.
         """
 
     def fork(self, host: Host) -> Controller:
-        """A copy with the same state, for the sequence of ``host``. Called only between calls."""
+        """A copy with the same state, for the sequence of ``host``. Called when no other call of
+        the controller runs."""
 
     def close(self) -> None:
         """Frees the controller's resources; called once."""

@@ -11,7 +11,8 @@ MIN_TEXT_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in seconds of CPU, so that a busy machine does not end a sequence; sizes in bytes."""
+    """Times are CPU time in seconds, so that a busy machine does not end a sequence. Sizes are in
+    bytes."""
 
     init_s: float = 1.0
     pre_s: float = 0.001
@@ -19,13 +20,13 @@ class Limits:
     post_s: float = 0.001
     fuel_per_ms: int = 0
     """Wasm instructions that a guest may execute for each millisecond of a call's limit, so that
-    the limit ends the same calls on every machine; 0: CPU time decides."""
+    the limit ends the same calls on every machine; 0: CPU time is limited instead."""
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
-    """Maximum elements of each table."""
+    """Maximum elements of each Wasm table of a guest."""
     tables: int = 4
-    """Maximum tables; compilers create one."""
+    """Maximum Wasm tables of a guest; compilers create one."""
     log_bytes: int = 64 * 1024
     """Maximum bytes of the log of one round; all logs of a sequence may have 16 times this number.
     Further bytes are counted and dropped."""
@@ -40,7 +41,7 @@ class Limits:
     idle_wakes: int = 10_000
     """Maximum consecutive wake-ups of a request whose sequences are all suspended."""
     silent_rounds: int = 256
-    """Maximum consecutive rounds in which a sequence appends tokens without sampling."""
+    """Maximum consecutive actions of a sequence that append or splice tokens without sampling."""
     appended_tokens: int = 65_536
     """Maximum tokens that a sequence appends without sampling."""
     variable_bytes: int = 1024 * 1024
@@ -50,13 +51,13 @@ class Limits:
 
     @property
     def round_s(self) -> float:
-        """The CPU time of a round of three calls, in seconds."""
+        """Maximum CPU time of a round of three calls, in seconds."""
         return self.post_s + self.pre_s + self.mid_s
 
     def max_text(self, call_s: float) -> int:
         """Maximum bytes of a text that is tokenized at once in a call of ``call_s`` seconds of CPU.
 
-        A tokenizer cannot be interrupted, so a text that would take longer than the call is
-        refused. The bound is a number of bytes, so it is the same on every machine.
+        A tokenizer cannot be interrupted, so a text is refused if it would take longer than
+        ``call_s``. The bound is a number of bytes, so it is the same on every machine.
         """
         return min(self.text_bytes, max(MIN_TEXT_BYTES, int(TEXT_BYTES_PER_S * call_s)))

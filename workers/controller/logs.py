@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 IN_ALL = 16
-"""A log stores at most this many times its limit in total, because it is stored until its stream
-ends."""
+"""Maximum total output of a log, as a multiple of its ``limit``. The total is bounded because the
+output is stored until the stream ends."""
 
 
 class Log:

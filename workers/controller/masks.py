@@ -1,4 +1,4 @@
-"""Rows for masks and biases: in a file that the GPU worker maps too, or in buffers."""
+"""Rows for masks and biases, in a file that the GPU worker maps too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MaskRows:
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
         """Maps the file ``NAME#NUMBER``. Raises OSError or ValueError if this process cannot map
-        it, or if the local file of this name has another number."""
+        it, or if the inode number of the local file NAME is not NUMBER."""
         self.row_bytes = row_bytes
         self.bias_bytes = bias_bytes
         self._rows = rows
@@ -69,8 +69,8 @@ class MaskRows:
 class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
-    Requests have references to the rows, but this table does not: a GPU worker opens a new file
-    whenever the last one has become unused.
+    A GPU worker opens a new file whenever its last file has become unused. So that unused files are
+    unmapped, only requests have references to the rows; this table has weak references.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The cost of controllers: CPU time and rounds, by the controller in the request."""
+"""The cost of controllers: CPU time and rounds, by the controller that the request names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CONTROLLERS = 64
 EVERY = 16
 """CPU time is measured in one of this number of rounds, because measuring takes a microsecond."""
 WEIGHT = 0.1
-"""The weight of one measured round in ``Meter._share``."""
+"""The weight of one measured round in the moving average ``Meter._share``."""
 
 
 class Meter:

@@ -56,8 +56,8 @@ class _Sent(NamedTuple):
 class ModuleCalls:
     """The calls of this worker that wait for an answer.
 
-    ``post`` sends frames to the worker in their header, or over every broker; ``post_once`` sends
-    them over one broker, which its second argument selects.
+    ``post`` sends frames to the worker that their header names, or over every broker if it names no
+    worker. ``post_once`` sends frames over one broker, which its second argument selects.
     """
 
     def __init__(

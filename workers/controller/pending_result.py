@@ -34,15 +34,15 @@ class Submit(Protocol):
 class PendingResult:
     """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
 
-    ``post`` sends frames. ``sent`` is called after that for each group, with the rounds of the
+    ``post`` sends frames. After ``post``, ``sent`` is called for each group, with the rounds of the
     sequences that these results wake, and with results of sequences that can never be woken.
 
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
     because freeing a large memory takes milliseconds.
 
-    ``order`` is one lock for all results of a worker. The lock ensures that an immediate STEP finds
-    its sequences waiting for the model, and that the result of a woken sequence is sent after the
-    result that suspended it.
+    ``order`` is one lock for all results of a worker. Because of the lock, a STEP that immediately
+    follows a RESULT finds its sequences waiting for the model. The result of a woken sequence is
+    sent after the result that suspended it.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class PendingResult:
         return self._missing == 0
 
     def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
-        """Adds the results of a round that has ended. The last round sends the message."""
+        """Adds the results of a round that has ended. The call for the last round sends the
+        message."""
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:

@@ -86,7 +86,7 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, and starts with up to ``hands`` threads."""
+        """Queues jobs of a tenant, and wakes up to ``hands`` threads."""
         self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
@@ -102,13 +102,13 @@ class Pool:
         self._wake.release()
 
     def close(self) -> None:
-        """Ends each thread after its current jobs. No job may be submitted afterwards."""
+        """Ends the threads after all queued jobs. No job may be submitted afterwards."""
         self._closed = True
         self._wake.release(max(1, self._threads))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wraps a wait for another process in a job, on its thread: other jobs use its slot.
+        """Wraps a wait for another process; called by a job, whose slot other jobs use meanwhile.
 
         The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
         wait already, or if the tenant would have more waiting jobs than remain for other tenants.
@@ -284,8 +284,8 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def freeing_slot() -> Iterator[None]:
-    """Wraps a wait in ``waiting``. If too many jobs wait already, this job keeps its slot, so that
-    other jobs stay queued."""
+    """Wraps a wait in ``waiting``. If too many jobs wait already, this job keeps its slot during
+    the wait."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(UnavailableError):
             stack.enter_context(waiting())

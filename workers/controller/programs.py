@@ -39,10 +39,10 @@ class Programs:
 
     def get(self, tenant: str, name: str, owner: str) -> Program:
         """The program with this name; raises RequestError if the name is unknown. ``owner``: the
-        tenant, or a session without a key, whose guests are separate from those of others."""
+        tenant, or the session if clients do not have keys. Owners do not share guests."""
         served = self._runtime.served(owner, name)
         if served is not None:
-            # Only scripts ask the worker for texts.
+            # Only scripts need ``ScriptProgram``, which generates texts for them.
             runs_scripts = isinstance(served, RemoteProgram | ServedScript)
             return self._scripted(served) if runs_scripts else served
         if self._store is None:

@@ -12,8 +12,8 @@ _MAX_SEED = 2**63 - 1
 
 
 def checked_query(query: object, size: int) -> Query:
-    """A query whose numbers are valid for a vocabulary of ``size`` tokens; raises ControllerError
-    with the first invalid value."""
+    """Checks a query for a vocabulary of ``size`` tokens, and returns it without repeated tokens.
+    Raises ControllerError for the first invalid value."""
     if not isinstance(query, Query):
         raise _wrong(f"its query is {query!r}; expected Query(top, tokens)")
     top = _whole("top of its query", query.top, 0, MAX_QUERY_TOP)
@@ -26,7 +26,8 @@ def checked_query(query: object, size: int) -> Query:
 
 
 def checked_override(override: object) -> Override:
-    """An override whose numbers are valid; raises ControllerError with the first invalid value."""
+    """Checks an override, and returns it with its numbers converted. Raises ControllerError for the
+    first invalid value."""
     if not isinstance(override, Override):
         raise _wrong(f"its override is {override!r}; expected Override(temperature, top_p, seed)")
     temperature, top_p, seed = override.temperature, override.top_p, override.seed

@@ -4,11 +4,11 @@ All rounds run with their earlier inputs: the prompt, the sampled tokens, and th
 operations on variables, which the state worker stores. If the decisions of a controller depend only
 on these inputs, the replay restores its earlier state.
 
-Only results that may not have been applied are kept: the results since the sequence's last sampled
-token or its last applied fork, whichever is later.
+A result is kept only if the GPU worker has possibly not applied it. These are the results since the
+sequence's last sampled token or its last applied fork, whichever is later.
 
-A fork's sequences run before their parent continues. So all earlier children of a sequence have
-been replayed before the sequence forks again.
+The children of a fork are replayed before their parent continues. So all earlier children of a
+sequence have been replayed before the sequence forks again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TIMES = 10
 """Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
 not fail on a slower one."""
 MAX_IDLE_WAKES = 10_000
-"""Maximum consecutive wake-ups of a suspended sequence that get no recorded answer, if the number
-of its wake-ups was not recorded."""
+"""Maximum consecutive rounds in which a sequence suspends and gets no recorded answer. This bound
+applies if the number of the sequence's wake-ups was not recorded."""
 
 Steps = Generator[None, None, list[StepResult]]
 """A replay: it yields between rounds, so that other work can run, and returns the results to
@@ -47,15 +47,16 @@ class _Past:
     tokens: int = 0
     """Sampled tokens whose rounds have been run."""
     forks: int = 0
-    """Number of recorded sequences that its forks have made."""
+    """Number of recorded sequences that the replayed forks have created."""
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """Results since the resume point of the sequence, with their position among all results."""
+    """Results since the last sampled token or the last applied fork, each with its position among
+    the results of all sequences."""
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
-    """The writes to variables in the results between its last sampled token and its last applied
+    """The writes to variables in the results between the last sampled token and the last applied
     fork."""
     failure: str = ""
     """The reason why the sequence cannot be replayed; empty while it can."""
@@ -69,8 +70,8 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Handles a fork in the last result that was applied. The results up to here are dropped;
-        their logs and writes are added to the next kept result."""
+        """Handles a fork that was applied. The results up to the fork are dropped; their logs and
+        writes are added to the next kept result."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
@@ -151,7 +152,8 @@ class GroupReplay:
     # --- inside ---------------------------------------------------------------------------------
 
     def _next(self, past: _Past) -> list[StepResult] | None:
-        """The next round of a sequence; None if its replay is complete, or cannot continue."""
+        """Runs the next round of a sequence, and returns its results; None if the replay of the
+        sequence is complete, or cannot continue."""
         replay, sequence, last = past.replay, past.sequence, past.last
         assert last is not None
         left = len(replay.tokens) - past.tokens
@@ -185,8 +187,8 @@ class GroupReplay:
         return None
 
     def _take(self, results: list[StepResult]) -> list[int]:
-        """Keeps the results of a round; returns the sequences that it created, the first one
-        last."""
+        """Keeps the results of a round; returns the numbers of the sequences that the round
+        created, in reverse order."""
         made = {child.seq: child for child in self._made}
         self._made.clear()
         for result in results:
@@ -200,7 +202,7 @@ class GroupReplay:
             if applied:
                 past.forked()
             for child in result.children:
-                # If a sequence has ended, its forks that were not applied do not exist.
+                # If the parent has ended, children of a fork that was not applied do not exist.
                 new = Replay(child, [], ended=past.replay.ended and not applied)
                 if child not in self._pasts:
                     self._pasts[child] = _Past(self._replays.get(child, new), made[child])
@@ -212,7 +214,8 @@ class GroupReplay:
         if past.replay.ended:
             self._drop(sequence)
         elif past.last is not None and past.last.action == "suspend":
-            # The sequence is woken once, because a change may have been made since its last round.
+            # The sequence is woken once, because other sequences may have made changes since its
+            # last round.
             sequence.seen_changes = -1
 
     def _results(self) -> list[StepResult]:

@@ -11,7 +11,8 @@ from ...protocol.tracing import Happened
 from ...protocol.worker_messages import Start, StepResult
 
 MAX_EVENTS = 128
-"""Maximum rounds of a request that become events, from the first; OpenTelemetry's own default."""
+"""The first rounds of a request become events, up to this number. It is OpenTelemetry's default
+limit of a span's events."""
 
 
 class RoundEvents:

@@ -1,11 +1,11 @@
 """The jobs of the pool's threads: single rounds, or usual rounds of a grammar in a batch.
 
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
-call for all sequences of a grammar, and little more for each result.
+call for all sequences of a grammar, and little Python for each of them.
 
 A round is not usual if its mask is not cached, its token is refused, or text is forced. Such a
-round runs separately, on the same thread. An instance takes one call at a time, so that several
-threads would only wait for each other.
+round runs separately, on the same thread. The Wasm instance of a grammar takes one call at a time,
+so several threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
             [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
         )
     except BaseException as error:
-        # The batch accepts no more calls: each sequence receives its error in its own round.
+        # The batch accepts no more calls, so each sequence receives an error in its own round.
         if not isinstance(error, TokenbusError):
             log.exception("a batch of %d rounds failed", len(turns))
         done = [False] * len(turns)

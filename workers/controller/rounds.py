@@ -1,4 +1,4 @@
-"""A round: the calls of one controller between two tokens, until its sequence needs the model.
+"""A round: the calls to one controller between two sampled tokens.
 
 A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
 or mid_process appends tokens, post_process and pre_process follow for these tokens. The result
@@ -52,7 +52,8 @@ class ControlledSequence:
     bias_view: memoryview | None = None
     """The buffer for a bias in that row; None if biases are sent as attachments."""
     bias: bytes = b""
-    """The bias of the last mid_process, to be sent as an attachment; empty without a bias."""
+    """The bias of the last mid_process, to be sent as an attachment; empty if there is no bias, or
+    if it is in a row."""
     along: list[Place] = field(default_factory=list)
     """Buffers for the decisions along a draft. They have rows if ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
@@ -71,7 +72,7 @@ class ControlledSequence:
     forks: int = 0
     """Number of forks that the sequence has made."""
     children: int = 0
-    """Number of sequences that these forks created."""
+    """Number of sequences that forks of this sequence created."""
 
     def __post_init__(self) -> None:
         """Checks once whether the controller's rounds run in batches."""
@@ -97,7 +98,8 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Creates this number of copies of a sequence; raises ControllerError above the limit of forks."""
+"""Creates the given number of copies of a sequence; raises ControllerError above the limit of
+forks."""
 
 
 class Rounds:
@@ -163,8 +165,8 @@ class Rounds:
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before pre_process, or before a call that includes pre_process. Only later changes
-        wake the sequence."""
+        """Called before pre_process, or before a call that includes pre_process. Only changes after
+        this call wake the sequence."""
         controller = sequence.controller
         if not (isinstance(controller, DecidesAhead) and controller.has_decided):
             sequence.seen_changes = self._changes(sequence)
@@ -349,7 +351,7 @@ class Rounds:
 
 def _end_of_sequence(results: list[StepResult]) -> None:
     """Ends a sequence after the end-of-sequence token, if the controller's decision is only to
-    sample."""
+    sample or to stop."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
     if alone and first.action in ("sample", "stop"):
@@ -401,7 +403,8 @@ def _look_along(
 def _stopped(
     sequence: ControlledSequence, change: Change | None = None, stop: bytes = b""
 ) -> StepResult:
-    """The result of a sequence that ends; for a constraint, the result has the kind of the end."""
+    """The result of a sequence that ends; for a constraint, the result has the kind of the text's
+    end."""
     result = _result(sequence, "stop", change)
     if isinstance(sequence.controller, Constraint):
         result.constraint = sequence.controller.text_end(stop)

@@ -41,16 +41,16 @@ class GuestRuntime(Protocol):
         """The names of the controllers that the operator serves."""
 
     def served(self, owner: str, name: str) -> Program | None:
-        """The factory of controllers that the operator serves with this name, for an owner; None
-        if the name is not one of ``names``."""
+        """The program that the operator serves with this name, for guests of ``owner``; None if the
+        name is not one of ``names``."""
 
     def missing_layers(self) -> list[str]:
         """The layers of isolation that guests lack, with the reasons. May wait until a process has
         reported them. Trusted controllers do not need isolation."""
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
-        """The factory of controllers of a module for an owner of guests. ``module`` is the module's
-        id; ``load`` reads its compiled form."""
+        """The program of a module, for guests of ``owner``. ``module`` is the module's id; ``load``
+        reads the module's compiled form."""
 
     def tick(self) -> None:
         """Enforces time limits. Called every millisecond while rounds or starts run, and every 0.25

@@ -93,7 +93,8 @@ class SequenceGroup:
         self.meter = Meter()
         """The meter of the request's controller."""
         self.tenant = self.owner = ""
-        """The key of the request's tenant; the worker sets it before the first round."""
+        """The request's tenant, and the owner of its guests. The worker sets both before the first
+        round."""
         self.memory: TenantMemory | None = None
         """The memory share of the tenant; the worker sets it before the first round."""
         self.events: RoundEvents | None = None
@@ -113,10 +114,11 @@ class SequenceGroup:
         """The numbers of all sequences so far."""
         self._changes = 0
         self._inputs = 0
-        """Number of notices about inputs."""
+        """Number of INPUTS messages for this request."""
         self._wakes = 0
         self._idle_wakes = 0
-        """Wakes of an idle group since a token was sampled."""
+        """Number of times that the idle group was woken since a token was sampled, an input arrived
+        or a tool answered."""
         self._idle = self._timed = False
         """Whether all sequences are suspended, and whether a call of ``wake_idle`` is scheduled."""
         self._written_bytes = 0
@@ -156,8 +158,9 @@ class SequenceGroup:
     ) -> Steps:
         """Like ``begin``, followed by all rounds that the sequences ran on another worker.
 
-        Yields between rounds, and returns the results that may not have been applied. Once these
-        are recorded, the group is in the same state as if it had always run on this worker.
+        Yields between rounds, and returns the results that the GPU worker has possibly not applied.
+        Once these are recorded, the group is in the same state as if it had always run on this
+        worker.
         """
         replay = GroupReplay(replays, self._rounds, self._drop_ended)
         self._replay = replay
@@ -170,7 +173,8 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
-                # In the GPU worker that gets the results, no sequence is suspended yet.
+                # At this GPU worker, no sequence is suspended yet: results that suspend sequences
+                # must be sent (``repeats``).
                 sequence.woken = False
                 if self._closed:
                     sequence.stage = Stage.WAITING
@@ -209,7 +213,8 @@ class SequenceGroup:
                 self._give_along(sequence, min(len(draft), MAX_ALONG))
             sequence.stage = Stage.RUNNING
             self._wakes = self._idle_wakes = 0
-            # A step counts as a change. The pre_process of this sequence begins after it.
+            # A step counts as a change, which wakes other sequences. It does not wake this
+            # sequence, whose pre_process follows.
             self._changes += 1
         finally:
             self._lock.release()
@@ -254,8 +259,8 @@ class SequenceGroup:
             return self._wake() if self._replay is None else ([], [])
 
     def begins_idle(self) -> bool:
-        """Whether all sequences are suspended, so that the caller must schedule a call of
-        ``wake_idle``. Returns True only once before each ``wake_idle``."""
+        """Whether the caller must schedule a call of ``wake_idle``, because all sequences are
+        suspended. Returns True only once before each ``wake_idle``."""
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
             self._timed |= begins
@@ -284,13 +289,14 @@ class SequenceGroup:
         """Called when a tool has answered; returns what ``record`` returns."""
         with self._lock:
             self._changes += 1
-            # A request has a bounded number of calls, so they do not count as wake-ups.
+            # A request has a bounded number of tool calls, so their answers do not count as
+            # wake-ups.
             self._wakes = self._idle_wakes = 0
             return ([], []) if self._closed else self._wake()
 
     def repeats(self, result: StepResult) -> bool:
-        """Whether a result suspends a sequence that was suspended before and was woken, and has
-        nothing to report. Such a result is not sent."""
+        """Whether a result suspends a woken sequence again and has no tokens, logs, writes or
+        messages. Such a result is not sent."""
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
@@ -372,7 +378,8 @@ class SequenceGroup:
             if self._changes_of_others(s) > s.seen_changes and not self._awaits_input(s)
         ]
         self._wakes += len(woken)
-        # In a replay, operations receive their recorded answers, which show earlier states.
+        # After a replay, a sequence is woken if it received recorded answers, because these show
+        # earlier values.
         woken += [s for s in waiting if s.variables.repeated and s not in woken]
         if woken:
             if self._wakes > MAX_WAKES * len(sequences):
@@ -528,8 +535,9 @@ class SequenceGroup:
             sequence.along = []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
-        """Allocates memory for the decisions along a draft: rows of the shared file if the mask is
-        such a row and many rows are free, otherwise buffers."""
+        """Allocates memory for the decisions along a draft. If the sequence's mask is in a row of
+        the shared file, only rows are allocated, and only while more than half of them are free.
+        Otherwise buffers are allocated."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:
@@ -554,7 +562,7 @@ class SequenceGroup:
             for place in sequence.along:
                 if place.row is not None:
                     self._rows.give_back(place.row)
-            # The file stays mapped as long as a view refers to it.
+            # The views are dropped because the file stays mapped while a view refers to it.
             sequence.row, sequence.mask = None, memoryview(b"")
             sequence.bias_view = None
             sequence.along = []

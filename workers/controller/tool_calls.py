@@ -111,7 +111,7 @@ class _Awaited:
 
 
 class ToolCalls:
-    """The calls of this worker without an answer. ``post`` sends frames over a link."""
+    """The unanswered calls of this worker. ``post`` sends frames over a link."""
 
     def __init__(self, post: Callable[[list[bytes], int], None]) -> None:
         self._post = post
@@ -183,7 +183,7 @@ class GroupTools:
 
     @property
     def waits(self) -> bool:
-        """Whether an answer of a tool is awaited, so that it will wake a sequence."""
+        """Whether an answer of a tool is awaited, which will wake a sequence."""
         return bool(self._sent)
 
     def begin(self, variables: SequenceVariables, tool: str, arguments: bytes) -> str:
@@ -204,13 +204,15 @@ class GroupTools:
         record = record_of(marked.lineage, marked.number)
         if not marked.written:
             raise ControllerError(
-                Code.CONTROLLER_FAILED, f"the variable {record!r} is needed for a call of a tool"
+                Code.CONTROLLER_FAILED,
+                f"the variable {record!r} exists already; this name is for a call of a tool",
             )
         call = Call(marked.request, marked.lineage, marked.number, tool, arguments)
         if (call.lineage, call.count) in self._sent:
             return record
         if marked.repeated:
-            # The mark was written before, or the answer of the state worker was lost.
+            # The operation was executed before: by an earlier attempt, or by this one, if the state
+            # worker's answer was lost.
             found = self._read(call, record)
             if found[:1] != MARK:
                 return record
@@ -221,7 +223,8 @@ class GroupTools:
         return record
 
     def _read(self, call: Call, record: str) -> bytes:
-        """The present content of a record. This operation is not repeated by a replay."""
+        """The present content of a record. The lineage is random, so that a replay does not get the
+        recorded answer of this operation."""
         lineage = secrets.randbits(63)
         found = self._perform(Variable(call.request, lineage, 1, "get", record))
         return found.value or b""
@@ -235,7 +238,7 @@ class GroupTools:
                 value = _record(answer.value, answer.error, answer.code)
                 self._perform(Variable(answer.request, lineage, 1, "set", record, value, 1))
             except ControllerError as error:
-                # The answer may not fit into the request's variables, but an error may.
+                # If the answer does not fit into the request's variables, an error may still fit.
                 text = f"the answer of a tool cannot be stored: {error.message}"
                 value = _record(b"", text, str(Code.TOOL_FAILED))
                 self._perform(Variable(answer.request, lineage, 2, "set", record, value, 1))

@@ -49,11 +49,11 @@ class VariableCalls:
     def perform(
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
-        """The answer to an operation, which is sent over ``link``. ``ended``: whether its request
-        has ended. If so, the operation is not sent.
+        """Sends an operation over ``link``, and returns its answer. ``ended``: whether the
+        operation's request has ended. If so, the operation is not sent.
 
-        Raises ControllerError if no answer arrives or the operation is refused, UnavailableError if
-        too many operations wait already.
+        Raises ControllerError if no answer arrives or the operation is refused, and
+        UnavailableError if too many operations wait already.
         """
         name = (link, operation.request, operation.lineage, operation.count)
         call = _Call()
@@ -92,7 +92,7 @@ class VariableCalls:
         with self._lock:
             call = self._calls.get((link, answer.request, answer.lineage, answer.count))
             if call is not None and answer.again:
-                # The operation is sent again like one without an answer, until its time is over.
+                # The failure is temporary, so the operation is sent again until its time is over.
                 call.refusal = answer
             elif call is not None:
                 call.give(answer)
@@ -168,7 +168,7 @@ class SequenceVariables:
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
         ``written`` is called after each successful write. ``repeat`` performs an operation that has
-        been performed before. ``inputs``: the number of notices about inputs so far."""
+        been performed before. ``inputs``: the number of INPUTS messages so far."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -181,7 +181,8 @@ class SequenceVariables:
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
-        """If the last ``receive`` found no input: the number of notices about inputs before it."""
+        """If the last ``receive`` found no input: the number of INPUTS messages before this
+        call."""
         self.own_changes = 0
         """Writes that this sequence has made."""
         self.repeated = False

@@ -155,7 +155,8 @@ class ControllerWorker:
         """Separate threads for START: it may take a second, or longer if a grammar has to be
         compiled, and must not delay rounds."""
         self._flushes = Pool(1, "results")
-        """Sends results that wait for slower rounds, because the main loop must not wait."""
+        """Sends the results that are ready while slower rounds of the same step run. Sending waits
+        for other results, and the main loop must not wait."""
         self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads modules that other machines need; these jobs do not wait for other workers."""
@@ -190,7 +191,7 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether a successor may start, so that supervisord is queried. ``stop`` sets this
+        """Whether ``_done`` asks supervisord if it will start a successor. ``stop`` sets this
         flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
@@ -206,7 +207,8 @@ class ControllerWorker:
         return Programs(runtime, self._store, constraints)
 
     def _served_programs(self, served: GuestRuntime) -> Programs:
-        # Several such workers may run next to each other, so they do not share a folder.
+        # Such workers store no tables between runs, because several of them may run next to each
+        # other.
         return Programs(served, None, self._constraints(None))
 
     def _constraints(self, folder: Path | None) -> Constraints:
@@ -302,7 +304,7 @@ class ControllerWorker:
                 else:
                     rest.append(message)
             except TokenbusError as error:
-                # The sender repeats the operation, because it has not been answered.
+                # The call is still unanswered: it is sent again, or fails when its time is over.
                 log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 
@@ -359,7 +361,8 @@ class ControllerWorker:
 
     def _start(self, header: Header, start: Start, client: tuple[str, str], link: int) -> None:
         """Gets the vocabulary, then creates the controller and runs its first round. ``client``:
-        the tenant of the request, and the owner of its guests."""
+        the tenant of the request, and the owner of its guests: the tenant, or the session if
+        clients do not have keys."""
         tenant, owner = client
         group = SequenceGroup(
             header.request,
@@ -472,7 +475,8 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sends a RESULT with an error for sequences of a STEP that have finished here."""
+        """Sends a RESULT with an error for sequences of a STEP that this worker does not have, or
+        that do not wait for the model."""
         results = []
         for stepped in sequences:
             text = f"the controller worker does not have sequence {stepped.seq} of this request"
@@ -500,7 +504,8 @@ class ControllerWorker:
     def _after_send(
         self, group: SequenceGroup, rounds: list[Round], failed: list[StepResult]
     ) -> None:
-        """Runs the rounds of woken sequences; ``failed``: results of sequences in a deadlock."""
+        """Runs the rounds of woken sequences; ``failed``: errors of sequences that can never be
+        woken."""
         if group.begins_idle():
             self._idle.add(group)
         if failed:
