@@ -37,8 +37,8 @@ class AuthorCalls:
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
-        """``replaying``: whether the code is being replayed, so that its output is already in the
-        log."""
+        """``replaying``: whether the code is being replayed. Its output is then dropped, because
+        the log already has it."""
         self._name = name
         self._host = host
         self._replaying = replaying

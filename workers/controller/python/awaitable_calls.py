@@ -46,7 +46,8 @@ class AwaitableCall(Generic[T]):
         return self._answer.__await__()
 
     def drop(self) -> None:
-        """Closes its coroutine, so that Python does not warn that it was never awaited."""
+        """Closes the call's coroutine. Otherwise Python would warn that the coroutine was never
+        awaited."""
         self._answer.close()
 
 

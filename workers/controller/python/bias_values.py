@@ -41,7 +41,8 @@ def _ids(values: Mapping[int, float]) -> np.ndarray:
 
 
 def _floats(values: object) -> np.ndarray:
-    """As float32; a number beyond its range becomes an infinity, which is refused if positive."""
+    """The values as float32. A number outside the range of float32 becomes an infinity; plus
+    infinity is refused later."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=np.float32)
 

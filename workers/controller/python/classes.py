@@ -50,7 +50,7 @@ class Controller:
         """Called once, before all other calls, with the tokens of the prompt."""
 
     def pre_process(self) -> Decision | None:
-        """Called before the model's next token: stop, suspend, fork, append, or continue."""
+        """Called before the model's next token; returns stop, suspend, fork, append or continue."""
         return go_on()
 
     def mid_process(self, fork_group: list[int]) -> Decision:
@@ -71,8 +71,8 @@ class Controller:
     def clone(self) -> Self:
         """A copy for a fork: a deep copy of all attributes, except that ``self.host`` is shared.
 
-        Override this method if an attribute cannot be copied, or need not be copied. The copy's
-        ``host`` is set afterwards.
+        Override this method if an attribute cannot be copied, or need not be copied. The caller
+        then gives the copy its own ``host``.
         """
         host = self.host
         shared = (host, host.vocabulary, host.variables, host.log, host.limits)
@@ -124,7 +124,8 @@ ALIKE = 0.87
 
 
 class PythonProgram:
-    """A program whose controllers are a class's objects. Raises RequestError for a faulty class."""
+    """A ``Program`` that makes objects of a class. Raises RequestError if the class is not
+    valid."""
 
     def __init__(self, kind: type[Controller], name: str | None = None) -> None:
         self.name = name or f"{kind.__module__}:{kind.__qualname__}"
@@ -254,7 +255,7 @@ class ClassController:
         if copied is original or type(copied) is not type(original):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"clone returned {'itself' if copied is original else repr(copied)}; "
+                f"clone returned {'self' if copied is original else repr(copied)}; "
                 f"expected another object of {type(original).__name__}",
             )
         return copied

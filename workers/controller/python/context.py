@@ -197,8 +197,8 @@ class Context:
 
     @awaitable_call
     async def receive(self) -> str:
-        """Suspends the sequence until the client sends an input, and returns its text. Each input
-        is received once, by one sequence, in the order in which the client sent them."""
+        """Suspends the sequence until the client sends an input, and returns its text. Inputs are
+        received in the order in which the client sent them, each by one sequence."""
         receive = self._host.variables.receive
         text = await self._ask(lambda question: Receive(question, receive), "receive")
         assert isinstance(text, str)
@@ -208,7 +208,7 @@ class Context:
     async def call(self, tool: str, /, **arguments: Any) -> Any:
         """Calls a function of a tool worker, and returns its result.
 
-        Arguments and results are values that JSON has. Raises ControllerError if the call fails.
+        Arguments and results are JSON values. Raises ControllerError if the call fails.
         """
         return msgspec.json.decode(await self._call(tool, arguments))
 
@@ -397,7 +397,8 @@ class _RecordedVariables:
 
 @types.coroutine
 def _waiting(operation: Operation) -> Generator[Operation, None, None]:
-    """Yields an operation to the controller, which resumes the script once it is finished."""
+    """Yields an operation to the controller, which resumes the script once the operation is
+    finished."""
     yield operation
 
 
@@ -424,7 +425,8 @@ def _position(what: str, label: object) -> int:
 
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
-    """The text of a call of ``gen`` whose constraint only the worker has; None for other texts."""
+    """Describes the text of a call of ``gen`` if its constraint is one that only the worker
+    implements; otherwise None."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None

@@ -1,5 +1,5 @@
-"""Texts that the worker generates for a script (``scripts.controller``), under its built-in
-constraints."""
+"""Texts that the worker generates for a script (``scripts.controller``), under the worker's
+built-in constraints."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Delegated(Operation):
 
 
 def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
-    """The text that the arguments of ``gen`` describe; arguments that are None are left out. Raises
-    ControllerError for a wrong argument. ``place``: the place of the call in the script, for
+    """The text that arguments of ``gen`` describe; ``options`` has the arguments that are not None.
+    Raises ControllerError for a wrong argument. ``place``: the place of the call in the script, for
     errors."""
     given = dict(options)
     stops, most = given.pop("stop_at", None), given.pop("max_tokens", None)

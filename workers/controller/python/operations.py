@@ -37,7 +37,7 @@ class Operation:
         return None
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Called after tokens were appended, which the transcript already has."""
+        """Called after tokens were appended to the sequence and to the transcript."""
 
     def after_post(self) -> Answer:
         """The answer of the controller's post_process, if the previous operation has ``posts``."""

@@ -178,9 +178,9 @@ class ScriptController:
 
 class _Detour:
     """Moves from mid_process to pre_process without sampling, by appending a token and dropping it.
-    After a fork, a script continues in mid_process. Before it can suspend or fork again,
-    pre_process must be called, but a splice without a change is not a valid answer. The client does
-    not see the two changes.
+    After a fork, the controller is in mid_process, but a script can suspend or fork again only in
+    pre_process. A splice leads to pre_process, but is only valid if it changes the tokens. The
+    client does not see the two changes.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class _Detour:
         return Answer(Action.SPLICE, tokens=(0,))
 
     def leave(self) -> Answer:
-        """Drops that token."""
+        """Drops the appended token."""
         self.under_way, self._own = False, True
         return Answer(Action.SPLICE, backtrack=1)
 

@@ -27,7 +27,8 @@ class Constraint(Protocol):
     """The constraint on one text, which grows by tokens. Each call may raise ControllerError."""
 
     def mask(self, into: memoryview) -> bool:
-        """Writes the mask of the next token, with the end of the sequence if the text may end here.
+        """Writes the mask of the next token, with the end-of-sequence token if the text may end
+        here.
 
         Returns False if only the end may follow; then the mask must not be used.
         """
@@ -79,8 +80,8 @@ class Grammar:
             more = any(into.cast("I"))
             into[eos >> 3] |= end
             return more
-        # The tokenizer has an end-of-sequence token of its own, after the last token of the
-        # vocabulary.
+        # The vocabulary has no end-of-sequence token, so llguidance's tokenizer has one after the
+        # last token of the vocabulary.
         wide = bytearray(4 * -(-(size + 1) // 32))
         self._fill(memoryview(wide))
         wide[size >> 3] &= ~(1 << (size & 7))
@@ -109,7 +110,7 @@ class Grammar:
 
 
 def load_vocabulary(vocabulary: Vocabulary) -> None:
-    """Prepares a vocabulary for the first grammar, which takes some 0.4 s."""
+    """Prepares a vocabulary for its first grammar; this takes about 0.4 s."""
     _compiled.load(vocabulary)
 
 
@@ -119,7 +120,7 @@ def regex(pattern: str) -> str:
 
 
 def choice(options: Sequence[str]) -> str:
-    """The grammar of one of several texts."""
+    """The grammar that allows one of several texts."""
     quoted = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
     return LLMatcher.grammar_from_lark(f"start: {quoted}")
 

@@ -2,8 +2,8 @@
 AICI's ``NextToken``.
 
 A script waits until its controller gets to pre_process (``AtPre``) or mid_process (``AtMid``), and
-answers that call with the next operation. After the tokens of a step, the script runs its own
-post_process at once and answers with ``Posted``.
+answers that call with the next operation. When the tokens of a step have arrived, the script runs
+its own post_process at once and answers with ``Posted``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from ..host import Stored, Variables, Written
 class Vars:
     """``vars["name"]`` reads and ``vars["name"] = "text"`` writes a variable of the request.
 
-    All sequences of the request share them. Each access waits for the state worker, and raises
-    ControllerError if a name or a value is not valid, or if the quota is exceeded.
+    All sequences of the request share its variables. Each access waits for the state worker, and
+    raises ControllerError if a name or a value is not valid, or if the quota is exceeded.
     """
 
     def __init__(self, variables: Variables) -> None:

@@ -15,8 +15,8 @@ from .transcript import Question
 
 
 class CallTool(Operation):
-    """Calls a tool, and waits until the call's record has the answer. The operation then has the
-    same answer."""
+    """Calls a tool, and waits until the call's record has the answer. The content of the record is
+    then the answer of the operation."""
 
     def __init__(self, question: Question, host: Host, tool: str, arguments: bytes) -> None:
         """Raises ControllerError if the controller cannot call tools."""

@@ -14,7 +14,7 @@ ENTRY_BYTES = 500
 
 
 class Question(NamedTuple):
-    """A script's call of its context, with its arguments."""
+    """A call of the context by a script, with the call's arguments."""
 
     call: str
     arguments: tuple[tuple[str, object], ...] = ()
@@ -47,8 +47,8 @@ def _size(value: object) -> int:
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy starts at the beginning and replays the answers up to ``until``, the question that the
-    original waits for; later questions get new answers.
+    A copy starts at the beginning and replays the answers up to ``until``, the question whose
+    answer the original waits for; later questions get new answers.
     """
 
     def __init__(self) -> None:
