@@ -68,8 +68,8 @@ class ScriptController:
         self._held: Answer | None = None
         """An answer of the guest's pre_process that is returned by the next pre_process."""
         self._detour = 0
-        """The state of moving to pre_process without sampling. 1: a token was appended; 2: the
-        token was dropped."""
+        """The state of a move from mid_process to pre_process without sampling. 0: no move; 1: a
+        token was appended; 2: the token was dropped."""
 
     # --- interface.Controller -------------------------------------------------------------------
 

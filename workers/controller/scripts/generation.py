@@ -1,7 +1,7 @@
 """A text that the worker generates for a script, under a constraint of the worker.
 
 The rounds of the text do not call the script. They call the controller of a built-in constraint,
-which has its own caches, and closes its text before ``max_tokens``.
+which has its own caches, and completes the text within ``max_tokens``.
 """
 
 from __future__ import annotations

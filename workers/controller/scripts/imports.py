@@ -14,7 +14,7 @@ MAX_ARGUMENT_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 240
 """Maximum bytes of an error. QuickJS cuts off longer ones."""
 QUESTION_BYTES = 65_536
-"""Work of a question, as a number of copied bytes (``Guest.charge``)."""
+"""The cost of a question, as a number of copied bytes (``Guest.charge``)."""
 MAY_END, ENDS, REFUSED = 1, 2, 0x8000_0000
 """The flags of the answer."""
 
@@ -49,12 +49,12 @@ def _next_tokens(
     except TokenbusError as error:
         if error.code == Code.CONTROLLER_TIMEOUT:
             raise
-        # The script gets an exception, which has the line.
+        # The script gets an exception with the line of the call.
         message = error.message.encode()[: min(mask_size, MAX_ERROR_BYTES)]
         guest.write(mask, message)
         return REFUSED + len(message)
     finally:
-        # A constraint may be a guest too, which has run on this thread.
+        # The constraint may have run a guest of its own on this thread.
         running.guest = guest
         guest.exclude(time.thread_time() - began_s)
     guest.write_part(mask, found.mask, mask_size)

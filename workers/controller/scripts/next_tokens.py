@@ -26,7 +26,8 @@ MAX_MASKS_S = 2.0
 """Maximum CPU time of making constraints and computing masks between two calls of a script's
 controller, in seconds."""
 MAX_TEXT_TOKENS = 1 << 20
-"""Maximum tokens of a text. The constraint closes a text only before this number of tokens."""
+"""Maximum tokens of a text. The constraint has this number as its ``max_tokens``, so that it does
+not complete a shorter text early."""
 
 FindConstraint = Callable[[str], ConstraintProgram | None]
 

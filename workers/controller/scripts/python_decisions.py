@@ -15,7 +15,7 @@ from ..python.token_set import TokenSet
 from ..python.transcript import Question
 
 STEPS = frozenset({"at_pre", "at_mid", "suspend", "append_tokens", "splice", "sample", "posted"})
-"""The calls of the interpreter's library that make these operations."""
+"""The calls of the interpreter's library that need an operation of ``python.steps``."""
 
 _WAITS: dict[str, Callable[[Question], Operation]] = {
     "at_pre": AtPre,
@@ -25,7 +25,8 @@ _WAITS: dict[str, Callable[[Question], Operation]] = {
 
 
 def step_of(host: Host, name: str, given: Sequence[Any], question: Question) -> Operation:
-    """The operation of a call with its arguments; raises ControllerError for a wrong argument."""
+    """Makes the operation of a call from the call's arguments; raises ControllerError for a wrong
+    argument."""
     if name in _WAITS:
         return _WAITS[name](question)
     if name == "posted":
@@ -44,7 +45,7 @@ def step_of(host: Host, name: str, given: Sequence[Any], question: Question) -> 
 
 
 def _allowed(mask: Any, size: int) -> TokenSet:
-    """The set of a mask in bytes, or of token ids."""
+    """The set of tokens in ``mask``, which has the bytes of a mask or a list of token ids."""
     if not isinstance(mask, bytes):
         try:
             mask = TokenSet(size, mask).mask

@@ -1,4 +1,5 @@
-"""Scripts in MicroPython. The worker answers a script's calls with the context of trusted scripts.
+"""Scripts in MicroPython. The worker answers a script's calls with ``Context``, as it does for the
+operator's scripts.
 
 A fork replays the script in a new interpreter with its recorded answers.
 """
@@ -114,7 +115,7 @@ class PythonContext(Context):
         renews = replaying or number != self.calls.number
         limit_s = self.limits.round_s if renews else None
         session.guest.host_bytes = self._transcript.stored_bytes
-        # The worker bounds the time of its constraints itself.
+        # The time of these questions has its own bound (``ConstraintQuestions``).
         asks = asked.text.startswith('["next_tokens"')
         spent_s = 0.0 if asks else time.thread_time() - began_s
         return session.resume(answer, limit_s, spent_s)
@@ -207,7 +208,7 @@ class PythonContext(Context):
         return text
 
     async def _generate(self, **given: Any) -> str:
-        """Generates a text; the worker applies its constraint."""
+        """Generates a text; the worker applies the constraint of the text."""
         if given.get("allow") is not None:
             return await self.gen(**given)
         options = {key: value for key, value in given.items() if value is not None}
@@ -266,7 +267,7 @@ class PythonGuest(ScriptController):
 
 
 def _made(value: Any) -> Any:
-    """A value of the script."""
+    """Decodes a value that the script has sent as JSON."""
     if isinstance(value, list):
         return [_made(each) for each in value]
     match value:
@@ -280,7 +281,7 @@ def _made(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value for the script, as JSON has it."""
+    """Encodes a value for the script in types of JSON."""
     match value:
         case bytes():
             return {"$bytes": value.hex()}

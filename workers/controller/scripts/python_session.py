@@ -1,8 +1,8 @@
-"""A script in MicroPython. It has its own thread, on which it waits for its answers.
+"""A script in MicroPython. It has its own thread, on which it waits for the answers to its calls.
 
-The interpreter is a command: its only export runs the whole script, and the script calls the host.
-So the script keeps its stack while it waits. Host calls are passed to the thread that drives the
-script, which has the controller's services.
+The interpreter is a WASI command: its only export runs the whole script, and the script calls the
+host. So the script keeps its stack while it waits. Host calls are passed to the thread that drives
+the script, which has the controller's services.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _NEEDS = {
     "aici": "aici",
     "tokenbus": "tokenbus",
 }
-"""The parts of the library after the context, in their order, and a pattern of the scripts
-that need each part."""
+"""The parts of the library that follow the context, in order. A script needs a part if the part's
+pattern occurs in the script."""
 
 
 def library(script: str) -> str:
@@ -78,7 +78,7 @@ class Printed:
         self._silent = silent
 
     def room(self, size: int) -> int:
-        """The number of bytes that are read from the guest."""
+        """The number of bytes that are read from the guest if it prints ``size`` bytes."""
         return size if size <= RESULT_BYTES else RESULT_BYTES
 
     def write(self, data: bytes) -> None:
@@ -88,14 +88,14 @@ class Printed:
 
 
 class _Host:
-    """The services of WASI's functions."""
+    """The services that WASI's functions use."""
 
     def __init__(self, log: Printed) -> None:
         self.log = log
 
 
 class PythonSession:
-    """A script that runs between ``resume`` and its next call."""
+    """A script, which runs from each ``resume`` to its next call."""
 
     guest: Guest
 
@@ -118,8 +118,8 @@ class PythonSession:
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"a script in Python needs {MIN_BYTES} bytes of memory; with this many sequences, "
-                f"each of the request may have {limits.memory_bytes}",
+                f"a script in Python needs {MIN_BYTES} bytes of memory; with its present number of "
+                f"sequences, the request may have {limits.memory_bytes} for each sequence",
             )
         self.guest = Guest(self._template, self, limits, self._memory)
         before = threading.stack_size(HOST_STACK_BYTES)

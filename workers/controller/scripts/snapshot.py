@@ -1,4 +1,4 @@
-"""A module whose memory begins as another module's memory after its initialization.
+"""Makes a module whose initial memory is the memory of an initialized instance.
 
 Source: Wizer. The data segments are replaced by the memory of an initialized instance, and the
 initial values of the mutable globals by the instance's values. Wasmtime maps these segments
@@ -14,7 +14,7 @@ from ..wasm.wasm_binary import Binary, read
 from ..wasm.wasm_reader import Reader, encode_u32
 
 PAGE_BYTES = 4096
-"""Runs of pages that are not zero become segments."""
+"""Size of a page in bytes. Each run of pages that are not zero becomes a data segment."""
 WASM_PAGE_BYTES = 65536
 
 _CUSTOM, _MEMORY, _GLOBAL, _EXPORT, _START, _DATA, _DATA_COUNT = 0, 5, 6, 7, 8, 11, 12
@@ -24,10 +24,11 @@ _CONSTANTS = {"i32": 0x41, "i64": 0x42}
 def with_memory(
     wasm: bytes, memory: memoryview, values: Mapping[int, int], without: set[str]
 ) -> bytes:
-    """The module with this memory and these values of its mutable globals, by their numbers.
+    """The module with ``memory`` as its initial memory, and with ``values`` of its mutable globals,
+    by the numbers of the globals.
 
-    It does not have a start function, nor the exports in ``without``. Its code must not use passive
-    segments; compiling the module would fail.
+    The new module has neither a start function nor the exports in ``without``. The code must not
+    use passive segments, because compiling the new module would fail.
     """
     binary = read(wasm)
     made = [wasm[:8]]

@@ -73,7 +73,7 @@ class MidProcessResult extends Decision {
   static noop() { return NOOP; }
 }
 
-// A constraint on a text that grows by tokens; this one allows every token.
+// A constraint on a text that grows by tokens. This base class allows every token.
 class Constraint {
   #kind = "";
   #argument = "";

@@ -126,7 +126,7 @@ function generation(given) {
   return [options, kinds[0], stops];
 }
 
-// The tokens of a generated text.
+// Generates a text, and returns its tokens.
 async function generate(given = {}) {
   const [options, kind, stops] = generation(given);
   const bias = bias_of(options.bias);

@@ -1,4 +1,4 @@
-// The calls of the host, and the operations that a script waits for.
+// The calls that the host makes, and the operations that a script waits for.
 //
 // boot.js is the concatenation of driver.js, context.js and aici.js in one function. `host` has the
 // imports of the ABI (engine.c). A fork copies the memory of the interpreter, so a script continues
@@ -65,7 +65,7 @@ class Append extends Operation {
   post(tokens, backtrack) { this.finish(); }
 }
 
-// The worker generates under a constraint, and passes all tokens of the text to post.
+// The worker generates a text under a constraint, and passes all tokens of the text to post.
 class Generate extends Operation {
   constructor(spec, bias) {
     super();
@@ -80,7 +80,7 @@ class Generate extends Operation {
   post(tokens, backtrack) { this.finish(tokens); }
 }
 
-// Generates tokens of a set. The text ends at max tokens, at a stop text or at the end of sequence.
+// Generates tokens of a set. The text ends at `max` tokens, at a stop text or at the end of sequence.
 class GenerateAllowed extends Operation {
   constructor(mask, bias, stops, max) {
     super();
@@ -180,7 +180,7 @@ class CallTool extends Operation {
   }
 }
 
-// A class with methods for single steps (AICI's NextToken). Its tokens are the answer.
+// A step that an object decides with its methods (AICI's NextToken). The answer is its tokens.
 class Steps extends Operation {
   constructor(object) {
     super();
@@ -217,7 +217,7 @@ function ask(operation, name) {
   });
 }
 
-// The operation that the script waits for; runs the script while the last one is finished.
+// The operation that the script waits for. Runs the script while its last operation is finished.
 function current() {
   while (pending === null || pending.finished) {
     const last = pending;
@@ -275,7 +275,7 @@ const decide = {
     }),
 };
 
-// The round goes on with the next call of the script, without a token.
+// The script continues with its next call in the same round, without a token.
 const NOOP = new Decision(CONTINUE);
 
 const MAY = {
