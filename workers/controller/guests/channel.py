@@ -23,7 +23,8 @@ MASK_BYTES = 2 * 1024 * 1024
 memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
-"""Size of a part after which the memory of both areas is freed, in bytes."""
+"""If a part has more than this number of bytes, the memory of both areas is freed after the
+request."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024

@@ -126,7 +126,8 @@ class _Tools:
 
 
 class _Memory:
-    """The memory of all guests of this process. The tenant's share is requested in grants."""
+    """The memory of all guests of this process. The process requests memory from the tenant's share
+    in advance, in grants of ``GRANT_BYTES`` or more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -141,7 +142,7 @@ class _Memory:
             self._used += size
 
     def give_back(self, size: int) -> None:
-        """Counts ``size`` bytes less."""
+        """Stops counting ``size`` bytes."""
         with self._lock:
             self._used -= size
 
@@ -394,7 +395,7 @@ def _serve(process: GuestProcess, channel: Channel, control: int) -> None:
     except BaseException:
         os.write(control, traceback.format_exc().encode()[-MAX_REASON:])
     finally:
-        # If a thread fails, its worker does not receive an answer.
+        # A thread that has failed cannot answer the worker, so the process ends.
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Starts the zygote, and orders it to fork guest processes."""
+"""Starts the zygote, which is the parent of the guest processes, and makes it fork them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Launcher:
             self._spawning[number] = spawning
         with theirs:
             self._command(("spawn", number, vocabulary), [theirs.fileno()])
-        # If the zygote has ended, the reader has already woken the requests that it found.
+        # If the zygote has ended before the request was added, ``_read`` does not wake the request.
         arrived = self.alive and spawning.ready.wait(SPAWN_S)
         with self._lock:
             self._spawning.pop(number, None)

@@ -117,11 +117,13 @@ class Told(Message):
     """The worker's answer to an ``Asked``."""
 
     ok: bool = True
-    """Whether a variable was written, or whether a text under a constraint may end."""
+    """Whether a variable was written, an input has arrived, or a text under a constraint may
+    end."""
     version: int = 0
     """The version of a variable, or 1 if a text under a constraint must end."""
     value: bytes | None = None
-    """A variable's value, or the mask of the next tokens."""
+    """A variable's value, an input, the name of a tool call's record, or the mask of the next
+    tokens."""
     error: Fault | None = None
 
 
@@ -200,7 +202,7 @@ class Done(Message):
 
 
 class ConstrainedText(Struct, array_like=True):
-    """A text under a constraint with an argument."""
+    """The text of a question ``next_tokens``, and the argument of its constraint."""
 
     argument: str
     tokens: list[TokenId]

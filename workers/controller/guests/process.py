@@ -38,8 +38,8 @@ request."""
 MAX_WARM = 4
 """Maximum number of free channels that keep their memory."""
 MAX_QUESTIONS = 10_000
-"""Maximum questions of a guest in one call. The time limit of the call allows fewer, but does not
-include the worker's time."""
+"""Maximum questions of a guest in one call. The time limit of the call is not a sufficient bound,
+because it does not include the worker's time for the answers."""
 GRACE_S = 1.0
 """A process is killed if a call exceeds its limit by this CPU time, in seconds. The runtime stops a
 guest at its limit. Only code that the runtime cannot stop runs longer."""
@@ -258,7 +258,8 @@ class GuestProcess:
             self._kill_compromised(f"it has {threads} threads; at most {MAX_THREADS} are allowed")
 
     def kill(self, why: str) -> None:
-        """Kills the process, unless it has ended. ``why``: the reason for its other requests."""
+        """Kills the process, unless it has ended. ``why``: the reason that other requests of the
+        process report."""
         self._ended(why, killed=True)
 
     def died(self, code: int) -> None:
@@ -279,8 +280,8 @@ class GuestProcess:
                 channel.wait()
         body, more = channel.take_part()
         if more:
-            # A process sends only one long message at a time, because several together could fill
-            # the worker's memory.
+            # The worker receives only one long message of a process at a time, because several
+            # together could fill the worker's memory.
             with freeing_slot(), self._long:
                 body = channel.receive_rest(body)
         try:
@@ -362,10 +363,10 @@ class GuestProcess:
         return self._new_channel() if len(self._channels) < MAX_CHANNELS else None
 
     def _new_channel(self) -> Channel | None:
-        """A new channel, to be sent to the process. None if the process has not received the
-        earlier channels yet, or if its tenant has memory for one channel only. Raises
-        ControllerError if the tenant has no memory for a channel. Called under the lock, which the
-        watchdog needs too. So this method does not wait for the process."""
+        """A new channel, which was sent to the process. None if the process has not received the
+        earlier channels yet, or if its tenant has no memory for a further channel. Raises
+        ControllerError if the tenant has no memory for the first channel. Called under the lock.
+        Because the watchdog needs the lock too, this method does not wait for the process."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)

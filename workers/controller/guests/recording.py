@@ -53,8 +53,8 @@ class Recording:
 def repetitions(
     call: Call, handle: int, limits: Limits, max_items: int
 ) -> Iterator[tuple[ToGuest, float]]:
-    """The requests that repeat a call for the controller ``handle``, and the CPU time of each in
-    seconds. ``max_items``: maximum items of a request."""
+    """The requests that repeat a call for the controller ``handle``, each with its CPU time limit
+    in seconds. ``max_items``: maximum items of a request."""
     match call:
         case Prompt():
             yield Prompt(handle, call.tokens), limits.init_s

@@ -47,8 +47,7 @@ from .recording import Begun, Call, Recording, addressed, repetitions
 from .table import ProcessTable
 
 MAX_LOSSES = 2
-"""Number of processes that may crash during one call. After this number, the controller of the call
-ends."""
+"""A controller ends when this number of processes in a row have crashed during its calls."""
 MAX_SUSPICIONS = 2
 """A controller ends when this number of its processes were compromised."""
 MAX_TRIES = 10
@@ -201,7 +200,8 @@ class RemoteController:
     def answer(self, asked: Asked) -> Told:
         """Answers a question of the guest; raises TokenbusError if the question is refused."""
         variables = self._variables
-        # In a batch, the other sequences would also wait for the answer.
+        # The next rounds run alone. In a batch, the other sequences would also wait for such
+        # answers.
         self._waits = True
         if asked.what == "next_tokens":
             return self._next_tokens(asked)

@@ -1,7 +1,8 @@
 """The rights that a guest process gives up before it runs code of clients.
 
-The layers are independent of each other. A layer that the system does not have is reported, and the
-other layers still apply. System calls are refused by ``system_calls.py``.
+The rights are given up in layers of isolation, which are independent of each other. A layer that
+the system does not have is reported, and the other layers still apply. System calls are refused by
+``system_calls.py``.
 """
 
 from __future__ import annotations

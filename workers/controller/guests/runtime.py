@@ -27,7 +27,7 @@ class ProcessRuntime:
         return self._names
 
     def served(self, tenant: str, name: str) -> Program | None:
-        """The program of a Python controller, which every new process has loaded."""
+        """The program of a Python controller, which every process inherits from the zygote."""
         if name not in self._names:
             return None
         return RemoteProgram(Place(self.table, tenant, name, None))

@@ -72,7 +72,8 @@ TGKILL = (234, 131)
 """May send signals only to the process itself, as abort() does, and no signals of
 ``OTHERS_SIGNALS``."""
 OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-"""The signals of other parties. If SIGKILL ends a process, its module is not suspected."""
+"""Signals that only other parties may send. A process cannot end itself with SIGKILL, because its
+module would then not be suspected."""
 FCNTL = (72, 25)
 """May have only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's
 descriptor."""
@@ -123,7 +124,7 @@ def program(pid: int) -> bytes:
 
 
 def _mmap() -> list[_Instruction]:
-    """Allows a mapping by the low half of its flags."""
+    """Allows or refuses a mapping, depending on the low half of its flags."""
     body: list[_Instruction] = [
         (_LOAD, 0, 0, _FOURTH_AT),
         (_BITS, 3, 0, _MAP_GROWSDOWN),
@@ -136,7 +137,8 @@ def _mmap() -> list[_Instruction]:
 
 
 def _tgkill(pid: int) -> list[_Instruction]:
-    """Allows a signal by the process and the number of the signal."""
+    """Allows or refuses a signal, depending on the receiving process and the number of the
+    signal."""
     body: list[_Instruction] = [
         (_LOAD, 0, 0, _FIRST_AT),
         (_EQUAL, 1, 0, pid),

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Time without controllers and requests after which a process ends, in seconds."""
 KEEP_S = 1.0
-"""Minimum time, in seconds, between the last call of a process with controllers and its end to make
-room."""
+"""A process with controllers is only ended to make room if its last call was at least this time
+ago, in seconds."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes that are started for one process, if each ends before it has forked the
 process."""

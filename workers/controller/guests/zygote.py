@@ -2,8 +2,8 @@
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
 socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
-only the thread that calls it. Its vocabularies, its engine, the libraries and the operator's
-controllers are shared with the guest processes until one of them writes a page.
+only the thread that calls it. The guest processes share the memory of its vocabularies, its engine,
+its libraries and the operator's controllers. A page is copied when a process writes to it.
 """
 
 from __future__ import annotations
