@@ -1,4 +1,4 @@
-"""Recognizes the ABI of a module from its imports and exports alone.
+"""Recognizes the ABI of a module by its exports, and checks its imports and exports.
 
 Guests are called without checking the types of their functions, so these checks protect the
 worker's own memory. Source: ``docs/controllers.md`` (native), and AICI's binary interface.
@@ -127,7 +127,7 @@ def _abi(binary: Binary) -> Abi:
 
 
 def _check_counts(binary: Binary) -> None:
-    """Checks the bounds of items that the worker processes for each instance or for each fork."""
+    """Checks the number of items that the worker processes for each instance or for each fork."""
     for what, count, most in (
         ("mutable globals", sum(kind.mutable for kind in binary.globals), MAX_MUTABLE_GLOBALS),
         ("exports", len(binary.exports), MAX_EXPORTS),

@@ -108,7 +108,7 @@ class AiciState:
         self.result: bytes | None = None
         """The result of the current call."""
         self.mask: memoryview | None = None
-        """The mask to write; only while mid_process runs."""
+        """The buffer for the mask while mid_process runs; otherwise None."""
         self.masked = False
         self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
         self.last_words = b""

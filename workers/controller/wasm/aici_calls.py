@@ -86,7 +86,8 @@ def mid_process_argument(fork_group: Sequence[int]) -> bytes:
 
 
 def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
-    """The argument of post_process: ``backtrack`` tokens were dropped, then these were appended."""
+    """The argument of post_process: ``backtrack`` tokens were dropped, then ``tokens`` were
+    appended."""
     if len(tokens) == 1:
         return b'{"tokens":[%d],"backtrack":%d}' % (tokens[0], backtrack)
     return b'{"tokens":%b,"backtrack":%d}' % (_numbers(list(tokens)), backtrack)

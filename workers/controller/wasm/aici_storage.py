@@ -61,7 +61,8 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"the storage command {shown(data)} is not exactly one command; expected {_COMMAND_IS}",
+        f"the storage command {shown(data)} has neither or both of ReadVar and WriteVar, not exactly "
+        f"one command; expected {_COMMAND_IS}",
     )
 
 

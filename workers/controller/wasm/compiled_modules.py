@@ -1,8 +1,8 @@
 """Compiled modules: in memory while they are used, on disk for the next process.
 
 If another user could change a compiled form, loading it would run that user's machine code. So each
-file has an HMAC under a key in the folder that only this user can read. The HMAC covers the
-module's id and the compilation target; a file with a wrong HMAC counts as missing.
+file has an HMAC. Only this user can read the HMAC's key, which is a file in the folder. The HMAC
+also covers the module's id and the compilation target. A file with a wrong HMAC counts as missing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Loaded(NamedTuple):
     module: wasmtime.Module
     """The compiled module, with all of its state exported."""
     why_no_fork: str | None = None
-    """The state of a module that a fork could not copy; None if a fork copies everything."""
+    """The reason why a fork could not copy the state of a module; None if a fork copies all of the
+    state."""
     script: bytes | None = None
     """The text of a script; None for a module, and for a script in the request's argument."""
 

@@ -47,7 +47,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """The exported functions of a guest whose tables are copied, by the address of a reference."""
+    """The names of a guest's exported functions, by the address in a reference to the function.
+    Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 

@@ -236,7 +236,7 @@ class Guest:
             self._account.give_back(self._counted)
             self._account, self._counted = None, 0
         if self._is_copy and not self._dead and not self.template.tables:
-            # The next sequence overwrites all of the memory, including grown parts.
+            # The memory may have grown, and the next sequence has to overwrite all of it.
             self.measure()
             SPARES.keep(self)
         else:
@@ -312,7 +312,8 @@ class Guest:
         return self._limit_s
 
     def renew(self, limit_s: float) -> None:
-        """Sets a new limit, even while a call waits in a host function."""
+        """Sets a new CPU time limit, which counts from now. A call may be waiting in a host
+        function."""
         self._limit_s = limit_s
         self._ticked_at = None
         if self._fuel_per_s:
@@ -327,7 +328,8 @@ class Guest:
         self.check_time()
 
     def exclude(self, seconds: float) -> None:
-        """Does not count CPU time that this thread spent in a host function for the worker."""
+        """Reduces the counted time of the current call by CPU time that this thread spent in a host
+        function."""
         if self._ticked_at is not None:
             self._ticked_at += seconds
 

@@ -64,8 +64,8 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
     """A module that was examined, and compiled for an engine that ``make_engine`` made from the
     same limits.
 
-    Raises RequestError if ``examine`` does, if the module is not valid, or if it exceeds the bounds
-    above.
+    Raises RequestError if ``examine`` refuses the module, if the module is not valid, or if
+    compiling it exceeds the bounds above.
     """
     return _compile("module", wasm, limits)
 
@@ -93,8 +93,8 @@ def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
 
 
 def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
-    """The output of this module's process. Raises RequestError if it refuses its input, and
-    WasmError if it exceeds the bounds above."""
+    """Runs this file as a process, and returns the output of the process. Raises RequestError if
+    the process refuses its input, and WasmError if it exceeds the bounds above."""
     encoded = msgspec.json.encode(limits).decode()
     command = [sys.executable, "-m", __name__, encoded, str(CPU_S), kind]
     try:

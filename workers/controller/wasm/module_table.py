@@ -79,7 +79,7 @@ class Table(Struct, omit_defaults=True):
         """The id of the module with a tag, an id, or the first 8 or more characters of an id.
 
         Raises ``unknown_controller``, whose message lists the existing names. ``path`` is the field
-        of the name.
+        of the request that has the name.
         """
         module = self.tags.get(name, name)
         if module in self.modules:

@@ -111,7 +111,7 @@ class ModuleStore:
             (self._folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
 
-    # --- what clients ask for -------------------------------------------------------------------
+    # --- requests of clients --------------------------------------------------------------------
 
     def put(
         self,
@@ -123,9 +123,10 @@ class ModuleStore:
     ) -> StoredModule:
         """Stores a module for a tenant, unless it is already stored, and assigns ``tag`` to it.
 
-        Refuses a module that is too large, not valid, not a controller of a supported ABI, or too
-        large for the store's room. Raises UnavailableError if too many modules are being compiled,
-        or if the tenant would exceed its quota ``upload_bytes``.
+        Raises RequestError if the module is too large, is not valid, is not a controller of a
+        supported ABI, or does not fit into the tenant's remaining room. Raises UnavailableError if
+        too many modules are being compiled, or if the tenant would exceed its quota
+        ``upload_bytes``.
         """
         if tag is not None:
             check_tag(tag)
@@ -160,7 +161,7 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            if error.code != Code.STORE_FAILED:  # The table may have the module.
+            if error.code != Code.STORE_FAILED:  # Otherwise the table may have the module.
                 with self._locked():
                     self._drop_unused(module)
             raise
@@ -203,7 +204,7 @@ class ModuleStore:
 
         return self._change(tenant, drop, [name])[1]
 
-    # --- what the worker asks for ---------------------------------------------------------------
+    # --- requests of the worker -----------------------------------------------------------------
 
     def resolve(self, tenant: str, name: str) -> str:
         """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.

@@ -1,8 +1,8 @@
 """The deterministic part of WASI that guests can import: a log, without access to the system.
 
 Source: ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and 2 writes to the log; there are
-no arguments and no environment; random bytes are zeros, and the clock is constant; every other
-function returns ``BADF``.
+no arguments and no environment; random bytes are zeros, and the clock is constant; the functions in
+``_REFUSED`` return ``BADF``.
 """
 
 from __future__ import annotations

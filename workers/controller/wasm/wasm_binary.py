@@ -47,7 +47,7 @@ class Import(NamedTuple):
 
 
 class Export(NamedTuple):
-    """An export: its kind, and its number among all of that kind."""
+    """An export: its kind, and its number among all items of that kind."""
 
     kind: int
     number: int

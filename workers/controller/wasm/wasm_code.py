@@ -97,7 +97,7 @@ class Change(NamedTuple):
 
     @property
     def is_of_tables(self) -> bool:
-        """Whether only tables change, which can be read back."""
+        """Whether the instruction changes only tables. Tables can be read back."""
         return self.name.startswith("table.")
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Values of the Wasm binary format, read one after another, with bounds: numbers, names, types.
+"""Reads values of the Wasm binary format one after another, within bounds: numbers, names, types.
 
-Source: WebAssembly core specification 2.0, chapter 5. Errors have their offset.
+Source: WebAssembly core specification 2.0, chapter 5. Errors contain the offset in the module.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Reader:
         return value
 
     def skip(self, size: int, what: str) -> None:
-        """Skips this number of bytes."""
+        """Skips ``size`` bytes."""
         if size > self.end - self.at:
             raise WasmError(
                 f"{what} at byte {self.at} has {size} bytes; {self.end - self.at} are there"
