@@ -75,7 +75,7 @@ def _write(piece: str, steps: list[Step]) -> bytes:
     return written if isinstance(written, bytes) else written.encode()
 
 
-# --- which steps --------------------------------------------------------------------------------
+# --- choice of steps ----------------------------------------------------------------------------
 
 
 def _steps(spec: Spec) -> list[Step]:
@@ -114,7 +114,8 @@ def flat(part: Spec | None) -> Iterator[Spec]:
 
 
 def _implied(spec: Spec) -> Iterator[Spec]:
-    """The implied decoder of a tokenizer without one: it reverses the other parts."""
+    """The decoder of a tokenizer whose JSON has no decoder. It reverses the other parts of the
+    tokenizer."""
     model: Spec = spec.get("model") or {}
     splitters = {part["type"]: part for part in flat(spec.get("pre_tokenizer"))}
     normalizers = list(flat(spec.get("normalizer")))

@@ -1,4 +1,5 @@
-"""Cache of the vocabularies of this worker, which it requests over the bus and builds once."""
+"""Cache of this worker's vocabularies. Each tokenizer is requested over the bus, and each
+vocabulary is built once."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ been lost, and other GPU workers may have the same tokenizer."""
 GIVE_UP_S = 30.0
 """Seconds after which a request stops waiting for a tokenizer and fails."""
 KEPT = 16
-"""Maximum cached vocabularies; the least recently used are evicted. Sequences hold references to
-their vocabularies."""
+"""Maximum cached vocabularies; the least recently used are evicted. Sequences keep their
+vocabularies, even if these are evicted."""
 
 _Key = tuple[str, int, tuple[int, ...], tuple[tuple[str, int], ...]]
 """Fingerprint, size, end-of-sequence tokens, and special tokens by role."""

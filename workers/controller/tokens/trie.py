@@ -38,9 +38,9 @@ def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
 
     Several tokens may have the same bytes, such as SentencePiece's ``A`` and ``<0x41>``. As in
     AICI, a search finds the node of the highest id, because a tokenizer produces this id. Longer
-    tokens are children of this node. The other tokens follow that node's subtree as leaves with the
-    same parent and byte, in the order of their ids. So a walk over all nodes visits each token, and
-    a mask is exact.
+    tokens are descendants of this node. The other tokens follow that node's subtree as leaves with
+    the same parent and byte, in the order of their ids. So a walk over all nodes visits each token,
+    and a mask is exact.
 
     131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the number of tokens does not fit in
     24 bits.
@@ -142,7 +142,7 @@ def _nodes(
     return nodes.ravel()
 
 
-# --- reading one --------------------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------
 
 
 class TokenTrie(NamedTuple):

@@ -168,7 +168,8 @@ class TokenizerVocabulary:
 
 
 def _exact(spec: Spec) -> dict[str, Any]:
-    """The same tokenizer without steps that change the text, such as a prefix or lower-casing.
+    """The JSON of a tokenizer without the steps that change the text, such as a prefix or
+    lower-casing.
 
     Only the steps of the normalizer remain that map text to the alphabet of the vocabulary. A text
     that the removed steps would not change gets the same tokens as from the original tokenizer.
@@ -191,7 +192,7 @@ def _exact(spec: Spec) -> dict[str, Any]:
 
 
 def _without_prefix(part: Spec | None) -> Spec | None:
-    """The same pre-tokenizer without a space prefix."""
+    """A pre-tokenizer that does not add a space as a prefix."""
     if part is None:
         return None
     if part["type"] == "Sequence":
