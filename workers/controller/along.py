@@ -2,8 +2,8 @@
 
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The copy cannot write variables or logs, and is dropped afterwards. When tokens of the
-draft have been sampled, the controller itself runs the round of each token. So the controller
+were sampled. The copy must not use variables or the log. It is dropped afterwards. When tokens of
+the draft have been sampled, the controller itself runs the round of each token. So the controller
 receives the same calls as without drafts, only later.
 """
 
@@ -36,7 +36,7 @@ class Place:
     """The bias of the last decision, if it is sent as an attachment."""
 
     def give_bias(self, bias: Bias | None) -> bool:
-        """Stores the bias of a decision; returns whether there is room."""
+        """Stores the bias of a decision; returns False if there is no room for the bias."""
         self.biased, self.bias = bias is not None, b""
         if bias is None:
             return True
@@ -97,8 +97,8 @@ def allow_all(mask: memoryview) -> None:
 def _answers(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> Generator[Answer]:
-    """Yields the answer of the copy's mid_process after each token, as long as each answer is to
-    sample. A bias is valid until the next answer."""
+    """Yields the answer of the copy's mid_process after each token, as long as the copy only
+    samples. A bias is valid until the next answer."""
     log = Log(1)
     copy = controller.fork(
         replace(host, variables=_NoVariables(), tools=None, log=log, distributions=())

@@ -85,7 +85,7 @@ class FairJobs:
         return bool(self._order)
 
     def add(self, tenant: str, jobs: Iterable[Job]) -> None:
-        """Queues jobs after those of their tenant."""
+        """Queues jobs after the earlier jobs of ``tenant``."""
         with self._lock:
             turn = self._turns.get(tenant)
             if turn is None:

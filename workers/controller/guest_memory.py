@@ -1,4 +1,4 @@
-"""The total memory of all guests of a worker, and its share for each tenant.
+"""The total memory of all guests of a worker, and each tenant's share of this memory.
 
 A tenant may use at most as much memory as remains free. A single tenant gets at most half of the
 total, each of two tenants a third, and so on: some memory always stays free for a later tenant.
@@ -50,7 +50,7 @@ class GuestMemory:
             self._used = used
 
     def give_back(self, tenant: str, size: int) -> None:
-        """Returns the memory of a tenant's guest that has ended."""
+        """Stops counting ``size`` bytes of a tenant's guest."""
         with self._lock:
             self._used -= size
             self._by_tenant[tenant] -= size
@@ -70,5 +70,5 @@ class TenantMemory:
         self._memory.take(self._tenant, size)
 
     def give_back(self, size: int) -> None:
-        """Returns the memory of a guest that has ended."""
+        """Stops counting ``size`` bytes of a guest."""
         self._memory.give_back(self._tenant, size)

@@ -103,7 +103,7 @@ class NextTokens(NamedTuple):
 
 
 class Questions(Protocol):
-    """The built-in constraints, for scripts that ask about single tokens."""
+    """Answers a script's questions about built-in constraints."""
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
         """The tokens that may follow ``text`` under the constraint ``kind`` with an argument.
@@ -139,7 +139,8 @@ class Host:
     max_tokens: int = 0
     """Maximum tokens of the sequence after its prompt."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens do not end the sequence, whatever its controller does."""
+    """Whether the sequence continues after an end-of-sequence token. Its controller may still end
+    it."""
     memory: TenantMemory | None = None
     """Counts the memory of this sequence's guests; None if it is not counted."""
     questions: Questions | None = None

@@ -1,9 +1,9 @@
 """The interface of a controller in any language: four calls for each sequence, and a clone.
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
-sequence is post_process with the tokens that were appended, pre_process, and mid_process;
-``rounds`` makes these calls, and this module defines their meaning. Calls for one sequence are made
-one after another; calls for several sequences run at the same time, on a pool of threads.
+sequence calls post_process with the new tokens, then pre_process and mid_process; ``rounds`` makes
+these calls, and this module defines their meaning. Calls for one sequence are made one after
+another; calls for several sequences run at the same time, on a pool of threads.
 
 A call that fails raises ControllerError, which ends only this sequence, with the error's message.
 """
@@ -35,7 +35,7 @@ class Action(IntEnum):
     including this sequence."""
     SPLICE = 4
     """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
-    append ``tokens``, without a mid_process in between."""
+    append ``tokens``, without calling mid_process first."""
     GENERATE = 5
     """mid_process of a script's guest: the worker generates a text, as ``Answer.generate`` says,
     and passes all of its tokens to post_process. ``scripts.controller`` handles this action."""
@@ -59,8 +59,8 @@ class Answer(NamedTuple):
     override: Override | None = None
     """mid_process: sampling parameters for the next token."""
     complete: bool = False
-    """With STOP: the text is complete, as if the model had ended it; otherwise the program
-    stopped."""
+    """With STOP: whether the text is complete, as if the model had ended it. If false, the program
+    has stopped the sequence."""
     generate: bytes = b""
     """GENERATE: the JSON of ``scripts.generation.Generate``."""
 
@@ -109,11 +109,10 @@ class Constraint(Controller, Protocol):
     """A built-in constraint: a controller that limits the text of its sequence to a language."""
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of end that the text has without further tokens. With ``stop``, the text ends
+        """The kind of the text's end if no further tokens follow. With ``stop``, the text ends
         before the first occurrence of these bytes.
 
-        Called between rounds. The method calls the backend, and with ``stop`` parses the text
-        again.
+        Called between rounds. With ``stop``, the backend parses the text again, which may be slow.
         """
 
     def fork(self, host: Host) -> Constraint:
@@ -149,7 +148,8 @@ class RunsAhead(Controller, Protocol):
 
 
 class Batch(Protocol):
-    """Runs the usual rounds of several sequences in one call. Equal batches run together."""
+    """Runs the usual rounds of several sequences in one call. Rounds whose batches are equal run in
+    one call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Each turn has the number of a sequence in the batch and its sampled token. Returns for

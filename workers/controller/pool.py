@@ -93,7 +93,7 @@ class Pool:
             self.help()
 
     def help(self) -> None:
-        """Gives queued jobs another thread, if a slot is free."""
+        """Wakes or starts a thread for the queued jobs, if a slot is free."""
         if not self._jobs or self._active >= self._slots or not self._jobs.ready:
             return
         with self._lock:
@@ -150,7 +150,7 @@ class Pool:
             if self._run_jobs():
                 with self._lock:
                     self._active -= 1
-                # A job that was submitted meanwhile found all slots in use.
+                # A job that was submitted meanwhile may have found all slots in use.
                 self.help()
 
     def _run_jobs(self) -> bool:

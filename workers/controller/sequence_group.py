@@ -249,7 +249,7 @@ class SequenceGroup:
             return self._wake()
 
     def input_arrived(self) -> tuple[list[Round], list[StepResult]]:
-        """Handles a notice about an input: returns what ``record`` returns."""
+        """Handles INPUTS, which reports an input of the client; returns what ``record`` returns."""
         with self._lock:
             if self._closed:
                 return [], []

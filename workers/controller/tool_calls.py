@@ -43,7 +43,8 @@ GIVE_UP_S = 660.0
 a minute. The broker and the tool workers answer every call before this time, unless one of them
 fails."""
 MARK = b"\0"
-"""The first byte of a record without an answer. The number of the attempt follows."""
+"""The first byte of a record without an answer. A random number follows, which identifies the
+attempt."""
 MAX_TOOL_NAME = 128
 NO_TOOLS = "this controller cannot call tools"
 

@@ -28,8 +28,8 @@ restarted by then. The time equals the time for which a stream waits for a worke
 (``move_wait_s``)."""
 ROUND_BYTES = 128 * 1024
 """Maximum bytes that a sequence may write in one round, because they are sent to the client with
-the next token. 1 MiB doubled the step time of other streams on two cores; this number has no
-measurable effect."""
+the next token. Writes of 1 MiB in a round doubled the step time of other streams on two cores.
+Writes of this number of bytes have no measurable effect."""
 
 
 MAX_SENT_BYTES = 4 * 1024 * 1024

@@ -207,8 +207,8 @@ class ControllerWorker:
         return Programs(runtime, self._store, constraints)
 
     def _served_programs(self, served: GuestRuntime) -> Programs:
-        # Such workers store no tables between runs, because several of them may run next to each
-        # other.
+        # Such workers do not store tables between runs, because several of them may run next to
+        # each other.
         return Programs(served, None, self._constraints(None))
 
     def _constraints(self, folder: Path | None) -> Constraints:
