@@ -1,4 +1,5 @@
-"""Calls into an author's code: exceptions become errors of the stream, slow calls are logged."""
+"""Calls into an author's code: exceptions become errors of the sequence, and slow calls are
+logged."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Controller:
     """
 
     host: Host
-    """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, ids."""
+    """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, and the ids
+    of the request and the sequence."""
     query: Query | None = None
     """Queries the distribution of each sampled token; post_process reads the answers from
     ``distributions``. Set the query in the class, in ``__init__`` or in any call.

@@ -64,7 +64,8 @@ class Stop(Operation):
 
 
 class Append(Operation):
-    """Appends tokens, after dropping the tokens beyond ``following``, a length of the sequence."""
+    """Appends tokens. With ``following``, first drops the tokens after the first ``following``
+    tokens of the sequence."""
 
     def __init__(
         self,
@@ -167,7 +168,8 @@ class Generate(Operation):
         return min(found) if found else None
 
     def _cut(self, before: int, end: int, more: int) -> None:
-        """Ends the text within the last token or at its end; ``more`` tokens follow it."""
+        """Ends the text within the last token, or after this token. ``more``: number of tokens that
+        follow the token."""
         if end == len(self._text):
             self._end(more)
             return

@@ -55,7 +55,7 @@ def _written(data: bytes) -> bool:
 
 
 class _Bytes(io.RawIOBase):
-    """``buffer`` of the text streams."""
+    """The attribute ``buffer`` of ``sys.stdout`` or ``sys.stderr``."""
 
     def __init__(self, usual: Callable[[], Any]) -> None:
         self._usual = usual

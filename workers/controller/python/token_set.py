@@ -76,7 +76,7 @@ class TokenSet:
         return self._from_int(self.size, self._int() & self._other(other))
 
     def __xor__(self, other: TokenSet) -> TokenSet:
-        """Tokens of one set only."""
+        """Tokens that only one of the two sets has."""
         return self._from_int(self.size, self._int() ^ self._other(other))
 
     def __sub__(self, other: TokenSet) -> TokenSet:
