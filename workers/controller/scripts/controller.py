@@ -53,7 +53,7 @@ class ScriptController:
         host: Host,
         constraints: FindConstraint,
     ) -> None:
-        """``make`` creates the guest; its errors are raised."""
+        """``make`` creates the guest. Errors of ``make`` are raised."""
         self._host = host
         self._constraints = constraints
         self._questions = host.questions = ConstraintQuestions(constraints, host)

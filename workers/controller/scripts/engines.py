@@ -32,7 +32,7 @@ BOOT_S = 30.0
 """Maximum CPU time of ``tokenbus_boot``, in seconds."""
 
 INBOX, INBOX_SIZE, COUNT, BACKTRACK = 1, 2, 3, 4
-"""Words of the call block."""
+"""Numbers of words in the call block (``docs/controllers-reference.md``)."""
 
 _FOLDER = Path(__file__).parent
 _LIBRARIES = ("driver.js", "context.js", "aici.js")
@@ -88,8 +88,8 @@ def _micropython() -> bytes:
 
 
 def boots(wasm: bytes) -> bool:
-    """Whether an interpreter is stored with its memory after its boot. MicroPython is not stored
-    so, because it starts in 0.3 ms."""
+    """Whether an interpreter is stored with its memory after its boot. MicroPython is stored
+    without its memory, because it starts in 0.3 ms."""
     return "tokenbus_boot" in read(wasm).exports
 
 

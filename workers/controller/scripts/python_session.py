@@ -102,7 +102,7 @@ class PythonSession:
     def __init__(
         self, template: Template, texts: tuple[str, str], log: Printed, memory: TenantMemory | None
     ) -> None:
-        """``texts``: the library and the call of the script."""
+        """``texts``: the text of the library, and the text that runs the script."""
         self.host = _Host(log)
         self._boot = "\n".join(texts)
         self._template = template

@@ -1,5 +1,5 @@
 // AICI's interface for scripts (jsctrl): the names of its module "aici", which are globals too.
-// Source: AICI's aici.js and jssamples, as ../shared/spec/aici-scripts.md lists them.
+// Source: AICI's aici.js, and its samples in jssamples.
 
 let log_level = 0;
 
