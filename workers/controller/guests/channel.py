@@ -159,8 +159,9 @@ class Channel:
         self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
 
     def shrink(self, *, masks: bool) -> None:
-        """Frees the memory of the areas after a large message, and that of the masks if ``masks``
-        is true. Called by the worker between requests; the memory then has zeros."""
+        """Frees the memory of the areas after a large message. If ``masks`` is true, frees the
+        memory of the areas and the masks after any message. Called by the worker between requests;
+        the memory then has zeros."""
         if masks:
             self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
         elif self._largest > KEPT_BYTES:

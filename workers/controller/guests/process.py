@@ -234,8 +234,8 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order. Without this check, a compromised process could restart items
-            # forever.
+            # Items run in order. Without this check, a compromised process could restart the time
+            # of items forever.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:

@@ -129,7 +129,7 @@ class RemoteController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Calls post_process and the calls that usually follow, and stores the answers of these
-        calls (``interface.Controller``)."""
+        calls (``interface.DecidesAhead``)."""
         if not self._ahead:
             distributions = list(self._host.distributions)
             self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))

@@ -29,8 +29,8 @@ MAX_LAUNCHES = 3
 """Maximum number of zygotes that are started for one process, if each ends before it has forked the
 process."""
 MAX_DEATHS = 3
-"""Number of a module's sequences that may end with their processes within ``DEATHS_S``. After that,
-the module is refused to their tenant."""
+"""If this number of a tenant's sequences with one module end with their processes within
+``DEATHS_S``, the module is refused to the tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -38,8 +38,8 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """The sequences that were ended because of the death of their process, by tenant and module.
-    Another tenant may have uploaded the same module. Thread-safe."""
+    """The sequences that were ended because of the death of their process, by tenant and module,
+    because several tenants may have uploaded the same module. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
