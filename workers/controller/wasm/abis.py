@@ -1,7 +1,8 @@
 """Recognizes the ABI of a module by its exports, and checks its imports and exports.
 
 Guests are called without checking the types of their functions, so these checks protect the
-worker's own memory. Source: ``docs/controllers.md`` (native), and AICI's binary interface.
+worker's own memory. Source: ``docs/controllers-reference.md`` (native), and AICI's crate
+``aici_abi``.
 """
 
 from __future__ import annotations

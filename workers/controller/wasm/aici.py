@@ -1,7 +1,7 @@
 """Guests of the AICI ABI: compiled AICI modules, unmodified.
 
 The guest reads the argument of a call as a blob and returns its result, both as JSON, through
-functions of module ``env``. Source: ``aici-binary.md``.
+functions of module ``env``. Source: AICI's crate ``aici_abi``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
 
-Source: ``aici-binary.md``, "JSON of the calls". A result of another form raises ControllerError,
-with the first bytes of the result.
+Source: AICI's crate ``aici_abi``. A result of another form raises ControllerError, with the first
+bytes of the result.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SHOWN_BYTES = 200
 """Maximum bytes of a guest's result in an error message."""
 
 MAX_VALUES = 70_000
-"""Maximum values in the result of a call. Other threads of the worker do not run while a result is
-decoded. The bound is larger than the maximum of appended tokens."""
+"""Maximum values in the result of a call, because other threads of the worker do not run while a
+result is decoded. The bound is larger than the maximum of appended tokens."""
 MAX_LISTS = 1024
 """Maximum lists and objects in the result: more than the maximum of sequences of a request."""
 _SMALL_BYTES = MAX_LISTS
@@ -169,7 +169,8 @@ def post_process_answer(result: bytes) -> Answer:
 
 
 def _decode_result(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """Decodes the result of a call, unless it has too many values."""
+    """Decodes the result of a call. Raises ControllerError if the result has too many values, or
+    another form."""
     if len(data) > _SMALL_BYTES:
         _check_counts(data, what)
     return decode(decoder, data, what, right)

@@ -1,6 +1,6 @@
 """AICI's storage commands: JSON from a guest, applied to the variables of its request.
 
-Source: ``aici-binary.md``, "Storage commands". ``Variables`` itself reports writes to the client.
+Source: AICI's crate ``aici_abi``. ``Variables`` itself reports writes to the client.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"the storage command {shown(data)} has neither or both of ReadVar and WriteVar, not exactly "
-        f"one command; expected {_COMMAND_IS}",
+        f"the storage command {shown(data)} has neither or both of ReadVar and WriteVar, so it is "
+        f"not exactly one command; expected {_COMMAND_IS}",
     )
 
 

@@ -1,7 +1,8 @@
 """Tables of functions, copied from a guest to its fork.
 
-A reference to a function belongs to one store. So each element is looked up among the exported
-functions of the guest, and the fork gets its own function of the same name.
+A reference to a function belongs to one of Wasmtime's stores, and each guest has its own. So each
+element is looked up among the exported functions of the guest, and the fork gets its own function
+of the same name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One guest: an instance with its own store, which is called, read, written and cloned at low cost.
+"""One guest: an instance in its own Wasmtime store, which is called, read, written and cloned at
+low cost.
 
 Most of the cost comes from crossing from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us instead of the 13 us of ``Func.__call__``, as types
@@ -174,7 +175,8 @@ class Template:
 class Guest:
     """An instance of a template. ``host`` is passed to its host functions.
 
-    For one thread at a time. Every failure raises ControllerError, after which the guest is dead.
+    Used by one thread at a time. A call that fails raises ControllerError. The guest must not be
+    called afterwards.
     """
 
     def __init__(
@@ -328,8 +330,8 @@ class Guest:
         self.check_time()
 
     def exclude(self, seconds: float) -> None:
-        """Reduces the counted time of the current call by CPU time that this thread spent in a host
-        function."""
+        """Reduces the counted time of the current call by ``seconds`` of CPU time that this thread
+        spent in a host function."""
         if self._ticked_at is not None:
             self._ticked_at += seconds
 
@@ -419,7 +421,7 @@ class Guest:
         ctypes.memmove(self.base + address, data, len(data))
 
     def write_part(self, address: int, data: bytes, size: int) -> None:
-        """Writes the first ``size`` bytes of ``data``, or all of it if that is less."""
+        """Writes the first ``size`` bytes of ``data``, or all bytes if ``data`` has fewer."""
         size = min(size, len(data))
         self.check(address, size)
         ctypes.memmove(self.base + address, data, size)

@@ -1,4 +1,5 @@
-"""Guests of the native ABI: one call into the guest per phase, without callbacks for results.
+"""Guests of the native ABI: each call of a controller is one call into the guest, without callbacks
+for results.
 
 The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
 the mask from its memory. ``docs/controllers-reference.md`` describes the layout.

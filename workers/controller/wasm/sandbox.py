@@ -1,4 +1,4 @@
-"""The Wasm engine: how modules are compiled, and the clock that stops them.
+"""The Wasm engine: how modules are compiled, and the clock that stops guests.
 
 Guests have no access to files, the network, a clock, randomness or threads. NaNs have one bit
 pattern, and vector instructions one result, so that a replayed guest behaves in the same way.
@@ -45,7 +45,7 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
 
 
 class Ticker:
-    """A thread that increments the epoch, for programs without their own loop for it.
+    """A thread that increments the epoch, for programs that do not have a loop for this.
 
     with Ticker(engine):
         ...

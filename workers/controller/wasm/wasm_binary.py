@@ -33,7 +33,7 @@ _MAGIC = b"\0asm"
 _EXPORTS = 7
 _CODE = 10
 _ORDER = {number: i for i, number in enumerate((1, 2, 3, 4, 5, 13, 6, 7, 8, 9, 12, 10, 11))}
-"""Sections by number, and their order in a module."""
+"""The places of sections in the order of a module, by section number."""
 
 
 class Import(NamedTuple):
