@@ -1,6 +1,6 @@
 """The token trie that controllers walk, in the binary format that AICI's guests read.
 
-Source: AICI's ``toktree``; the format is in ``spec/aici-binary.md``. Little-endian u32 words:
+Source: AICI's ``toktree`` (crate ``aici_abi``). The format is little-endian u32 words:
 
     header   magic, 28, bytes of nodes, bytes of offsets, bytes of data, vocabulary, end of sequence
     node     token << 8 | byte, subtree size << 8 | levels that end with it; in preorder
@@ -42,8 +42,8 @@ def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
     the same parent and byte, in the order of their ids. So a walk over all nodes visits each token,
     and a mask is exact.
 
-    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the number of tokens does not fit in
-    24 bits.
+    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the number of tokens, or of their
+    bytes, does not fit in 24 bits.
     """
     kept = [token if len(token) <= LONGEST else b"" for token in tokens]
     data = b"".join(kept)
