@@ -233,7 +233,7 @@ class ControllerWorker:
                     self._on_message(message)
                 except Exception as error:
                     kind = message.type.decode("ascii", "replace")
-                    log.exception("a %s message failed", kind)
+                    log.exception("the handling of a %s message failed", kind)
                     if message.type == b"START":
                         self._refuse_start(message, error)
             try:
@@ -593,9 +593,9 @@ class ControllerWorker:
             self._meters.error(error.code)
             frames = [b"ERROR", head, encode_body(error_body(error, stream_id), encoding)]
         except Exception as error:
-            log.exception("a request to the store failed")
+            log.exception("a request to the module store failed")
             self._meters.error(Code.INTERNAL)
-            failure = TokenbusError(Code.INTERNAL, f"the store failed: {error!r}")
+            failure = TokenbusError(Code.INTERNAL, f"the module store failed: {error!r}")
             frames = [b"ERROR", head, encode_body(error_body(failure, stream_id), encoding)]
         self._bus.post(frames, message.link)
 
