@@ -61,8 +61,8 @@ def _quickjs() -> bytes:
     if not file.exists():
         raise RequestError(
             Code.UNKNOWN_CONTROLLER,
-            f"this worker cannot run scripts in JavaScript, because {file} is missing; the "
-            "installation of the package builds it: see its warnings, and install again",
+            f"this worker cannot run scripts in JavaScript, because {file} is missing; "
+            "installing the package builds this file: install it again, and read the warnings",
         )
     parts = [(folder / name).read_text(encoding="utf-8") for name in _LIBRARIES]
     boot = "\n".join([_BEFORE, *parts, _AFTER]).encode()

@@ -54,7 +54,10 @@ class ConstraintQuestions:
                 f"for more than {MAX_MASKS_S:g} s of CPU time",
             )
         if len(text) > MAX_TEXT_TOKENS - 2:
-            raise _failed(f"the text of a constraint has {len(text)} tokens, which is too long")
+            raise _failed(
+                f"the text of a constraint has {len(text)} tokens; at most {MAX_TEXT_TOKENS - 2} "
+                "are allowed"
+            )
         began_s = time.thread_time()
         try:
             return self._text(kind, argument, text).next_tokens(text)
