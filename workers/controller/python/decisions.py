@@ -154,7 +154,7 @@ def _mask(mask: TokenSet | Iterable[int], size: int) -> TokenSet:
         except (TypeError, ValueError) as error:
             raise _wrong(
                 f"mid_process: sample(mask) with {_short(mask)}: {error}; expected a "
-                "TokenSet, a set of token ids, or None for every token"
+                "TokenSet, an iterable of token ids, or None for every token"
             ) from None
     if mask.size != size:
         raise _wrong(
