@@ -137,8 +137,8 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
     if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"mid_process returned {shown(result)}, which is not exactly one action; "
-            f"expected {_MID_IS}",
+            f"mid_process returned {shown(result)}, which has none or several of Stop, "
+            f"SampleWithBias and Splice; expected {_MID_IS}",
         )
     splice = said.splice
     if isinstance(splice, _Splice):
