@@ -23,8 +23,7 @@ class Vocabulary(Protocol):
     eos_ids: tuple[int, ...]
     """All end-of-sequence tokens."""
     has_every_byte: bool
-    """Whether each byte is a token, so that any text can be written with one token for each
-    byte."""
+    """Whether each byte is a token. Any text can then be written with one token for each byte."""
     fingerprint: str
     special: Mapping[str, int]
     """The special tokens, which are not text, by their names."""

@@ -179,8 +179,8 @@ class DecidesAhead(Controller, Protocol):
 
     @property
     def has_decided(self) -> bool:
-        """Whether the answer of the next call is known already, so that the call needs no message
-        to the guest."""
+        """Whether the answer of the next call is already known. The call then does not send a
+        message to the guest."""
 
     def ends(self) -> None:
         """Called before the last post_process, after which the controller receives no further

@@ -79,7 +79,7 @@ class MaskFiles:
         """Paths that cannot be mapped, the most recent at the end."""
 
     def get(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> MaskRows | None:
-        """The rows of a file; None if it cannot be mapped, so that masks have to be sent."""
+        """The rows of a file; None if it cannot be mapped; masks are then sent in messages."""
         found = self._by_path.get(path)
         if found is not None or path in self._refused:
             return found
