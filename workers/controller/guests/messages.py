@@ -1,6 +1,6 @@
 """The messages between a worker and its guest processes.
 
-The worker decodes every answer with these types: a compromised process can send any bytes.
+The worker decodes every answer with these types, because a compromised process can send any bytes.
 """
 
 from __future__ import annotations
