@@ -1,7 +1,8 @@
 """The store of controller modules: by tenant, shared by all controller workers.
 
 A folder of the machine has the bytes by their SHA-256 (``modules/``), copies of the tables of
-tenants (``tenants/``), and compiled forms (``compiled/``).
+tenants (``tenants/``), and compiled forms (``compiled/``). A tenant's table has the tenant's
+modules and tags.
 
 The tables themselves are at the state worker, which replaces them by compare-and-set, so that all
 machines agree on the meaning of a tag. If the bytes of a module are missing on this machine, they

@@ -2,10 +2,10 @@
 
 A copy has the memory, the globals and, if the code changes them, the tables of functions. The set
 of dropped passive segments cannot be read from outside, so an instance of a module that drops
-segments cannot be copied. One regular expression matches instructions, and scans 16 MB in 0.3 s;
-only functions with a suspicious byte are scanned. Source: WebAssembly core specification 2.0,
-section 5.4 (instructions), and tail calls, wide memory arguments and relaxed SIMD from the
-proposals that have been merged since.
+segments cannot be copied. One regular expression matches instructions, and scans 16 MB in 0.3 s.
+Functions without a byte of an instruction that matters are not scanned. Source: WebAssembly core
+specification 2.0, section 5.4 (instructions), and tail calls, wide memory arguments and relaxed
+SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations
