@@ -27,9 +27,9 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 class TokenizerVocabulary:
     """Implements ``host.Vocabulary`` for one tokenizer and one model. Thread-safe.
 
-    The constructor builds everything, including the trie, so that this time does not count towards
-    a controller's limit. It takes about 0.4 s for raw tokens and 1.3 s for JSON, with a vocabulary
-    of 131,072.
+    The constructor builds everything, including the trie, so that this work does not count towards
+    a controller's time limit. The constructor takes about 0.4 s for raw tokens and 1.3 s for JSON,
+    with a vocabulary of 131,072.
     """
 
     def __init__(
