@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .errors import Code, RequestError, TokenbusError
-from .expected_values import named_values, out_of_bounds, parted, plain
+from .expected_values import MAX_REPEATED_BYTES, named_values, out_of_bounds, parted, plain
 from .messages import Error
 
 Encoding = Literal["json", "msgpack"]
@@ -67,7 +67,8 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
     except msgspec.ValidationError as error:
         shown, path = parted(error)
         what = named_values(shown, kind, path) or plain(shown)
-        what += out_of_bounds(shown, path, lambda: _decoder(Any, encoding).decode(body))
+        beginning = body[:MAX_REPEATED_BYTES]
+        what += out_of_bounds(shown, path, lambda: _decoder(Any, encoding).decode(beginning))
         raise RequestError(Code.INVALID_FIELD, f"{what} at {path}", path=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(Code.BAD_MESSAGE, f"the body is not valid {encoding}: {error}") from None

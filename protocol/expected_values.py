@@ -19,6 +19,7 @@ _PLAIN = {
     r"\barray\b": "a list",
     r"\bobject\b": "a JSON object",
     r" of length >= ": " with a length of at least ",
+    r" of length <= ": " with a length of at most ",
     r" >= ": " of at least ",
     r" <= ": " of at most ",
     r" > ": " above ",
@@ -34,6 +35,8 @@ _BOUND = re.compile(r" [<>]=? ")
 MAX_SHOWN = 256
 """Maximum characters of msgspec's error that are shown. The error contains the wrong text, which
 may have any length."""
+MAX_REPEATED_BYTES = 65_536
+"""The part of a body that is decoded again for the number in an error message."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -72,12 +75,14 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
     """
     if not _BOUND.search(message):
         return ""
-    value = body()
     try:
+        value = body()
         for step in _STEP.finditer(path):
             value = value[step[1] or int(step[2])]
-    except (LookupError, TypeError, ValueError):
-        return ""  # The path does not contain the keys of a dict.
+    except (LookupError, TypeError, ValueError, RecursionError):
+        # The body is malformed or cut after the number, or the path leads through a dict, whose
+        # keys it does not contain.
+        return ""
     return f", not {value}" if isinstance(value, (int, float)) else ""
 
 

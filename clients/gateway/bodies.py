@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 
+from ...protocol.expected_values import MAX_REPEATED_BYTES
 from ...protocol.messages import MAX_BODY_BYTES
 from .content_encoding import decoder_of
 from .context import gateway_of
@@ -122,7 +123,8 @@ def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B
     try:
         return decode(body, kind, ignored or Ignored(strict=True, accepted=frozenset()))
     except msgspec.ValidationError as error:
-        raise refusal(error, kind, lambda: msgspec.json.decode(body)) from None
+        beginning = body[:MAX_REPEATED_BYTES]
+        raise refusal(error, kind, lambda: msgspec.json.decode(beginning)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 

@@ -256,6 +256,9 @@ def test_unknown_fields_are_ignored() -> None:
             "at most 128, not 1000",
         ),
         ('PING {"x": ' + "[" * 100_000, Code.BAD_MESSAGE, None, "deep"),
+        # The body is also malformed after the number.
+        ('PING {"n": -1,', Code.INVALID_FIELD, "$.n", "a whole number of at least 0"),
+        ('PING {"n": -1, "x": ' + "[" * 50_000, Code.INVALID_FIELD, "$.n", "of at least 0"),
     ],
 )
 def test_a_wrong_line_says_what_is_wrong_and_where(
