@@ -146,7 +146,7 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
             assert [stream.tokens() for stream in streams] == wanted, program
     run_dir = RunDir(checkout / "run")
     # The gateway is two: one that supervisord waits for, and one that serves.
-    assert len(started_by(run_dir)) == 6
+    until(lambda: len(started_by(run_dir)) == 6, WAIT_S, "the replaced processes have ended")
     supervisord.send_signal(signal.SIGTERM)
     assert supervisord.wait(WAIT_S) == 0
     until(lambda: not started_by(run_dir), WAIT_S, "no process is left")
