@@ -167,15 +167,15 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
         raise RequestError(
             Code.BAD_MESSAGE,
             f"this message has {len(frames)} frames; a message has a type, a body and at most "
-            f"{MAX_FRAMES - 2} attachments",
+            "one attachment",
         )
     check_body(frames[0], frames[1])
     attached = sum(map(len, frames[2:])) if len(frames) > 2 else 0
     if attached > MAX_ATTACHMENT_BYTES:
         raise RequestError(
             Code.TOO_LARGE,
-            f"the attachments of this message have {attached} bytes together; "
-            f"{MAX_ATTACHMENT_BYTES} are allowed",
+            f"the attachment of this message has {attached} bytes; {MAX_ATTACHMENT_BYTES} are "
+            "allowed",
         )
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..protocol.messages import (
+    ControllerName,
     GroupName,
     ModelInfo,
+    ModelName,
     Name,
     RequestId,
     StreamId,
@@ -50,11 +52,11 @@ class RoutingFields(Struct, kw_only=True, gc=False):
     """The fields of a request's body that the broker decodes, once; it reads no other field."""
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     buffers: tuple[Name, ...] = ()
     timeout_s: Timeout | None = None
-    controller: str | None = None
+    controller: ControllerName | None = None
     heal_prompt: bool = False
     by: UserName = ""
     """The user of the request if its client serves several users, else ``""``."""

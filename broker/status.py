@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..protocol.bodies import decode_as
-from ..protocol.errors import Code, UnavailableError
+from ..protocol.bodies import decode_as, encode_body
+from ..protocol.errors import Code, SlowClientError, UnavailableError
 from ..protocol.messages import (
     PROTOCOL_VERSION,
     Msg,
@@ -16,9 +16,11 @@ from ..protocol.messages import (
 )
 from ..protocol.metrics import Tally
 from ..protocol.worker_messages import ANY_MODULE
+from .outgoing import Outgoing, Side
 from .request import Request
 from .session import Session
 from .state import BrokerState
+from .unread import UNREAD_FACTOR
 
 LISTED_S = 50e-6
 """Seconds for which each listed stream counts towards ``MAX_LISTED_S``. Listing a stream takes the
@@ -40,12 +42,29 @@ class Statuses:
         shown = self._shown_to(session, message.own) if message.streams else []
         if shown and not self._state.is_operator(session):
             check_lists(session, shown, state.now)
+            self._check_unread(session)
         status = status_of(state)
         if message.streams:
             status.live = live_streams(state, shown)
         if message.metrics:
             add_metrics(status, state)
-        state.out.to_session(session, b"MSG", Msg(stream_id=message.stream_id, status=status))
+        answer = Msg(stream_id=message.stream_id, status=status)
+        if session.peer is not None:
+            body = encode_body(answer, session.encoding)
+            state.sessions.unread.add(session.peer, len(body))
+            state.out.append(Outgoing(Side.FRONT, session.peer, (b"MSG", body), True))
+
+    def _check_unread(self, session: Session) -> None:
+        """Raises SlowClientError if a client has too many unread answers."""
+        most = UNREAD_FACTOR * self._state.settings.max_pending_bytes
+        unread = self._state.sessions.unread.bytes_of(session.peer)
+        if unread >= most:
+            raise SlowClientError(
+                Code.SLOW_CLIENT,
+                f"up to {unread} bytes of answers to this connection are unread; a list of streams "
+                f"is sent only if fewer than {most} bytes are unread; read the earlier answers "
+                "first, or use a new connection",
+            )
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
         """The sessions whose streams a client may see; None means all.

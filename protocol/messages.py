@@ -21,12 +21,12 @@ ENCODINGS = ("json", "msgpack")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes of a body."""
 MAX_ATTACHMENT_BYTES = 4 * MAX_BODY_BYTES
-"""Maximum number of bytes of all attachments of a message together."""
+"""Maximum number of bytes of the attachment of a message."""
 MAX_MODULE_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes of a controller module; the client and the broker refuse a larger
 module."""
-MAX_FRAMES = 64
-"""Maximum number of frames of a client's message: the type, the body and the attachments."""
+MAX_FRAMES = 3
+"""Maximum number of frames of a client's message: the type, the body and an attachment."""
 
 MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
@@ -47,6 +47,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
 """The form of the names that tool workers register."""
 UserName = Annotated[str, Meta(max_length=256)]
+ModelName = Annotated[str, Meta(max_length=1024)]
+"""A name, or the path of a folder. STATUS repeats it for each stream."""
+ControllerName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 ConstraintEnd = Literal["complete", "closed", "cut"]
@@ -86,7 +89,7 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
     buffers again."""
-    client: str = ""
+    client: UserName = ""
     """Name and version of the program, for the operator."""
     capabilities: list[str] = []
     """Optional features of the client.
@@ -106,7 +109,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     """Chosen by the client, unique among the live streams of its session."""
-    model: str = ""
+    model: ModelName = ""
     """The name of the model. Empty: the only model that is served, or else the embedded one."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. None: the ids are attachment 0, u32 each."""
@@ -116,7 +119,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """Store the prompt and the output as a buffer of this name when the stream ends."""
     text: bool = False
     """Text mode: each entry with a token also has the text that the token completes."""
-    controller: str | None = None
+    controller: ControllerName | None = None
     """The id or the tag of a module, or the name of a built-in constraint or of another controller
     of the controller workers."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
@@ -159,7 +162,7 @@ class Queued(Struct, kw_only=True, omit_defaults=True):
     """The fields of a GENERATE that SCORE and EMBED also have, with the same meaning."""
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Timeout | None = None
     by: UserName = ""
@@ -253,7 +256,7 @@ class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
     """``MODEL_INFO``: the properties of a model; answered by ``MSG {"model_info": …}``."""
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
 
 
 class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
@@ -264,7 +267,7 @@ class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
     """
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
 
 
 MAX_INPUTS = 256
@@ -395,7 +398,7 @@ class PauseModel(Struct, kw_only=True, omit_defaults=True):
     """
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
     """The model; empty: the default model."""
     mode: PauseMode = "keep"
     """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: the
@@ -406,7 +409,7 @@ class ResumeModel(Struct, kw_only=True, omit_defaults=True):
     """``RESUME``: ends the pause of a model."""
 
     stream_id: StreamId
-    model: str = ""
+    model: ModelName = ""
     """As in PAUSE."""
 
 
@@ -422,7 +425,7 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     folder: Annotated[str, Meta(min_length=1, max_length=MAX_FOLDER)]
     """The folder of the safetensors files, an absolute path on the workers' machines that their
     setting ``allow`` admits."""
-    model: str = ""
+    model: ModelName = ""
     """As in PAUSE."""
     version: WeightsVersion = 0
     """The number of this version, above the current one; 0: the next number."""

@@ -20,6 +20,7 @@ from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK, counted
 from .options import add_connection
+from .source_places import printable
 
 MAX_STREAMS = 20
 """Maximum number of streams in a picture. The number of further streams is printed below."""
@@ -126,7 +127,8 @@ class FittedTable:
             width = MAX_CELL if column.drop else None
             table.add_column(column.name, justify=justify, max_width=width, no_wrap=True)
         for row in self._rows:
-            table.add_row(*(row[index] for index in shown))
+            # The names come from clients: they are not markup, and may contain control characters.
+            table.add_row(*(Text(printable(row[index])) for index in shown))
         yield table
 
     def _shown(self, max_width: int) -> list[int]:

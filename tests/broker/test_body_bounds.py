@@ -63,6 +63,31 @@ def test_all_but_texts_in_a_body_has_a_bound(kind: str, body: dict[str, Any], en
     assert "send token ids as an attachment" in refused["message"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "path", "most"),
+    [
+        ("HELLO", {"client": "a" * 257}, "$.client", 256),
+        ("GENERATE", {"stream_id": 7, "prompt": "a", "model": "a" * 1025}, "$.model", 1024),
+        ("GENERATE", {"stream_id": 7, "controller": "a" * 257}, "$.controller", 256),
+    ],
+)
+def test_names_that_status_repeats_have_a_bound(
+    kind: str, body: dict[str, Any], path: str, most: int
+) -> None:
+    refused = error(Bench(), kind, body)
+    assert (refused["code"], refused["path"]) == ("invalid_field", path)
+    assert f"a text with a length of at most {most}" in refused["message"]
+
+
+def test_a_message_has_at_most_one_attachment() -> None:
+    bench = Bench()
+    body = msgspec.json.encode({"stream_id": 7})
+    frames = [b"GENERATE", body, b"\1\0\0\0", b"\2\0\0\0"]
+    [sent] = bench.broker.on_client(peer_of("c"), frames, bench.now, "")
+    assert sent.frames[0] == b"ERROR"
+    assert b"at most one attachment" in sent.frames[1]
+
+
 def test_a_text_may_fill_a_body() -> None:
     bench = Bench()
     bench.worker("w")

@@ -121,6 +121,24 @@ def test_a_client_that_lists_many_streams_again_and_again_has_to_wait() -> None:
     assert len(live(bench, "c", "key-c")) == num_streams
 
 
+def test_a_client_that_does_not_read_its_lists_gets_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tokenbus.broker.unread.LARGE_BYTES", 1)
+    bench = Bench(max_pending_bytes=500)
+    bench.worker("a")
+    bench.client("c", "HELLO", {"client": "x" * 256}, "key-c")
+    for number in range(1, 41):
+        bench.client("c", "GENERATE", generate(number), "key-c")
+    assert len(live(bench, "c", "key-c")) == 40
+    bench.pass_time(1.0)
+    *_, (kind, refused) = bench.client("c", "STATUS", {"stream_id": 99, "streams": True}, "key-c")
+    assert (kind, refused["code"]) == ("ERROR", "slow_client")
+    assert "read the earlier answers first" in refused["message"]
+    *_, (kind, answer) = bench.client("c", "STATUS", {"stream_id": 99}, "key-c")
+    assert (kind, answer["status"]["streams"]) == ("MSG", 40)
+
+
 def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,14 @@ def test_one_picture_has_workers_and_running_streams(bus: Bus) -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_names_of_clients_are_not_markup() -> None:
+    named = "[/x][link=https://evil.example]\x1b[31mred"
+    live = [StreamStatus(request=1, type="GENERATE", state="running", age_s=1.0, client=named)]
+    picture = drawn(Pictures(), 1.0, status(live=live))
+    assert "[/x][link=https" in picture
+    assert "\x1b" not in picture
+
+
 @pytest.mark.usefixtures("processes")
 def test_without_a_terminal_it_prints_one_picture_after_another(bus: Bus, tmp_path: Path) -> None:
     output = tmp_path / "top"

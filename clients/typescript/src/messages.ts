@@ -144,7 +144,7 @@ export interface Hello {
    * again. Default: false.
    */
   readonly elsewhere?: boolean | undefined;
-  /** Name and version of the program, for the operator. */
+  /** Name and version of the program, for the operator. At most 256 in length. */
   readonly client?: string | undefined;
   /**
    * Optional features of the client.
@@ -240,7 +240,10 @@ export interface Generate {
    * 9223372036854775807.
    */
   readonly stream_id: number;
-  /** The name of the model. Empty: the only model that is served, or else the embedded one. */
+  /**
+   * The name of the model. Empty: the only model that is served, or else the embedded one. At most
+   * 1024 in length.
+   */
   readonly model?: string | undefined;
   /** Token ids, or text that the worker tokenizes. null: the ids are attachment 0, u32 each. */
   readonly prompt?: readonly number[] | string | null | undefined;
@@ -257,7 +260,7 @@ export interface Generate {
   readonly text?: boolean | undefined;
   /**
    * The id or the tag of a module, or the name of a built-in constraint or of another controller of
-   * the controller workers.
+   * the controller workers. At most 256 in length.
    */
   readonly controller?: string | null | undefined;
   /** The argument of the controller. A text is passed unchanged, any other value as JSON. */
@@ -306,6 +309,7 @@ export interface Generate {
 export interface Score {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
+  /** At most 1024 in length. */
   readonly model?: string | undefined;
   /** At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
@@ -389,6 +393,7 @@ export interface BufferMessage {
 export interface ModelInfoRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
+  /** At most 1024 in length. */
   readonly model?: string | undefined;
 }
 
@@ -400,6 +405,7 @@ export interface ModelInfoRequest {
 export interface ModelTokenizerRequest {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
+  /** At most 1024 in length. */
   readonly model?: string | undefined;
 }
 
@@ -410,6 +416,7 @@ export interface ModelTokenizerRequest {
 export interface Embed {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
+  /** At most 1024 in length. */
   readonly model?: string | undefined;
   /** At least -100, at most 100. Default: 0. */
   readonly priority?: number | undefined;
@@ -535,7 +542,7 @@ export interface DrainWorker {
 export interface PauseModel {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** The model; empty: the default model. */
+  /** The model; empty: the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
    * `keep`: live streams stop between two steps and continue after RESUME. `wait`: the workers
@@ -548,7 +555,7 @@ export interface PauseModel {
 export interface ResumeModel {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** As in PAUSE. */
+  /** As in PAUSE. At most 1024 in length. */
   readonly model?: string | undefined;
 }
 
@@ -567,7 +574,7 @@ export interface UpdateWeights {
    * setting `allow` admits. At least 1, at most 4096 in length.
    */
   readonly folder: string;
-  /** As in PAUSE. */
+  /** As in PAUSE. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
    * The number of this version, above the current one; 0: the next number. At least 0, at most

@@ -256,6 +256,16 @@ def test_token_ids_that_cannot_fit_are_refused_before_they_are_read(
     assert msgspec.json.decode(frames[2])["code"] == "prompt_too_long"
 
 
+def test_a_prompt_beside_an_attachment_is_refused(slow: tuple[Loop, SlowTokenizer]) -> None:
+    loop, _ = slow
+    body = {"model": "m", "stream_id": 1, "prompt": [5]}
+    loop.give(b"GENERATE", msgspec.json.encode(body), 1, 101, attachments=[bytes(8)])
+    loop.turn()
+    [frames] = loop.sent(b"ERROR")
+    error = msgspec.json.decode(frames[2])
+    assert (error["code"], error["path"]) == ("bad_message", "$.prompt")
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_a_deadline_that_ends_during_prefill_ends_the_stream_before_its_first_token(

@@ -98,6 +98,12 @@ def request_texts(
             "attachments",
             path="$.buffers",
         )
+    if own and message.prompt is not None:
+        raise RequestError(
+            Code.BAD_MESSAGE,
+            "the request has a prompt and an attachment; expected one of them",
+            path="$.prompt",
+        )
     kept, body = attachments[own:], attachments[0] if own and message.prompt is None else b""
     num_ids = sum(len(k) // 4 for k in kept if k[:1] == b"t") + len(body) // 4
     if num_ids > max_tokens:
