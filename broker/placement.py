@@ -86,21 +86,27 @@ class Placement:
 
     def beyond_capacity(self, request: Request) -> Worker | None:
         """The worker for a request if all workers are full, but none of them has a request of the
-        same key; None if the request must wait.
+        same key, or of the same user of the session; None if the request must wait.
 
         Without this exception, the first request of a key would wait until a long stream of another
-        key ends. For such requests, each worker accepts an eighth more than its capacity. A worker
-        is searched before the key's sessions are examined, because there may be thousands of them.
+        key ends. For such requests, each worker accepts an eighth more than its capacity. Half of
+        this room is for users, because any client can invent names of users. A worker is searched
+        before the key's sessions are examined, because there may be thousands of them.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):
             return None
         pool = self.candidates(request.role, request.model)
         ready = (w for w in pool.workers.values() if w.state is WorkerState.READY)
-        free = (w for w in ready if w.has_room_beyond and not self._state.is_hung(w))
+        by = request.fields.by
+        part = 16 if by else 8
+        free = (w for w in ready if w.has_room_beyond(part) and not self._state.is_hung(w))
         worker = min(free, key=pool.rank, default=None)
         if worker is None:
             return None
+        if by:
+            streams = request.session.streams.values()
+            return None if any(r.worker and r.fields.by == by for r in streams) else worker
         key = request.session.key
         sessions = self._state.sessions.of_key(key) if key else [request.session]
         # Because ``waiting`` is empty, each stream that is not queued has a worker.

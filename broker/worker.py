@@ -114,10 +114,10 @@ class Worker:
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
         return self._num_requests - beyond < self.capacity
 
-    @property
-    def has_room_beyond(self) -> bool:
-        """Whether one more request fits into the capacity and an eighth more."""
-        return self._num_requests < self.capacity + self.capacity // 8
+    def has_room_beyond(self, part: int) -> bool:
+        """Whether one more request fits into the capacity and this part of it, such as an
+        eighth."""
+        return self._num_requests < self.capacity + self.capacity // part
 
     @property
     def _num_requests(self) -> int:

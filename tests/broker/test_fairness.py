@@ -124,6 +124,20 @@ def test_places_beyond_the_capacity_are_bounded_and_for_no_lower_priority() -> N
     assert len(worker.requests) == 18
 
 
+def test_users_of_a_session_have_half_of_the_places_beyond_the_capacity() -> None:
+    bench = Bench()
+    bench.worker("w", capacity=32)
+    for stream in range(34):
+        ask(bench, "gateway", stream, by="eve")
+    [worker] = bench.broker.state.workers.values()
+    assert len(worker.requests) == 32
+    for stream in range(34, 40):
+        ask(bench, "gateway", stream, by=f"user {stream}")
+    assert len(worker.requests) == 34
+    ask(bench, "another", 1)
+    assert len(worker.requests) == 35
+
+
 def test_the_room_in_the_queue_is_shared_by_keys() -> None:
     bench = keyed(max_queued=16)
     ask(bench, "ann 0", 1, ANN)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tokenbus.protocol.columns import TokenColumns
 from tokenbus.protocol.header import Flag, decode_header, decode_manifest
-from tokenbus.protocol.messages import Cancel
+from tokenbus.protocol.messages import Cancel, Generate
 from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.worker_messages import Lost
 from tokenbus.workers.bus import FromBus
@@ -24,6 +24,7 @@ from tokenbus.workers.gpu.engine.engine import Engine
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.gpu.model.models import Models
 from tokenbus.workers.gpu.serving import attaching
+from tokenbus.workers.gpu.serving.arrivals import client_of
 
 from ...worlds.gpu_worker_loop import Loop
 
@@ -205,6 +206,29 @@ def test_clients_take_turns_at_tokenization(slow: tuple[Loop, SlowTokenizer]) ->
     tokenizer.held.release()
     turn_until(loop, lambda: all(len(loop.entries(r)) == 2 for r in (2, 3, 4, 9)))
     assert tokenizer.begun.index("b1  ") < tokenizer.begun.index("a2  ")
+
+
+def test_users_of_a_session_take_turns(slow: tuple[Loop, SlowTokenizer]) -> None:
+    loop, tokenizer = slow
+    text_prompt(loop, 1, "hold" + MEDIUM, session=7, by="eve")
+    turn_until(loop, lambda: "hold" in tokenizer.begun)
+    for request, prompt in enumerate(("a1  ", "a2  ", "a3  "), 2):
+        text_prompt(loop, request, prompt + MEDIUM, session=7, by="eve")
+    text_prompt(loop, 9, "b1  " + MEDIUM, session=7, by="ann")
+    loop.turn()
+    tokenizer.held.release()
+    turn_until(loop, lambda: all(len(loop.entries(r)) == 2 for r in (2, 3, 4, 9)))
+    assert tokenizer.begun.index("b1  ") < tokenizer.begun.index("a2  ")
+
+
+def test_the_client_of_a_request_is_its_session_or_the_user_of_its_session_or_group() -> None:
+    plain = Generate(stream_id=1)
+    assert client_of(7, plain) == 7
+    users = [Generate(stream_id=1, by=by, group=group) for by in ("", "a") for group in ("", "g")]
+    numbers = {client_of(session, user) for session in (7, 8) for user in users}
+    # A group counts as one client, whichever session has the request.
+    assert len(numbers) == 2 + 2 + 2
+    assert all(0 <= number < 2**63 for number in numbers)
 
 
 def test_a_request_that_is_cancelled_while_its_prompt_waits_is_never_tokenized(

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 
@@ -267,7 +268,8 @@ class Arrivals:
         if num_bytes <= MAX_INLINE_BYTES:
             self._run(waiting, engine, texts.tokens())
             return
-        waiting.job = Job(stream.request, stream.session, num_bytes, texts.tokens)
+        client = client_of(stream.session, message)
+        waiting.job = Job(stream.request, client, num_bytes, texts.tokens)
         self._waiting[stream.request] = waiting
         self._tokenization.submit(waiting.job)
 
@@ -286,7 +288,8 @@ class Arrivals:
             self._streams.finish(stream)
             return
         stream.compute_by(engine.path)
-        common = {"priority": message.priority, "client": stream.session}
+        client = client_of(stream.session, message)
+        common = {"priority": message.priority, "client": client}
         if isinstance(message, Score):
             stream.usage = engine.score(
                 stream.request,
@@ -328,7 +331,7 @@ class Arrivals:
             inspect=message.inspect,
             speculate=not steered,
             priority=message.priority,
-            client=stream.session,
+            client=client_of(stream.session, message),
             continued=continued,
             healed=stream.healed,
         )
@@ -424,6 +427,16 @@ class Arrivals:
             progress=round(progress, 3),
         )
         self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
+
+
+def client_of(session: int, message: Generate | Score) -> int:
+    """The number of the client whose requests take turns with those of other clients: the session,
+    or a user of the session or of a group of sessions."""
+    if not message.by and not message.group:
+        return session
+    owner = message.group or str(session)
+    digest = blake2b(f"{owner}\0{message.by}".encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _with_controller(message: Generate) -> Generate:
